@@ -1,0 +1,49 @@
+"""What the engine core sees of the workers. No torch here: the core imports this file."""
+
+from __future__ import annotations
+
+import abc
+
+import msgspec
+
+from sidestep.ipc.step import StepInput, StepOutput
+
+
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 found out while it loaded the model."""
+
+    num_kv_blocks: int
+    device: str
+    """For people: 'cpu (2 threads)', 'NVIDIA H200', 'fake'."""
+
+
+class Executor(abc.ABC):
+    """Runs steps on all ranks, in the order they are submitted.
+
+    `submit` never waits for the device. Outputs come back in order. An executor that has failed raises
+    EngineDeadError, which names the cause, from every later call.
+    """
+
+    @abc.abstractmethod
+    def start(self) -> WorkerReady:
+        """Starts the workers and waits until the model is loaded. Raises EngineStartError."""
+
+    @abc.abstractmethod
+    def submit(self, step: StepInput) -> None:
+        """Hands a step to all ranks."""
+
+    @abc.abstractmethod
+    def poll(self) -> StepOutput | None:
+        """The next output if it is there. Its columns are valid until the next call."""
+
+    @abc.abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `poll` may have something, or when a worker has died."""
+
+    @abc.abstractmethod
+    def worker_pids(self) -> list[int]:
+        """One process id for each rank."""
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """Ends all workers. May be called twice."""

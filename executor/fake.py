@@ -1,0 +1,136 @@
+"""A device without a model: scripted tokens, scripted step times, no torch. For tests, and to stress the overlap.
+
+The script depends on the whole context as read through the block table: each position of the fake KV cache holds a
+hash of all tokens up to it, made from the hash at the position before. So a scheduler that hands out a wrong block, or
+one that is still in use, changes the tokens, as it would with a real model; the batch, the chunking and the timing do
+not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from sidestep.executor.base import WorkerReady
+from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.ipc.step import Int32, StepInput, StepOutput
+
+_MASK = (1 << 61) - 1
+DEFAULT_BLOCKS = 8192
+
+
+def chain(previous: int, token: int) -> int:
+    """The hash of a context that ends with `token`, given the hash of what is before it."""
+    return (previous * 1_000_003 + token * 8_191 + 12_345) & _MASK
+
+
+def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
+    """The token that follows a context."""
+    return ((context_hash ^ (seed * 0x9E3779B97F4A7C15)) & _MASK) % 1_000_000_007 % vocab_size
+
+
+def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: int) -> list[int]:
+    """What a request must give, whatever ran beside it."""
+    state, tokens = 0, []
+    for token in prompt:
+        state = chain(state, token)
+    for _ in range(count):
+        tokens.append(next_token(state, seed, vocab_size))
+        state = chain(state, tokens[-1])
+    return tokens
+
+
+class FakeDevice:
+    """One stream: a step begins when it is launched and the one before has ended, and takes `step_s` seconds."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def launch(self) -> tuple[float, float]:
+        """Start and end of a step launched now, in seconds of time.monotonic()."""
+        with self._lock:
+            start = max(time.monotonic(), self._free_at)
+            self._free_at = start + self._step_s
+            return start, self._free_at
+
+
+class TimedOutput(PendingOutput):
+    """Ready when the device's clock says so."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    @property
+    def ready(self) -> bool:
+        return time.monotonic_ns() >= self._output.end_ns
+
+    def wait(self) -> StepOutput:
+        while (left := self._output.end_ns - time.monotonic_ns()) > 0:
+            time.sleep(left / 1e9)
+        return self._output
+
+
+class FakeRunner(Runner):
+    """Keeps the same rows per slot as the real runner."""
+
+    def __init__(self, args: WorkerArgs) -> None:
+        self._vocab_size = args.spec.vocab_size
+        self._block_size = args.cache.block_size
+        self._num_blocks = args.cache.num_kv_blocks or DEFAULT_BLOCKS
+        self._device = FakeDevice(args.parallel.fake_step_ms / 1e3)
+        self._instant = args.parallel.fake_step_ms == 0
+        slots = args.num_slots
+        self._cache = [[0] * self._block_size for _ in range(self._num_blocks)]
+        self._known: list[list[int]] = [[] for _ in range(slots)]
+        self._blocks: list[list[int]] = [[] for _ in range(slots)]
+        self._num_computed = [0] * slots
+        self._last_sampled = [0] * slots
+        self._seed = [0] * slots
+
+    def load(self) -> WorkerReady:
+        return WorkerReady(num_kv_blocks=self._num_blocks, device="fake")
+
+    def execute(self, step: StepInput) -> PendingOutput:
+        self._enter(step)
+        tokens = self._run_rows(step)
+        start, end = self._device.launch()
+        output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
+        return DoneOutput(output) if self._instant else TimedOutput(output)
+
+    def _enter(self, step: StepInput) -> None:
+        ends = np.cumsum(step.new_num_known).tolist()
+        for i, (slot, end) in enumerate(zip(step.new_slots.tolist(), ends, strict=True)):
+            self._known[slot] = step.new_token_ids[end - int(step.new_num_known[i]):end].tolist()
+            self._num_computed[slot] = int(step.new_num_computed[i])
+            self._seed[slot] = int(step.new_seed[i])
+            self._blocks[slot] = []
+
+    def _run_rows(self, step: StepInput) -> Int32:
+        sampled: list[int] = []
+        block_ids, used = step.block_ids.tolist(), 0
+        rows = zip(step.slots.tolist(), step.num_tokens.tolist(), step.num_new_blocks.tolist(), strict=True)
+        for slot, count, new_blocks in rows:
+            self._blocks[slot] += block_ids[used:used + new_blocks]
+            used += new_blocks
+            state = self._compute(slot, count)
+            if self._num_computed[slot] >= len(self._known[slot]):
+                self._last_sampled[slot] = next_token(state, self._seed[slot], self._vocab_size)
+                sampled.append(self._last_sampled[slot])
+        return np.array(sampled, np.int32)
+
+    def _compute(self, slot: int, count: int) -> int:
+        """Runs `count` positions of a slot and returns the hash at the last one."""
+        known, blocks, size = self._known[slot], self._blocks[slot], self._block_size
+        first = self._num_computed[slot]
+        state = self._cache[blocks[(first - 1) // size]][(first - 1) % size] if first else 0
+        for position in range(first, first + count):
+            token = known[position] if position < len(known) else self._last_sampled[slot]
+            state = chain(state, token)
+            self._cache[blocks[position // size]][position % size] = state
+        self._num_computed[slot] = first + count
+        return state

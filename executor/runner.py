@@ -1,0 +1,74 @@
+"""What a worker process runs its steps on. No torch here: the fake runner must start without it."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from sidestep.executor.base import WorkerReady
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.model_spec import ModelSpec
+from sidestep.ipc.step import StepInput, StepOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerArgs:
+    """All that a worker needs to know; sent to its process as JSON."""
+
+    rank: int
+    runner: str
+    """A name of ipc.registry.RUNNERS."""
+    spec: ModelSpec
+    model: ModelConfig
+    cache: CacheConfig
+    parallel: ParallelConfig
+    num_slots: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    """Most rows of one step."""
+    max_model_len: int
+    rendezvous: str | None = None
+    """A file for torch.distributed to meet in; None with one rank."""
+
+
+class PendingOutput(abc.ABC):
+    """A step that has been launched."""
+
+    @property
+    @abc.abstractmethod
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @abc.abstractmethod
+    def wait(self) -> StepOutput:
+        """Blocks until the device has ended the step. Called from another thread than `execute`."""
+
+
+class DoneOutput(PendingOutput):
+    """The output of a device that computes while `execute` runs."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> StepOutput:
+        return self._output
+
+
+class Runner(abc.ABC):
+    """One rank's model and its tables: a row for each slot, changed only by the differences in a step."""
+
+    @abc.abstractmethod
+    def __init__(self, args: WorkerArgs) -> None:
+        """Cheap; the work is in `load`."""
+
+    @abc.abstractmethod
+    def load(self) -> WorkerReady:
+        """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for the user."""
+
+    @abc.abstractmethod
+    def execute(self, step: StepInput) -> PendingOutput:
+        """Launches a step. Its columns may be used until this returns."""

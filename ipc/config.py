@@ -1,0 +1,221 @@
+"""Configuration: frozen sections, one place where each option is declared, described and checked.
+
+`EngineArgs` is the flat form that users and the command line see: it inherits the fields of every section, so an
+option is written once. `EngineArgs.create_engine_config()` splits it into `EngineConfig`; each component is handed
+only its own section. Nothing here starts a process: an impossible combination fails before there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
+
+DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+POLICIES = ("fcfs", "priority")
+DEVICES = ("auto", "cpu", "cuda", "fake")
+
+T = TypeVar("T")
+
+
+def option(default: Any, doc: str, *, choices: tuple[str, ...] | None = None,
+           parse: Callable[[str], Any] | None = None) -> Any:
+    """A config field: its default, its help text and, for the command line, its choices or its parser."""
+    return field(default=default, metadata={"doc": doc, "choices": choices, "parse": parse})
+
+
+def parse_length(text: str) -> int | str:
+    """'8192', '32k' (times 1024) or 'auto'."""
+    lowered = text.strip().lower()
+    if lowered == "auto":
+        return "auto"
+    scale = 1024 if lowered.endswith("k") else 1
+    return int(lowered.removesuffix("k")) * scale
+
+
+def parse_bytes(text: str) -> int:
+    """'1073741824', '512M' or '4G' (powers of 1024)."""
+    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    if lowered and lowered[-1] in units:
+        return int(float(lowered[:-1]) * units[lowered[-1]])
+    return int(lowered)
+
+
+def _require(condition: bool, name: str, problem: str) -> None:
+    if not condition:
+        raise ValidationError(name, problem)
+
+
+def _require_choice(section: object, *names: str) -> None:
+    for f in fields(section):  # type: ignore[arg-type]
+        choices = f.metadata.get("choices")
+        if f.name in names and getattr(section, f.name) not in choices:
+            raise ValidationError(f.name, f"{getattr(section, f.name)!r} is not one of {', '.join(choices)}")
+
+
+def _require_positive_int(section: object, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+        _require(ok, name, f"must be a whole number of at least 1, not {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What to load and how."""
+
+    model: str = option(DEFAULT_MODEL, "Folder in the Hugging Face layout, or a hub name where a hub is reachable.")
+    tokenizer: str | None = option(None, "Folder or hub name of the tokenizer; the model's own if not given.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    dtype: str = option(
+        "auto", "Type of weights and activations; 'auto' is the checkpoint's (float32 on a CPU without bfloat16 "
+        "instructions).", choices=DTYPES)
+    max_model_len: int | str | None = option(
+        None, "Longest prompt plus output in tokens: a number, '32k', or 'auto' for the most that the model and "
+        "the KV cache allow. Default: the model's own limit.", parse=parse_length)
+    load_format: str = option("auto", "'dummy' gives random weights without reading any.", choices=LOAD_FORMATS)
+    seed: int = option(0, "Seed of dummy weights.")
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "dtype", "load_format")
+        if isinstance(self.max_model_len, str):
+            _require(self.max_model_len == "auto", "max_model_len", f"{self.max_model_len!r} is not a number or 'auto'")
+        else:
+            _require_positive_int(self, "max_model_len")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "Tokens in one KV block.")
+    num_kv_blocks: int | None = option(None, "Number of KV blocks; overrides what memory would allow.")
+    kv_cache_memory_bytes: int | None = option(
+        None, "Memory for the KV cache of one rank, such as 4G. Default: what --gpu-memory-utilization leaves on a "
+        "GPU, at most 2G on a CPU.", parse=parse_bytes)
+    gpu_memory_utilization: float = option(0.92, "Share of a GPU's memory for weights, activations and KV cache.")
+    enable_prefix_caching: bool = option(True, "Reuse KV blocks of equal prefixes.")
+
+    def __post_init__(self) -> None:
+        _require_positive_int(self, "block_size", "num_kv_blocks", "kv_cache_memory_bytes")
+        _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be in (0, 1]")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What runs in one step."""
+
+    max_num_seqs: int = option(256, "Most requests that run at once.")
+    max_num_batched_tokens: int = option(2048, "Token budget of one step; longer prompts are computed in chunks.")
+    scheduling_policy: str = option("fcfs", "Order of waiting requests; 'priority' takes the lowest number first.",
+                                    choices=POLICIES)
+    async_scheduling: bool = option(True, "Schedule step N+1 while step N runs.")
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "scheduling_policy")
+        _require_positive_int(self, "max_num_seqs", "max_num_batched_tokens")
+        _require(self.max_num_batched_tokens >= self.max_num_seqs, "max_num_batched_tokens",
+                 f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs}): a decode step of all "
+                 "running requests would not fit; raise it or lower max_num_seqs")
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Two with overlap (one runs, one is queued behind it), one without."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of a worker's tables. A slot is reused only after the last step that touches it has come back, so
+        with overlap a full batch may end while another full batch enters."""
+        return self.max_num_seqs * self.max_steps_in_flight
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Where the model runs."""
+
+    tensor_parallel_size: int = option(1, "Number of ranks that share each layer; one process each.")
+    device: str = option("auto", "'auto' takes the GPU where there is one; 'fake' scripts tokens without a model.",
+                         choices=DEVICES)
+    cpu_threads: int | None = option(
+        None, "Threads of a CPU rank. Default: the cores, shared among the ranks.")
+    fake_step_ms: float = option(0.0, "Device 'fake' only: how long a step keeps the device busy, in milliseconds.")
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "device")
+        _require_positive_int(self, "tensor_parallel_size", "cpu_threads")
+        _require(self.fake_step_ms >= 0, "fake_step_ms", "must not be negative")
+        _require(self.fake_step_ms == 0 or self.device == "fake", "fake_step_ms",
+                 f"has a meaning only with device 'fake', not {self.device!r}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All sections, checked against each other and against the model."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    spec: ModelSpec
+    """What the model's config.json says; its `path` is a local folder."""
+
+    def __post_init__(self) -> None:
+        spec, tp = self.spec, self.parallel.tensor_parallel_size
+        limit, wanted = spec.max_position_embeddings, self.model.max_model_len
+        if isinstance(wanted, int):
+            _require(wanted <= limit, "max_model_len", f"{wanted} is more than the model's {limit} positions")
+        for name, value in (("attention heads", spec.num_heads), ("intermediate size", spec.intermediate_size)):
+            _require(value % tp == 0, "tensor_parallel_size", f"{tp} does not divide the model's {value} {name}")
+        kv = spec.num_kv_heads
+        _require(kv % tp == 0 or tp % kv == 0, "tensor_parallel_size",
+                 f"{tp} neither divides nor is divided by the model's {kv} KV heads")
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output before the size of the KV cache is known."""
+        wanted = self.model.max_model_len
+        return wanted if isinstance(wanted, int) else self.spec.max_position_embeddings
+
+    @property
+    def may_shrink_max_model_len(self) -> bool:
+        """Whether the length follows the KV cache ('auto') rather than fail when it does not fit."""
+        return self.model.max_model_len == "auto"
+
+
+@dataclass(frozen=True)
+class EngineArgs(ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig):
+    """Every option of the engine as one flat set of keyword arguments; each is also a command-line flag."""
+
+    def __post_init__(self) -> None:
+        for section in (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig):
+            section.__post_init__(self)
+
+    def _section(self, cls: type[T]) -> T:
+        return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})  # type: ignore[arg-type]
+
+    def create_engine_config(self) -> EngineConfig:
+        """Finds and reads the model's config.json and checks everything. Raises ValidationError or EngineStartError."""
+        path = resolve_model_path(self.model, self.revision)
+        return EngineConfig(
+            model=self._section(ModelConfig), cache=self._section(CacheConfig),
+            scheduler=self._section(SchedulerConfig), parallel=self._section(ParallelConfig),
+            spec=load_model_spec(path))
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some options changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def available_cores() -> int:
+    """Cores this process may run on, which in a container is often fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

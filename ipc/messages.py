@@ -1,0 +1,162 @@
+"""Messages between a frontend and the engine core: msgspec structs, tagged and array-like.
+
+A request is known to the core by (client, handle): the handle is a number that its frontend chose. What the core sends
+every step is columnar, one message for all requests of one frontend.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from sidestep.ipc.sampling_params import SamplingParams
+from sidestep.ipc.step import Int32
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives the word users see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    pass
+
+
+# Frontend to core.
+
+class AddRequest(_Message):
+    """A new request, already checked by the frontend."""
+
+    client: int
+    handle: int
+    request_id: str
+    """For logs only."""
+    prompt_token_ids: bytes
+    """int32, little-endian."""
+    sampling: SamplingParams
+    """With `seed` and `max_tokens` filled in."""
+    arrival: float
+    """time.monotonic() of the call."""
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    """time.monotonic() after which the request is ended."""
+
+
+class AbortRequests(_Message):
+    """End these requests; handles that have ended already are ignored."""
+
+    client: int
+    handles: list[int]
+
+
+class Call(_Message):
+    """A question or command to the core itself; answered by `Answer` with the same `call_id`."""
+
+    client: int
+    call_id: int
+    method: str
+    """One of 'reset_prefix_cache', 'ping', 'stats'."""
+
+
+ToCore = AddRequest | AbortRequests | Call
+
+
+# Core to frontend.
+
+class Ready(_Message):
+    """The engine serves from now on."""
+
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    device: str
+    core_pid: int
+    worker_pids: list[int]
+
+
+class Dead(_Message):
+    """The engine cannot go on (or could not start); the last message on the channel."""
+
+    cause: str
+
+
+class Started(_Message):
+    """First scheduling of a request."""
+
+    handle: int
+    num_cached_tokens: int
+    scheduled: float
+    """time.monotonic()"""
+
+
+class Finished(_Message):
+    """The end of a request. Its last token, if this step gave one, is in the same message's columns."""
+
+    handle: int
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop token's id, or a word such as 'deadline'."""
+    error: str | None = None
+    num_preemptions: int = 0
+
+
+class Outputs(_Message):
+    """What one step gave to one frontend's requests."""
+
+    handles: bytes
+    """int32, the requests that got a token."""
+    token_ids: bytes
+    """int32, one for each of `handles`."""
+    started: list[Started] = []
+    finished: list[Finished] = []
+
+
+class Answer(_Message):
+    """The result of a `Call`."""
+
+    call_id: int
+    result: dict[str, float] | None = None
+    error: str | None = None
+
+
+ToFrontend = Ready | Dead | Outputs | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_to_core = msgspec.msgpack.Decoder(ToCore)
+_to_frontend = msgspec.msgpack.Decoder(ToFrontend)
+
+
+def encode(message: ToCore | ToFrontend) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_core(data: bytes | memoryview) -> ToCore:
+    """What a frontend sent. Raises msgspec.DecodeError (a ValueError) for anything else."""
+    return _to_core.decode(data)
+
+
+def decode_to_frontend(data: bytes | memoryview) -> ToFrontend:
+    """What the core sent. Raises msgspec.DecodeError (a ValueError) for anything else."""
+    return _to_frontend.decode(data)
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Integers as an int32 column."""
+    return np.fromiter(ids, np.int32).tobytes()
+
+
+def unpack_ids(column: bytes) -> Int32:
+    """A column as an array over the same bytes."""
+    return np.frombuffer(column, np.int32)

@@ -1,0 +1,35 @@
+"""Names to implementations: `name -> "module:attribute"`, imported only when asked for.
+
+So a registry can be read by a process that must not import what it names (the frontend checks that an architecture
+is supported without importing torch), and a new entry is one file and one line here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "sidestep.executor.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "sidestep.executor.models.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "sidestep.executor.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "sidestep.executor.models.qwen3:Qwen3ForCausalLM",
+}
+"""Hugging Face architecture name -> model class."""
+
+RUNNERS: dict[str, str] = {
+    "torch": "sidestep.executor.model_runner:ModelRunner",
+    "fake": "sidestep.executor.fake:FakeRunner",
+}
+"""What a worker process runs its steps on."""
+
+ATTENTION_BACKENDS: dict[str, str] = {
+    "torch": "sidestep.executor.attention.torch_backend:TorchAttention",
+}
+"""Paged attention implementations."""
+
+
+def load(target: str) -> Any:
+    """The object that "module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

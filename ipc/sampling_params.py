@@ -1,0 +1,105 @@
+"""How one request is sampled and when it stops. Checked where it is made, so a wrong value fails at the call."""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from sidestep.ipc.errors import ValidationError
+
+MAX_SEED = 2**63 - 1
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0
+    """All text and tokens so far."""
+    DELTA = 1
+    """What is new since the last output."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+def _check(condition: bool, field: str, problem: str) -> None:
+    if not condition:
+        raise ValidationError(field, problem)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Sampling parameters of one request; names and defaults are those that users of vLLM know.
+
+    Raises ValidationError, which names the field, when a value is out of range, and TypeError for an unknown name.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy; otherwise logits are divided by it. At most 2."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 or -1 for all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
+    seed: int | None = None
+    """The same seed gives the same tokens whatever else is in the batch; None draws a new one for each request."""
+    stop: str | list[str] | None = None
+    """Texts that end the output; left out of it unless `include_stop_str_in_output`."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end the output."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    max_tokens: int | None = 16
+    """Most output tokens; None for as many as fit in the model."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens cannot be sampled before this many output tokens."""
+    detokenize: bool = True
+    """False leaves `text` empty (and cannot go with `stop`)."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop text at the end of the output."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of the stream holds."""
+
+    def __post_init__(self) -> None:
+        _check(_is_number(self.temperature) and 0 <= self.temperature <= 2, "temperature",
+               f"must be between 0 and 2, not {self.temperature!r}")
+        _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", f"must be in (0, 1], not {self.top_p!r}")
+        _check(_is_int(self.top_k) and self.top_k >= -1, "top_k",
+               f"must be -1 or 0 (all) or at least 1, not {self.top_k!r}")
+        _check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], not {self.min_p!r}")
+        _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED), "seed",
+               f"must be a whole number between 0 and 2**63-1, not {self.seed!r}")
+        _check(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens",
+               f"must be at least 1, not {self.max_tokens!r}")
+        _check(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens",
+               f"must be at least 0, not {self.min_tokens!r}")
+        _check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
+               f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        _check(self.stop is None or isinstance(self.stop, str | list | tuple), "stop",
+               f"must be a string or a list of strings, not {self.stop!r}")
+        for text in self.stop_strings:
+            _check(isinstance(text, str) and text != "", "stop", f"holds {text!r}, which is not a non-empty string")
+        _check(self.detokenize or not self.stop_strings, "stop", "needs detokenize=True")
+        for token in self.stop_token_ids or ():
+            _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

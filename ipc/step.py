@@ -1,0 +1,129 @@
+"""The step contract between the core and its workers: one message a step each way, as columns.
+
+Core to workers, `StepInput`: which rows run and how many tokens each, plus only what is new: requests that enter (once,
+in full) and KV blocks that were added. A worker keeps the rest, one row per slot. Workers to core, `StepOutput`: the
+sampled tokens, in the order of the rows that sampled.
+
+A row samples when this step computes the last token that is known of it. Both sides can tell without being told: the
+core by its own count, the worker because `num_computed[slot] + num_tokens >= prefill_len[slot]`. A sampled token never
+travels from core to worker: the next step takes it from the worker's own `last_sampled[slot]`.
+
+On the wire: a msgspec header with the counts, then each column as raw little-endian values; all padded to 8 bytes.
+Decoded columns are views over the received bytes: read-only, and valid only as long as those bytes are.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+_DTYPES: dict[str, np.dtype[Any] | None] = {
+    "int": None, "Int32": np.dtype(np.int32), "Int64": np.dtype(np.int64), "Float32": np.dtype(np.float32)}
+_PREFIX = struct.Struct("<I")
+
+
+@dataclass(slots=True)
+class Columns:
+    """A message of integers and one-dimensional columns; a subclass only declares its fields."""
+
+    def encode(self) -> list[bytes | memoryview]:
+        """The message as buffers to be written one after the other."""
+        header: list[int] = []
+        parts: list[bytes | memoryview] = [b""]
+        for name, dtype in _layout(type(self)):
+            value = getattr(self, name)
+            if dtype is None:
+                header.append(value)
+                continue
+            column = np.ascontiguousarray(value, dtype)
+            header.append(len(column))
+            if len(column):
+                parts.append(memoryview(column).cast("B"))
+                if pad := -column.nbytes % 8:
+                    parts.append(bytes(pad))
+        encoded = msgspec.msgpack.encode(header)
+        parts[0] = _PREFIX.pack(len(encoded)) + encoded + bytes(-(_PREFIX.size + len(encoded)) % 8)
+        return parts
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Self:
+        """The message, its columns being views over `data`."""
+        start = _PREFIX.size
+        end = start + _PREFIX.unpack_from(data)[0]
+        offset = end + -end % 8
+        values: list[Any] = []
+        for (_, dtype), value in zip(_layout(cls), msgspec.msgpack.decode(data[start:end]), strict=True):
+            if dtype is None:
+                values.append(value)
+                continue
+            values.append(np.frombuffer(data, dtype, value, offset) if value else np.empty(0, dtype))
+            offset += value * dtype.itemsize
+            offset += -offset % 8
+        return cls(*values)
+
+
+@functools.cache
+def _layout(cls: type[Columns]) -> tuple[tuple[str, np.dtype[Any] | None], ...]:
+    """Field names and dtypes (None for a plain integer) in wire order."""
+    return tuple((f.name, _DTYPES[str(f.type)]) for f in fields(cls))
+
+
+@dataclass(slots=True)
+class StepInput(Columns):
+    """One step. Rows (R of them) are in batch order, those of one token first; entries of the `new_` columns (N of
+    them) follow the order of their rows. A preempted request enters again like a new one, with the tokens it had
+    produced as part of what is known."""
+
+    step_id: int
+    slots: Int32
+    """[R] The slot of each row."""
+    num_tokens: Int32
+    """[R] Tokens to compute, at least 1."""
+    num_new_blocks: Int32
+    """[R] How many of `block_ids` are appended to each row's block table before the step runs."""
+    block_ids: Int32
+    """[sum(num_new_blocks)]"""
+    new_slots: Int32
+    """[N] Slots whose row starts afresh with this step."""
+    new_num_known: Int32
+    """[N] Known tokens: the prompt and, after a preemption, the output so far."""
+    new_num_prompt: Int32
+    """[N] The prompt alone; `min_tokens` counts from here."""
+    new_num_computed: Int32
+    """[N] Tokens whose KV is already in the cache (a prefix hit). All known tokens are sent nevertheless."""
+    new_token_ids: Int32
+    """[sum(new_num_known)]"""
+    new_temperature: Float32
+    new_top_p: Float32
+    new_min_p: Float32
+    new_top_k: Int32
+    """[N] 0 for all tokens."""
+    new_seed: Int64
+    new_min_tokens: Int32
+    new_num_stop_ids: Int32
+    """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
+    new_stop_ids: Int32
+    """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop tokens."""
+
+
+@dataclass(slots=True)
+class StepOutput(Columns):
+    """What a step gave."""
+
+    step_id: int
+    start_ns: int
+    """When the device began the step, on the monotonic clock that the machine's processes share."""
+    end_ns: int
+    """When the device ended it."""
+    token_ids: Int32
+    """[rows that sampled] One token each, in row order."""
