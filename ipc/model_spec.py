@@ -73,7 +73,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> str:
             allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]))
     except Exception as error:  # the hub client raises many types, all meaning the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise EngineStartError(f"model: {model!r} is not a folder and could not be fetched from a hub: {reason}") from None
+        raise EngineStartError(
+            f"model: {model!r} is not a folder and could not be fetched from a hub: {reason}") from None
 
 
 def load_model_spec(path: str) -> ModelSpec:
@@ -166,7 +167,8 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
     params.pop("type", None)
     theta = params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     if rope_type not in ROPE_TYPES:
-        raise EngineStartError(f"model: rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        raise EngineStartError(
+            f"model: rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
     if params.get("partial_rotary_factor", 1.0) != 1.0:
         raise EngineStartError("model: partial_rotary_factor is not supported")
     return RopeSpec(theta=float(theta), rope_type=rope_type, scaling=params)

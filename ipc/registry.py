@@ -23,6 +23,11 @@ RUNNERS: dict[str, str] = {
 }
 """What a worker process runs its steps on."""
 
+EXECUTORS: dict[str, str] = {
+    "multiproc": "sidestep.executor.multiproc:MultiprocExecutor",
+}
+"""How the core reaches its workers."""
+
 ATTENTION_BACKENDS: dict[str, str] = {
     "torch": "sidestep.executor.attention.torch_backend:TorchAttention",
 }

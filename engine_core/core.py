@@ -1,0 +1,79 @@
+"""The engine core: what to run (Scheduler) and where it runs (Executor), two steps in flight.
+
+While the device computes step N, step N+1 is already scheduled, encoded and queued behind it; when N's tokens come back
+N+2 is scheduled while N+1 runs. Without overlap the same loop allows one step in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sidestep.engine_core.scheduler import Scheduler
+
+from sidestep.executor.base import Executor
+from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Call, Outputs, ToCore
+
+
+class EngineCore:
+    """Synchronous: owns no socket and no clock."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, max_steps_in_flight: int,
+                 clock: Callable[[], float]) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self._depth = max_steps_in_flight
+        self._in_flight = 0
+        self._clock = clock
+        self._last_progress = clock()
+
+    def __repr__(self) -> str:
+        return f"EngineCore({self.scheduler!r}, in_flight={self._in_flight})"
+
+    @property
+    def in_flight(self) -> int:
+        """Steps submitted whose output has not come back."""
+        return self._in_flight
+
+    def handle(self, message: ToCore) -> Answer | None:
+        """Takes a frontend's message; a Call is answered."""
+        if isinstance(message, AddRequest):
+            self.scheduler.add(message)
+        elif isinstance(message, AbortRequests):
+            self.scheduler.abort(message.client, message.handles)
+        else:
+            return self._answer(message)
+        return None
+
+    def step(self) -> list[tuple[int, Outputs]]:
+        """One turn; waits for nothing. After it nothing can be done until a frontend, a worker or a deadline calls."""
+        outputs: list[tuple[int, Outputs]] = []
+        # 1. Take the tokens of the steps that have come back.
+        while self._in_flight and (output := self.executor.poll()) is not None:
+            self._in_flight -= 1
+            self._last_progress = self._clock()
+            outputs += self.scheduler.update(output).items()
+        # 2. Queue the next step behind the one that runs. The outputs go out after this: the device comes first.
+        while self._in_flight < self._depth and (step := self.scheduler.schedule()) is not None:
+            if self._in_flight == 0:
+                self._last_progress = self._clock()
+            self.executor.submit(step)
+            self._in_flight += 1
+        # 3. What ended outside a step: refusals, deadlines.
+        outputs += self.scheduler.take_outputs().items()
+        return outputs
+
+    def seconds_since_progress(self) -> float:
+        """How long the steps in flight have been without an output; 0 when there are none."""
+        return self._clock() - self._last_progress if self._in_flight else 0.0
+
+    def _answer(self, call: Call) -> Answer:
+        if call.method == "ping":
+            result = {"seconds_since_progress": self.seconds_since_progress()}
+        elif call.method == "stats":
+            result = self.scheduler.stats()
+        elif call.method == "reset_prefix_cache":
+            result = {"done": float(self.scheduler.reset_prefix_cache())}
+        else:
+            return Answer(call_id=call.call_id, error=str(ValidationError("method", f"unknown call {call.method!r}")))
+        return Answer(call_id=call.call_id, result=result)

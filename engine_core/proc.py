@@ -1,0 +1,90 @@
+"""The engine core's process: the busy loop between the frontends' sockets and the workers' rings."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+import traceback
+
+from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.scheduler import Scheduler
+
+from sidestep.engine_core.core import EngineCore
+from sidestep.executor.base import Executor, WorkerReady
+from sidestep.ipc import registry
+from sidestep.ipc.channels import CoreChannel
+from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.core_args import CoreArgs
+from sidestep.ipc.errors import EngineDeadError, EngineStartError
+from sidestep.ipc.messages import Dead, Ready
+from sidestep.ipc.process import decode_args, freeze_heap
+
+
+def main(raw: bytes) -> None:
+    """Entry point of the process. Whatever ends it, its frontends are told why, and the exit status is not 0."""
+    args = decode_args(raw, CoreArgs)
+    channel = CoreChannel(args.clients)
+    executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(args.config)
+    try:
+        core, ready = start(args.config, executor)
+        channel.broadcast(ready)
+        freeze_heap()
+        run(core, channel)
+    except (EngineStartError, EngineDeadError) as error:
+        channel.broadcast(Dead(cause=str(error)))
+    except BaseException as error:
+        traceback.print_exc()
+        channel.broadcast(Dead(cause=f"engine core failed: {type(error).__name__}: {error}"))
+    channel.close()
+    executor.shutdown()
+    sys.exit(1)
+
+
+def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
+    """Starts the workers and builds the core on what they found. Raises EngineStartError."""
+    worker = executor.start()
+    max_model_len = fit_model_len(config, worker)
+    kv = KVCacheManager(worker.num_kv_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+    scheduler = Scheduler(config.scheduler, kv, max_model_len=max_model_len, eos_token_ids=config.spec.eos_token_ids,
+                          clock=time.monotonic)
+    core = EngineCore(scheduler, executor, max_steps_in_flight=config.scheduler.max_steps_in_flight,
+                      clock=time.monotonic)
+    ready = Ready(max_model_len=max_model_len, num_kv_blocks=worker.num_kv_blocks, block_size=config.cache.block_size,
+                  device=worker.device, core_pid=os.getpid(), worker_pids=executor.worker_pids())
+    return core, ready
+
+
+def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
+    """The longest request that the KV cache can hold. Raises EngineStartError when that is less than was asked for."""
+    room = worker.num_kv_blocks * config.cache.block_size
+    if config.max_model_len <= room:
+        return config.max_model_len
+    if config.may_shrink_max_model_len:
+        return room
+    raise EngineStartError(
+        f"max_model_len: {config.max_model_len} tokens do not fit in the KV cache, which holds {room}; lower "
+        "max_model_len, set it to 'auto', or give the cache more memory with kv_cache_memory_bytes")
+
+
+def run(core: EngineCore, channel: CoreChannel) -> None:
+    """The busy loop. Each turn does all that can be done, so waiting at its end delays nothing."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    poll.register(core.executor.fileno(), select.POLLIN)
+    while True:
+        # 1. Take what frontends sent.
+        for message in channel.receive():
+            answer = core.handle(message)
+            if answer is not None:
+                channel.send(message.client, answer)
+        # 2. Take what came back, keep the pipeline full, send the tokens on.
+        for client, outputs in core.step():
+            channel.send(client, outputs)
+        # 3. Wait for a frontend, a worker or a deadline.
+        poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
+
+
+def _milliseconds_until(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000

@@ -1,0 +1,119 @@
+"""Worker processes, one a rank: steps are broadcast over one ring, each rank answers on its own.
+
+Rank 0 returns the outputs; the other ranks' rings carry only "ready" and failures. A worker that dies makes its
+doorbell readable (its end of the pipe closes), so the core wakes at once and `poll` says which one died and how.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import tempfile
+
+import msgspec
+
+from sidestep.executor.base import Executor, WorkerReady
+from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.worker import Reply, WorkerProcArgs
+from sidestep.ipc.config import EngineConfig, available_cores
+from sidestep.ipc.errors import EngineDeadError, EngineStartError
+from sidestep.ipc.process import Child, spawn
+from sidestep.ipc.shm_ring import RingReader, RingSpec, RingWriter, create_ring
+from sidestep.ipc.step import StepInput, StepOutput
+
+
+class MultiprocExecutor(Executor):
+    """Runs each rank in a process of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._world = config.parallel.tensor_parallel_size
+        self._children: list[Child] = []
+        self._replies: list[RingReader] = []
+        self._selector = selectors.DefaultSelector()
+        self._steps: RingWriter | None = None
+
+    def start(self) -> WorkerReady:
+        steps = create_ring(self._world)
+        with tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-") as folder:
+            rendezvous = os.path.join(folder, "store") if self._world > 1 else None
+            for rank in range(self._world):
+                self._spawn(rank, steps, rendezvous)
+            for bell in steps.bells_in:
+                os.close(bell)
+            self._steps = RingWriter(steps)
+            ready = [self._wait_ready(rank) for rank in range(self._world)]
+        return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), device=ready[0].device)
+
+    def submit(self, step: StepInput) -> None:
+        assert self._steps is not None, "start() comes first"
+        self._steps.send(step.encode())
+
+    def poll(self) -> StepOutput | None:
+        for rank, replies in enumerate(self._replies):
+            closed = replies.clear_bell()
+            message = replies.receive()
+            if message is None:
+                if closed:
+                    raise EngineDeadError(self._death_cause(rank))
+                continue
+            kind, data = message
+            if kind == Reply.OUTPUT:
+                return StepOutput.decode(data)
+            raise EngineDeadError(f"worker {rank} failed: {bytes(data).decode()}")
+        return None
+
+    def fileno(self) -> int:
+        return int(self._selector.fileno())  # type: ignore[attr-defined]
+
+    def worker_pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def shutdown(self) -> None:
+        for child in self._children:
+            child.stop()
+
+    def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None) -> None:
+        replies = create_ring(1)
+        args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous), steps=steps, reader=rank, replies=replies,
+                              cpu_threads=self._cpu_threads())
+        child = spawn(f"worker {rank}", "sidestep.executor.worker:main", args, env=self._environment(),
+                      pass_fds=(*steps.reader_fds(rank), *replies.writer_fds()))
+        for bell in replies.bells_out:
+            os.close(bell)  # so that the last writer's end closes with the worker
+        self._children.append(child)
+        self._replies.append(RingReader(replies, 0))
+        self._selector.register(replies.bells_in[0], selectors.EVENT_READ)
+
+    def _worker_args(self, rank: int, rendezvous: str | None) -> WorkerArgs:
+        config = self._config
+        return WorkerArgs(
+            rank=rank, runner="fake" if config.parallel.device == "fake" else "torch", spec=config.spec,
+            model=config.model, cache=config.cache, parallel=config.parallel, num_slots=config.scheduler.num_slots,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs, max_model_len=config.max_model_len, rendezvous=rendezvous)
+
+    def _cpu_threads(self) -> int:
+        return self._config.parallel.cpu_threads or max(1, available_cores() // self._world)
+
+    def _environment(self) -> dict[str, str]:
+        """Bounded spinning for the threads of a CPU rank: by default OpenMP's threads spin at each barrier, and where
+        the frontend and the core need the same cores that costs more than half of the throughput."""
+        return {"OMP_NUM_THREADS": str(self._cpu_threads()), "GOMP_SPINCOUNT": "1000"}
+
+    def _wait_ready(self, rank: int) -> WorkerReady:
+        replies = self._replies[rank]
+        try:
+            replies.wait()
+        except Exception:  # RingClosed: it died without a word
+            raise EngineStartError(self._death_cause(rank)) from None
+        message = replies.receive()
+        assert message is not None
+        kind, data = message
+        if kind != Reply.READY:
+            raise EngineStartError(bytes(data).decode())
+        return msgspec.json.decode(bytes(data), type=WorkerReady)
+
+    def _death_cause(self, rank: int) -> str:
+        self._children[rank].wait(2.0)
+        return self._children[rank].death_cause()

@@ -1,0 +1,157 @@
+"""Child processes: started by name, watched for death, never outliving their parent.
+
+`spawn("package.module:function", args)` runs the function in a fresh interpreter. A pipe from the parent to the child's
+standard input carries the arguments and then stays open as a lifeline: when the parent ends, however it ends, the child
+reads end-of-file and exits at once. Stopping a child is closing its lifeline. So there is one way to end, it needs no
+signal handler, and nothing has to be cleaned up by name: rings are unnamed memory, socket files are removed once
+connected.
+
+Not multiprocessing, because its spawn imports the user's main module again in every child (a script without a
+`__main__` guard would start engines without end), and pickles.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_BOOTSTRAP = (
+    "import sys, json; job = json.loads(sys.stdin.buffer.readline()); sys.path[:] = job['path']; "
+    "from sidestep.ipc.process import run_child; run_child(job)"
+)
+
+
+class Child:
+    """A running child process. Made by `spawn`."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self._popen = popen
+        self._stopping = False
+        self._callbacks: list[Callable[[str], None]] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name=f"watch {name}", daemon=True).start()
+
+    def __repr__(self) -> str:
+        state = self.death_cause() if self._ended.is_set() else "running"
+        return f"Child({self.name}, pid={self.pid}, {state})"
+
+    @property
+    def pid(self) -> int:
+        """The operating system's process id."""
+        return self._popen.pid
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback(cause)` from a watching thread if the child ends before `stop`; at once if it has."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        if not self._stopping:
+            callback(self.death_cause())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the child has ended within this time."""
+        return self._ended.wait(timeout_s)
+
+    def death_cause(self) -> str:
+        """How it ended, for people."""
+        code = self._popen.returncode
+        if code is None:
+            return f"{self.name} (pid {self.pid}) is still running"
+        if code < 0:
+            return f"{self.name} (pid {self.pid}) was killed by {signal.Signals(-code).name}"
+        return f"{self.name} (pid {self.pid}) exited with status {code}"
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """Ends the child: lifeline first, then a kill. May be called twice."""
+        self._stopping = True
+        self._close_lifeline()
+        if not self._ended.wait(timeout_s):
+            self._popen.kill()
+            self._ended.wait(timeout_s)
+
+    def _close_lifeline(self) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
+    def _watch(self) -> None:
+        self._popen.wait()
+        self._close_lifeline()
+        with self._lock:
+            self._ended.set()
+            callbacks = [] if self._stopping else list(self._callbacks)
+        for callback in callbacks:
+            callback(self.death_cause())
+
+
+def spawn(name: str, target: str, args: Any, *, env: Mapping[str, str] | None = None,
+          pass_fds: Sequence[int] = ()) -> Child:
+    """Runs `target` ("module:function") in a new process; the function gets `args` as JSON bytes (see `decode_args`).
+
+    `env` adds to the environment; `pass_fds` are inherited under their own numbers. The child is in a process group of
+    its own, so that Ctrl-C in a terminal reaches only the program that owns the engine.
+    """
+    popen = subprocess.Popen(
+        [sys.executable, "-c", _BOOTSTRAP, name],
+        stdin=subprocess.PIPE, stdout=2, pass_fds=tuple(pass_fds), process_group=0,
+        env={**os.environ, **env} if env else None)
+    job = {"path": sys.path, "target": target, "args": msgspec.json.encode(args).decode()}
+    assert popen.stdin is not None
+    try:
+        popen.stdin.write(json.dumps(job).encode() + b"\n")
+        popen.stdin.flush()
+    except BrokenPipeError:
+        pass  # it died at once; the watcher will say how
+    return Child(name, popen)
+
+
+def decode_args(raw: bytes, cls: type[T]) -> T:
+    """The arguments that the parent gave to `spawn`."""
+    return msgspec.json.decode(raw, type=cls)
+
+
+def run_child(job: dict[str, Any]) -> None:
+    """The main function of every child process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, name="lifeline", daemon=True).start()
+    module, _, function = job["target"].partition(":")
+    getattr(importlib.import_module(module), function)(job["args"].encode())
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    # Not sys.exit: the main thread may be inside a device call that never returns.
+    os._exit(0)
+
+
+def freeze_heap() -> None:
+    """Takes everything alive now out of the garbage collector's sight, to keep its pauses out of the step path."""
+    gc.collect()
+    gc.freeze()
+
+
+class Deadline:
+    """Time left of a limit, for waits that are made of several."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end = time.monotonic() + timeout_s
+
+    def left(self) -> float:
+        """Seconds, never negative."""
+        return max(0.0, self._end - time.monotonic())

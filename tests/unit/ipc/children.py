@@ -1,0 +1,37 @@
+"""Functions that tests run in child processes."""
+
+import os
+import sys
+import threading
+import time
+
+from sidestep.ipc.process import decode_args, spawn
+from sidestep.ipc.shm_ring import RingSpec, RingWriter
+
+
+def write_one_message(raw: bytes) -> None:
+    RingWriter(decode_args(raw, RingSpec)).send([b"hello"])
+
+
+def exit_with_status(raw: bytes) -> None:
+    sys.exit(decode_args(raw, int))
+
+
+def wait_for_ever(raw: bytes) -> None:
+    threading.Event().wait()
+
+
+def write_pid_of_grandchild(raw: bytes) -> None:
+    """Starts a child of its own, writes both pids to the file it was given, and waits."""
+    child = spawn("grandchild", "tests.unit.ipc.children:wait_for_ever", None)
+    path = decode_args(raw, str)
+    with open(path + ".part", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    os.rename(path + ".part", path)
+    threading.Event().wait()
+
+
+def hold_the_interpreter(raw: bytes) -> None:
+    """Busy in Python code, so that nothing but the lifeline's thread can end it."""
+    while True:
+        time.perf_counter()

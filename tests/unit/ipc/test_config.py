@@ -1,0 +1,105 @@
+"""Configuration: impossible combinations fail before any process starts, and name the field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestep.ipc.config import EngineArgs, parse_bytes, parse_length
+from sidestep.ipc.errors import EngineStartError, ValidationError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "torch_dtype": "float32", "eos_token_id": [1, 2]}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    config = {**LLAMA, **changes}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("dtype", "int3"), ("load_format", "magic"), ("device", "abacus"), ("block_size", 0), ("max_num_seqs", -1),
+    ("gpu_memory_utilization", 1.5), ("tensor_parallel_size", 0), ("scheduling_policy", "lottery"),
+    ("max_model_len", "long"), ("fake_step_ms", 3.0), ("num_kv_blocks", 0), ("max_num_batched_tokens", True)])
+def test_a_wrong_value_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        EngineArgs(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_an_unknown_option_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="max_num_sequences"):
+        EngineArgs(max_num_sequences=3)  # type: ignore[call-arg]
+
+
+def test_budget_below_batch_is_refused() -> None:
+    with pytest.raises(ValidationError, match="max_num_batched_tokens: 10 is less than max_num_seqs"):
+        EngineArgs(max_num_batched_tokens=10, max_num_seqs=20)
+
+
+@pytest.mark.parametrize(("size", "changes"), [
+    (3, {}), (8, {}), (4, {"num_key_value_heads": 3, "num_attention_heads": 12})])
+def test_a_tensor_parallel_size_that_does_not_fit_the_model_is_refused(tmp_path: Path, size: int, changes: Any) -> None:
+    with pytest.raises(ValidationError, match="tensor_parallel_size"):
+        EngineArgs(model=write(tmp_path, **changes), tensor_parallel_size=size).create_engine_config()
+
+
+def test_max_model_len_beyond_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="max_model_len: 300 is more than the model's 256"):
+        EngineArgs(model=write(tmp_path), max_model_len=300).create_engine_config()
+
+
+def test_sections_hold_what_was_given(tmp_path: Path) -> None:
+    config = EngineArgs(model=write(tmp_path), max_num_seqs=3, block_size=32, max_model_len=100,
+                        async_scheduling=False).create_engine_config()
+    assert (config.scheduler.max_num_seqs, config.cache.block_size, config.max_model_len) == (3, 32, 100)
+    assert config.scheduler.max_steps_in_flight == 1
+    assert config.spec.eos_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"architectures": ["BertModel"]}, "BertModel is not supported; supported are LlamaForCausalLM"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
+    ({"torch_dtype": "float8"}, "dtype 'float8'"),
+    ({"vocab_size": None}, "lacks 'vocab_size'")])
+def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path, changes: Any, words: str) -> None:
+    with pytest.raises(EngineStartError) as caught:
+        EngineArgs(model=write(tmp_path, **changes)).create_engine_config()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_model_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match="not a folder, nor a hub name"):
+        EngineArgs(model="./nothing-here").create_engine_config()
+    with pytest.raises(EngineStartError, match="has no config.json"):
+        EngineArgs(model=str(tmp_path)).create_engine_config()
+
+
+def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert EngineArgs(model=str(tmp_path)).create_engine_config().spec.eos_token_ids == (7,)
+
+
+def test_windows_follow_the_family(tmp_path: Path) -> None:
+    def windows(**changes: Any) -> tuple[int, ...]:
+        return EngineArgs(model=write(tmp_path, **changes)).create_engine_config().spec.windows
+
+    assert windows(architectures=["MistralForCausalLM"], sliding_window=8) == (8, 8)
+    assert windows(architectures=["MistralForCausalLM"]) == (0, 0)
+    assert windows(architectures=["Qwen2ForCausalLM"], sliding_window=8) == (0, 0)
+    assert windows(architectures=["Qwen2ForCausalLM"], sliding_window=8, use_sliding_window=True,
+                   max_window_layers=1) == (0, 8)
+
+
+def test_lengths_and_sizes_as_people_write_them() -> None:
+    assert [parse_length(t) for t in ("8192", "32k", "auto")] == [8192, 32768, "auto"]
+    assert [parse_bytes(t) for t in ("1024", "2K", "1.5G", "4GiB")] == [1024, 2048, 3 << 29, 4 << 30]

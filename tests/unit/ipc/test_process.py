@@ -1,0 +1,58 @@
+"""Children: they say how they ended, and never outlive their parent."""
+
+import os
+import queue
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from sidestep.ipc.channels import process_exists
+from sidestep.ipc.process import spawn
+
+
+def wait_until_gone(pid: int, limit_s: float = 10.0) -> bool:
+    end = time.monotonic() + limit_s
+    while process_exists(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not process_exists(pid)
+
+
+def test_death_is_reported_with_its_cause() -> None:
+    causes: queue.Queue[str] = queue.Queue()
+    child = spawn("victim", "tests.unit.ipc.children:wait_for_ever", None)
+    child.on_death(causes.put)
+    os.kill(child.pid, signal.SIGKILL)
+    assert causes.get(timeout=10) == f"victim (pid {child.pid}) was killed by SIGKILL"
+
+
+def test_exit_status_is_reported_also_to_one_who_asks_late() -> None:
+    child = spawn("quitter", "tests.unit.ipc.children:exit_with_status", 3)
+    assert child.wait(30)
+    causes: queue.Queue[str] = queue.Queue()
+    child.on_death(causes.put)
+    assert causes.get(timeout=1) == f"quitter (pid {child.pid}) exited with status 3"
+
+
+@pytest.mark.parametrize("target", ["wait_for_ever", "hold_the_interpreter"])
+def test_stop_ends_it_without_reporting_a_death(target: str) -> None:
+    causes: queue.Queue[str] = queue.Queue()
+    child = spawn("server", f"tests.unit.ipc.children:{target}", None)
+    child.on_death(causes.put)
+    child.stop()
+    assert not process_exists(child.pid)
+    assert causes.empty()
+    child.stop()
+
+
+def test_killing_a_parent_ends_its_children_too(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    child = spawn("parent", "tests.unit.ipc.children:write_pid_of_grandchild", str(pids))
+    while not pids.exists():
+        time.sleep(0.01)
+    parent, grandchild = map(int, pids.read_text().split())
+    assert process_exists(grandchild)
+    os.kill(parent, signal.SIGKILL)
+    assert child.wait(10)
+    assert wait_until_gone(grandchild)

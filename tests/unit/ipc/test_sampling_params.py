@@ -1,0 +1,42 @@
+"""SamplingParams: a wrong value fails where it is made and names its field."""
+
+import pytest
+
+from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.messages import AddRequest, decode_to_core, encode
+from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("temperature", -1), ("temperature", 2.5), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0),
+    ("top_p", 2), ("top_k", -2), ("top_k", 1.5), ("min_p", 1.1), ("seed", -1), ("seed", 2**63), ("max_tokens", 0),
+    ("min_tokens", -1), ("stop", [""]), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [True])])
+def test_wrong_values(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_combinations() -> None:
+    with pytest.raises(ValidationError, match="min_tokens: 9 is more than max_tokens"):
+        SamplingParams(min_tokens=9, max_tokens=3)
+    with pytest.raises(ValidationError, match="stop: needs detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_a_request_survives_the_wire() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a", "b"], seed=2**62, output_kind=RequestOutputKind.DELTA)
+    message = AddRequest(client=1, handle=2, request_id="r", prompt_token_ids=b"\1\0\0\0", sampling=params, arrival=1.5)
+    assert decode_to_core(encode(message)) == message
+
+
+def test_a_wrong_value_is_refused_also_when_it_comes_over_the_wire() -> None:
+    good = SamplingParams(temperature=0.5)
+    message = AddRequest(client=1, handle=2, request_id="r", prompt_token_ids=b"", sampling=good, arrival=0.0)
+    data = bytearray(encode(message))
+    at = data.index(b"\xcb\x3f\xe0")  # 0.5 as a msgpack float
+    data[at + 1:at + 3] = b"\xc0\x14"  # -5.0
+    with pytest.raises(ValueError):
+        decode_to_core(data)

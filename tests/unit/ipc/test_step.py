@@ -1,0 +1,33 @@
+"""The columnar wire: what goes in comes out, for any sizes."""
+
+from dataclasses import fields
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidestep.ipc.step import StepInput, StepOutput
+
+DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32}
+
+
+@given(st.lists(st.integers(0, 9), min_size=40, max_size=40), st.integers(0, 2**40))
+def test_round_trip(lengths: list[int], step_id: int) -> None:
+    rng = np.random.default_rng(step_id)
+    values = [step_id if f.name == "step_id" else rng.integers(-99, 99, n).astype(DTYPES[str(f.type)])
+              for f, n in zip(fields(StepInput), lengths, strict=False)]
+    data = b"".join(bytes(part) for part in StepInput(*values).encode())
+    back = StepInput.decode(memoryview(data))
+    for f, value in zip(fields(StepInput), values, strict=True):
+        got = getattr(back, f.name)
+        assert np.array_equal(got, value), f.name
+        if f.name != "step_id":
+            assert got.dtype == DTYPES[str(f.type)]
+
+
+def test_columns_take_lists_and_views_do_not_copy() -> None:
+    data = bytearray(b"".join(map(bytes, StepOutput(3, 10, 20, [7, 8, 9]).encode())))  # type: ignore[arg-type]
+    output = StepOutput.decode(data)
+    assert output.token_ids.tolist() == [7, 8, 9]
+    data[-16:-12] = (42).to_bytes(4, "little")
+    assert output.token_ids[0] == 42
