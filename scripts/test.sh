@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Runs the tests, installing what they need into .venv first. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/install.sh test
+exec .venv/bin/python -m pytest -q "$@"
