@@ -9,10 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sidestep.engine_core.scheduler import Scheduler
-
 from sidestep.executor.base import Executor
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Call, Outputs, ToCore
+
+
+class DeviceClock:
+    """How long the device was busy, and idle although there was work: the figure that overlap exists to lower."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.idle_s = 0.0
+        self._last_end_ns: int | None = None
+
+    def add(self, start_ns: int, end_ns: int) -> None:
+        """A step that ran, in the order steps run."""
+        self.busy_s += (end_ns - start_ns) / 1e9
+        if self._last_end_ns is not None:
+            self.idle_s += max(0, start_ns - self._last_end_ns) / 1e9
+        self._last_end_ns = end_ns
+
+    def pause(self) -> None:
+        """There is no work: the time until the next step is nobody's fault."""
+        self._last_end_ns = None
 
 
 class EngineCore:
@@ -26,6 +45,7 @@ class EngineCore:
         self._in_flight = 0
         self._clock = clock
         self._last_progress = clock()
+        self._device = DeviceClock()
 
     def __repr__(self) -> str:
         return f"EngineCore({self.scheduler!r}, in_flight={self._in_flight})"
@@ -52,6 +72,7 @@ class EngineCore:
         while self._in_flight and (output := self.executor.poll()) is not None:
             self._in_flight -= 1
             self._last_progress = self._clock()
+            self._device.add(output.start_ns, output.end_ns)
             outputs += self.scheduler.update(output).items()
         # 2. Queue the next step behind the one that runs. The outputs go out after this: the device comes first.
         while self._in_flight < self._depth and (step := self.scheduler.schedule()) is not None:
@@ -59,6 +80,8 @@ class EngineCore:
                 self._last_progress = self._clock()
             self.executor.submit(step)
             self._in_flight += 1
+        if not self._in_flight:
+            self._device.pause()
         # 3. What ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
         return outputs
@@ -71,7 +94,8 @@ class EngineCore:
         if call.method == "ping":
             result = {"seconds_since_progress": self.seconds_since_progress()}
         elif call.method == "stats":
-            result = self.scheduler.stats()
+            device = {"device_busy_s": self._device.busy_s, "device_idle_s": self._device.idle_s}
+            result = self.scheduler.stats() | device
         elif call.method == "reset_prefix_cache":
             result = {"done": float(self.scheduler.reset_prefix_cache())}
         else:

@@ -8,10 +8,9 @@ import sys
 import time
 import traceback
 
+from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
-
-from sidestep.engine_core.core import EngineCore
 from sidestep.executor.base import Executor, WorkerReady
 from sidestep.ipc import registry
 from sidestep.ipc.channels import CoreChannel

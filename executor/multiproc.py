@@ -64,7 +64,7 @@ class MultiprocExecutor(Executor):
         return None
 
     def fileno(self) -> int:
-        return int(self._selector.fileno())  # type: ignore[attr-defined]
+        return int(self._selector.fileno())
 
     def worker_pids(self) -> list[int]:
         return [child.pid for child in self._children]

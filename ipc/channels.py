@@ -34,7 +34,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
 
 def _drain(socket: zmq.Socket[bytes]) -> list[bytes]:
     frames: list[bytes] = []
-    while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+    while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         frames.append(socket.recv(zmq.NOBLOCK))
     return frames
 
@@ -68,7 +68,7 @@ class FrontendChannel:
 
     def fileno(self) -> int:
         """Readable when `receive` may have something."""
-        return int(self._in.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        return int(self._in.getsockopt(zmq.FD))
 
     def receive(self) -> list[ToFrontend]:
         """All messages that are there."""
@@ -114,7 +114,7 @@ class CoreChannel:
 
     def fileno(self) -> int:
         """Readable when `receive` may have something."""
-        return int(self._in.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        return int(self._in.getsockopt(zmq.FD))
 
     def close(self) -> None:
         """Delivers what is queued, for a second at most, then closes."""

@@ -57,7 +57,7 @@ def _require(condition: bool, name: str, problem: str) -> None:
 
 def _require_choice(section: object, *names: str) -> None:
     for f in fields(section):  # type: ignore[arg-type]
-        choices = f.metadata.get("choices")
+        choices: tuple[str, ...] = f.metadata.get("choices") or ()
         if f.name in names and getattr(section, f.name) not in choices:
             raise ValidationError(f.name, f"{getattr(section, f.name)!r} is not one of {', '.join(choices)}")
 

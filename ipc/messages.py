@@ -28,13 +28,11 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    pass
 
 
 # Frontend to core.
 
-class AddRequest(_Message):
+class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """A new request, already checked by the frontend."""
 
     client: int
@@ -53,14 +51,14 @@ class AddRequest(_Message):
     """time.monotonic() after which the request is ended."""
 
 
-class AbortRequests(_Message):
+class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """End these requests; handles that have ended already are ignored."""
 
     client: int
     handles: list[int]
 
 
-class Call(_Message):
+class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """A question or command to the core itself; answered by `Answer` with the same `call_id`."""
 
     client: int
@@ -74,7 +72,7 @@ ToCore = AddRequest | AbortRequests | Call
 
 # Core to frontend.
 
-class Ready(_Message):
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The engine serves from now on."""
 
     max_model_len: int
@@ -85,13 +83,13 @@ class Ready(_Message):
     worker_pids: list[int]
 
 
-class Dead(_Message):
+class Dead(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The engine cannot go on (or could not start); the last message on the channel."""
 
     cause: str
 
 
-class Started(_Message):
+class Started(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """First scheduling of a request."""
 
     handle: int
@@ -100,7 +98,7 @@ class Started(_Message):
     """time.monotonic()"""
 
 
-class Finished(_Message):
+class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The end of a request. Its last token, if this step gave one, is in the same message's columns."""
 
     handle: int
@@ -111,7 +109,7 @@ class Finished(_Message):
     num_preemptions: int = 0
 
 
-class Outputs(_Message):
+class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """What one step gave to one frontend's requests."""
 
     handles: bytes
@@ -122,7 +120,7 @@ class Outputs(_Message):
     finished: list[Finished] = []
 
 
-class Answer(_Message):
+class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The result of a `Call`."""
 
     call_id: int
@@ -133,8 +131,8 @@ class Answer(_Message):
 ToFrontend = Ready | Dead | Outputs | Answer
 
 _encoder = msgspec.msgpack.Encoder()
-_to_core = msgspec.msgpack.Decoder(ToCore)
-_to_frontend = msgspec.msgpack.Decoder(ToFrontend)
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
 
 
 def encode(message: ToCore | ToFrontend) -> bytes:

@@ -14,7 +14,6 @@ Decoded columns are views over the received bytes: read-only, and valid only as 
 
 from __future__ import annotations
 
-import functools
 import struct
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -48,7 +47,7 @@ class Columns:
             column = np.ascontiguousarray(value, dtype)
             header.append(len(column))
             if len(column):
-                parts.append(memoryview(column).cast("B"))
+                parts.append(column.data.cast("B"))
                 if pad := -column.nbytes % 8:
                     parts.append(bytes(pad))
         encoded = msgspec.msgpack.encode(header)
@@ -72,10 +71,16 @@ class Columns:
         return cls(*values)
 
 
-@functools.cache
-def _layout(cls: type[Columns]) -> tuple[tuple[str, np.dtype[Any] | None], ...]:
+_Layout = tuple[tuple[str, np.dtype[Any] | None], ...]
+_layouts: dict[type[Columns], _Layout] = {}
+
+
+def _layout(cls: type[Columns]) -> _Layout:
     """Field names and dtypes (None for a plain integer) in wire order."""
-    return tuple((f.name, _DTYPES[str(f.type)]) for f in fields(cls))
+    layout = _layouts.get(cls)
+    if layout is None:
+        layout = _layouts[cls] = tuple((f.name, _DTYPES[str(f.type)]) for f in fields(cls))
+    return layout
 
 
 @dataclass(slots=True)

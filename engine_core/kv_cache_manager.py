@@ -1,0 +1,127 @@
+"""KV blocks of requests: growth on demand, and reuse of equal prefixes.
+
+A full block is known by hash(parent's hash, its tokens, extra keys): the chain makes equal hashes mean equal prefixes
+(the idea is that of automatic prefix caching over paged attention, Kwon et al. 2023). SHA-256, so that nobody can
+build a prompt that collides with another's.
+
+A block is made known as soon as the step that computes it is scheduled: steps run in order, and within a step the KV of
+all tokens is written before it is read, layer by layer. A block with tokens that are still in flight is made known when
+they have come back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from sidestep.engine_core.block_pool import BlockPool
+from sidestep.engine_core.request import Request
+
+
+class KVCacheManager:
+    """Hands blocks of one pool to requests."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"KVCacheManager({self.pool!r}, block_size={self.block_size})"
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks in use."""
+        return self.pool.num_used / self.pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def enter(self, request: Request, num_tokens: int) -> bool:
+        """Gives a request that has no blocks those of its cached prefix plus new ones for `num_tokens` more tokens at
+        most (fewer if it has fewer). All or nothing: False changes nothing. Sets `num_computed`."""
+        hits = self._match_prefix(request)
+        num_hit = len(hits) * self.block_size
+        wanted = self.blocks_for(min(num_hit + num_tokens, len(request.token_ids))) - len(hits)
+        if wanted > self.pool.num_free - sum(map(self.pool.is_free, hits)):
+            return False
+        for block in hits:
+            self.pool.share(block)
+        request.block_ids = hits + self.pool.allocate(wanted)
+        request.num_computed = num_hit
+        request.num_registered = len(hits)
+        if self.enable_prefix_caching:
+            self.num_queried_tokens += len(request.token_ids)
+            self.num_hit_tokens += num_hit
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        """New blocks so that the request can hold `num_tokens` in all; None (and no change) if there are too few."""
+        wanted = self.blocks_for(num_tokens) - len(request.block_ids)
+        if wanted <= 0:
+            return []
+        if wanted > self.pool.num_free:
+            return None
+        blocks = self.pool.allocate(wanted)
+        request.block_ids += blocks
+        return blocks
+
+    def remember(self, request: Request) -> None:
+        """Makes known the full blocks whose tokens are known and computed."""
+        full = min(request.num_computed, len(request.token_ids)) // self.block_size
+        if not self.enable_prefix_caching or full <= request.num_registered:
+            return
+        self._extend_hashes(request, full)
+        for index in range(request.num_registered, full):
+            self.pool.register(request.block_ids[index], request.block_hashes[index])
+        request.num_registered = full
+
+    def free(self, request: Request) -> None:
+        """Takes all blocks back. The last ones are reused first: a prefix is worth more than what follows it."""
+        self.pool.free(reversed(request.block_ids))
+        request.block_ids = []
+        request.num_registered = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes. Blocks in use stay in use but are found no more."""
+        self.pool.reset_cache()
+
+    def check_invariants(self, requests: list[Request]) -> None:
+        """`requests` are all that may hold blocks. Raises AssertionError when the books do not balance."""
+        self.pool.check_invariants()
+        refs = [0] * self.pool.num_blocks
+        for request in requests:
+            assert len(set(request.block_ids)) == len(request.block_ids), f"{request} holds a block twice"
+            for block in request.block_ids:
+                refs[block] += 1
+        assert refs == self.pool._refs, "reference counts are not what requests hold"
+
+    def _match_prefix(self, request: Request) -> list[int]:
+        """Cached blocks of its prefix; never of all its tokens, since the last one must be computed for its logits."""
+        if not self.enable_prefix_caching:
+            return []
+        full = (len(request.token_ids) - 1) // self.block_size
+        self._extend_hashes(request, full)
+        hits: list[int] = []
+        for block_hash in request.block_hashes[:full]:
+            block = self.pool.lookup(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _extend_hashes(self, request: Request, full: int) -> None:
+        """Hashes the first `full` blocks of known tokens; those hashed before are kept."""
+        hashes, size = request.block_hashes, self.block_size
+        for index in range(len(hashes), full):
+            parent = hashes[-1] if hashes else _root(request.cache_salt)
+            tokens = array("i", request.token_ids[index * size:(index + 1) * size]).tobytes()
+            hashes.append(hashlib.sha256(parent + tokens).digest())
+
+
+def _root(cache_salt: str | None) -> bytes:
+    """The parent of first blocks: what must be equal besides the tokens."""
+    return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()

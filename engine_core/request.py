@@ -1,0 +1,103 @@
+"""All that the core keeps of one request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Self
+
+from sidestep.ipc.messages import AddRequest, FinishReason, unpack_ids
+from sidestep.ipc.sampling_params import SamplingParams
+
+
+class Status(enum.IntEnum):
+    """Where a request is in its life."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and its state. `eq=False`: identity is what the scheduler means, and it is faster."""
+
+    client: int
+    handle: int
+    request_id: str
+    token_ids: list[int]
+    """The prompt, then the known outputs."""
+    num_prompt: int
+    sampling: SamplingParams
+    max_total: int
+    """Prompt plus the most outputs it may have."""
+    stop_ids: frozenset[int]
+    """Tokens that end it."""
+    eos_ids: frozenset[int]
+    """Those of `stop_ids` that are the model's own end of sequence."""
+    arrival: float
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    status: Status = Status.WAITING
+    slot: int = -1
+    """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of the full blocks of `token_ids`, as far as computed."""
+    num_registered: int = 0
+    """How many of its blocks the pool knows by hash."""
+    num_computed: int = 0
+    """Tokens computed, or being computed by a step in flight."""
+    num_placeholders: int = 0
+    """Tokens that steps in flight will add."""
+    num_in_flight: int = 0
+    """Steps in flight that touch its slot and blocks."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the cache when it was first scheduled."""
+    num_preemptions: int = 0
+    was_started: bool = False
+    """Whether its frontend knows that it has been scheduled."""
+
+    def __repr__(self) -> str:
+        return (f"Request({self.request_id!r}, {self.status.name.lower()}, slot={self.slot}, "
+                f"tokens={len(self.token_ids)}/{self.max_total}, computed={self.num_computed}, "
+                f"in_flight={self.num_in_flight}, blocks={len(self.block_ids)})")
+
+    @classmethod
+    def from_message(cls, message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int]) -> Self:
+        """A waiting request."""
+        tokens: list[int] = unpack_ids(message.prompt_token_ids).tolist()
+        sampling = message.sampling
+        eos = frozenset() if sampling.ignore_eos else eos_token_ids
+        wanted = max_model_len if sampling.max_tokens is None else len(tokens) + sampling.max_tokens
+        return cls(
+            client=message.client, handle=message.handle, request_id=message.request_id, token_ids=tokens,
+            num_prompt=len(tokens), sampling=sampling, max_total=min(wanted, max_model_len),
+            stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
+            priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline)
+
+    @property
+    def num_outputs(self) -> int:
+        """Known output tokens."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that could be computed now, those in flight included as if they were known."""
+        return len(self.token_ids) + self.num_placeholders - self.num_computed
+
+    @property
+    def will_be_complete(self) -> bool:
+        """Whether the tokens in flight are its last: it stops by length when they come back."""
+        return len(self.token_ids) + self.num_placeholders >= self.max_total
+
+    def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
+        """Appends a sampled token; says why the request ends with it, if it does."""
+        self.token_ids.append(token)
+        if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
+            return FinishReason.STOP, None if token in self.eos_ids else token
+        if len(self.token_ids) >= self.max_total:
+            return FinishReason.LENGTH, None
+        return None

@@ -1,0 +1,329 @@
+"""What runs in each step.
+
+There is no prefill phase and no decode phase: each step gives each request a number of tokens to compute, one to those
+that decode, the rest of the token budget to chunks of prompts. `schedule()` decides and returns the step; `update()`
+takes its output. With overlap the second is called one step later than the first: a token that is not back yet counts as
+a placeholder. Synchronous, without sockets; the clock is given.
+
+Order of side effects: slots and blocks of a request that has ended, or was preempted, are given back when the last step
+that touches them has come back, never before (`_release`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.request import Request, Status
+from sidestep.engine_core.request_queue import QUEUES
+from sidestep.engine_core.step_plan import StepBuilder, StepPlan
+from sidestep.ipc.config import SchedulerConfig
+from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
+from sidestep.ipc.step import StepInput, StepOutput
+
+_NO_BLOCKS: list[int] = []
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What one frontend will be told next."""
+
+    handles: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decides what each step runs, and keeps every request's state."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int,
+                 eos_token_ids: Iterable[int], clock: Callable[[], float]) -> None:
+        self._config = config
+        self.kv = kv
+        # A request alone can always run to its end: so nothing that was admitted can get stuck.
+        self._max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
+        self._eos = frozenset(eos_token_ids)
+        self._clock = clock
+        self._requests: dict[tuple[int, int], Request] = {}
+        self._queue = QUEUES[config.scheduling_policy]()
+        self._running: dict[Request, None] = {}
+        """Most important first: in the order of admission, or of priority."""
+        self._leaving: dict[Request, None] = {}
+        """Ended or preempted, but steps in flight still touch them."""
+        self._free_slots = list(range(config.num_slots))
+        self._plans: deque[StepPlan] = deque()
+        self._next_step = 0
+        self._outboxes: dict[int, _Outbox] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_added = 0
+        self._num_preemptions = 0
+
+    def __repr__(self) -> str:
+        return (f"Scheduler(running={len(self._running)}, waiting={len(self._queue)}, "
+                f"in_flight={len(self._plans)}, {self.kv!r})")
+
+    # What frontends ask for.
+
+    def add(self, message: AddRequest) -> None:
+        """Takes a request; one that can never run is ended at once."""
+        request = Request.from_message(message, self._max_model_len, self._eos)
+        if request.num_prompt + 1 > self._max_model_len:
+            problem = (f"prompt: {request.num_prompt} tokens and one of output are more than the "
+                       f"{self._max_model_len} that fit")
+            self._outbox(request).finished.append(
+                Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
+            return
+        self._requests[request.client, request.handle] = request
+        self._queue.add(request)
+        if request.deadline is not None:
+            self._num_added += 1
+            heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
+
+    def abort(self, client: int, handles: Iterable[int]) -> None:
+        """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
+        for handle in handles:
+            request = self._requests.get((client, handle))
+            if request is not None:
+                self._end(request)
+
+    def abort_client(self, client: int) -> None:
+        """Ends all requests of a frontend."""
+        self.abort(client, [handle for owner, handle in self._requests if owner == client])
+
+    # The step.
+
+    def schedule(self) -> StepInput | None:
+        """The next step, or None when nothing can run now."""
+        self._expire()
+        step = StepBuilder(self._next_step)
+        num_preemptions = self._num_preemptions
+        # 1. A more urgent request that waits takes the place of the least important that runs.
+        if self._config.scheduling_policy == "priority":
+            self._yield_to_urgent()
+        # 2. Those that run, most important first: one token each, or a chunk of prompt.
+        budget = self._schedule_running(step)
+        # 3. Those that wait, unless somebody just had to give way: what is free now is his.
+        if self._queue and budget and self._num_preemptions == num_preemptions:
+            self._admit(step, budget)
+        if step.is_empty:
+            return None
+        # 4. Remember what is in flight.
+        message, plan = step.build()
+        self._plans.append(plan)
+        self._next_step += 1
+        return message
+
+    def update(self, output: StepOutput) -> dict[int, Outputs]:
+        """Takes the oldest step's tokens; returns what each frontend must be told."""
+        plan = self._plans.popleft()
+        assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
+        block_size = self.kv.block_size
+        # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
+        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
+            request.num_placeholders -= 1
+            if request.status is Status.FINISHED:
+                continue
+            outbox = self._outbox(request)
+            outbox.handles.append(request.handle)
+            outbox.tokens.append(token)
+            finish = request.finish_of(token)
+            # 2. A block that has become full can be shared from now on.
+            if min(request.num_computed, len(request.token_ids)) // block_size > request.num_registered \
+                    and request.status is Status.RUNNING:
+                self.kv.remember(request)
+            if finish is not None:
+                self._end(request, Finished(handle=request.handle, reason=finish[0], stop_reason=finish[1],
+                                            num_preemptions=request.num_preemptions))
+        # 3. Slots and blocks that no step in flight touches any more go back.
+        for request in plan.rows:
+            request.num_in_flight -= 1
+            if request.num_in_flight == 0 and request.status is not Status.RUNNING:
+                self._release(request)
+        return self.take_outputs()
+
+    def take_outputs(self) -> dict[int, Outputs]:
+        """What frontends must be told by now, by client."""
+        boxes, self._outboxes = self._outboxes, {}
+        return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
+                                finished=box.finished) for client, box in boxes.items()}
+
+    # Questions.
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request runs, waits, or still holds what it had."""
+        return bool(self._requests or self._leaving)
+
+    def next_deadline(self) -> float | None:
+        """When `schedule` must be called at the latest, on the given clock."""
+        while self._deadlines and self._deadlines[0][2].status is Status.FINISHED:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; requests that run keep their blocks."""
+        self.kv.reset_prefix_cache()
+        return True
+
+    def stats(self) -> dict[str, float]:
+        """Counts for people and metrics. Prefix-cache counts are in tokens."""
+        return {
+            "num_running": len(self._running), "num_waiting": len(self._queue), "num_steps": self._next_step,
+            "num_preemptions": self._num_preemptions, "kv_cache_usage": self.kv.usage,
+            "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
+            "prefix_cache_hits": self.kv.num_hit_tokens}
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the state contradicts itself."""
+        held = [*self._running, *self._leaving]
+        slots = [r.slot for r in held]
+        assert sorted(slots + self._free_slots) == list(range(self._config.num_slots)), "slots leak or are shared"
+        assert len(self._running) <= self._config.max_num_seqs
+        assert len(self._queue) == len(set(self._queue)), "the queue's count is wrong"
+        in_flight = [r for plan in self._plans for r in plan.rows]
+        for request in {*self._requests.values(), *held}:
+            assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
+        for request in self._running:
+            assert request.status is Status.RUNNING
+            assert request.num_computed <= len(request.block_ids) * self.kv.block_size, f"{request}: too few blocks"
+            assert len(request.token_ids) + request.num_placeholders <= request.max_total, f"{request}: too long"
+        for request in self._leaving:
+            assert request.num_in_flight > 0 and request.status is not Status.RUNNING
+        self.kv.check_invariants(held)
+
+    # Inside schedule().
+
+    def _schedule_running(self, step: StepBuilder) -> int:
+        """Rows for running requests; returns what is left of the token budget."""
+        budget, block_size = self._config.max_num_batched_tokens, self.kv.block_size
+        later = len(self._running)
+        for request in list(self._running):
+            later -= 1
+            known = len(request.token_ids) + request.num_placeholders
+            # Its last token is on its way; or it was preempted while this loop made room for another.
+            if known >= request.max_total or request.status is not Status.RUNNING:
+                continue
+            # Each request after this one can count on a token: prompts never starve those that decode.
+            count = min(known - request.num_computed, budget - later)
+            blocks: list[int] | None = _NO_BLOCKS
+            if request.num_computed + count > len(request.block_ids) * block_size:
+                blocks = self._make_room(request, request.num_computed + count)
+            if blocks is None:
+                continue
+            step.add(request, count, blocks)
+            budget -= count
+            if count > 1:
+                self.kv.remember(request)
+        return budget
+
+    def _admit(self, step: StepBuilder, budget: int) -> None:
+        """Rows for waiting requests while slots, blocks and budget last."""
+        while budget and len(self._running) < self._config.max_num_seqs and self._free_slots:
+            request = self._queue.peek()
+            # A preempted request's tokens in flight come back before it can be sent again.
+            if request is None or request.num_in_flight or not self.kv.enter(request, budget):
+                return
+            self._queue.pop()
+            request.slot = heapq.heappop(self._free_slots)
+            request.status = Status.RUNNING
+            self._insert_running(request)
+            if not request.was_started:
+                self._tell_started(request)
+            count = min(len(request.token_ids) - request.num_computed, budget)
+            step.enter(request, count)
+            budget -= count
+            self.kv.remember(request)
+
+    def _insert_running(self, request: Request) -> None:
+        self._running[request] = None
+        if self._config.scheduling_policy == "priority":
+            self._running = dict.fromkeys(sorted(self._running, key=lambda r: (r.priority, r.arrival)))
+
+    def _tell_started(self, request: Request) -> None:
+        request.was_started = True
+        request.num_cached_tokens = request.num_computed
+        self._outbox(request).started.append(Started(
+            handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=self._clock()))
+
+    def _make_room(self, request: Request, num_tokens: int) -> list[int] | None:
+        """New blocks for a running request, preempting less important ones if need be. None: not in this step."""
+        while (blocks := self.kv.grow(request, num_tokens)) is None:
+            wanted = self.kv.blocks_for(num_tokens) - len(request.block_ids) - self.kv.pool.num_free
+            if wanted <= self._num_leaving_blocks():
+                return None  # enough is on its way back
+            victim = next(reversed(self._running))
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return blocks
+
+    def _yield_to_urgent(self) -> None:
+        urgent = self._queue.peek()
+        while urgent is not None and self._running:
+            victim = next(reversed(self._running))
+            if urgent.priority >= victim.priority or self._could_enter(urgent):
+                return
+            self._preempt(victim)
+
+    def _could_enter(self, request: Request) -> bool:
+        """Whether there is room for a first chunk, counting what is on its way back."""
+        chunk = min(len(request.token_ids), self._config.max_num_batched_tokens)
+        room = self.kv.pool.num_free + self._num_leaving_blocks()
+        return len(self._running) < self._config.max_num_seqs and self.kv.blocks_for(chunk) <= room
+
+    def _num_leaving_blocks(self) -> int:
+        return sum(len(r.block_ids) for r in self._leaving)
+
+    # Ends.
+
+    def _preempt(self, request: Request) -> None:
+        """Takes slot and blocks away; what was computed will be computed again. All or nothing: keeping some blocks
+        would leave several requests each too short of blocks to go on."""
+        del self._running[request]
+        request.status = Status.PREEMPTED
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._queue.put_back(request)
+        self._leave(request)
+
+    def _end(self, request: Request, word: Finished | None = None) -> None:
+        """Ends a request wherever it is, and tells its frontend if there is a word."""
+        if request.status is Status.RUNNING:
+            del self._running[request]
+        else:
+            self._queue.forget()
+        was_running = request.status is Status.RUNNING
+        request.status = Status.FINISHED
+        del self._requests[request.client, request.handle]
+        if word is not None:
+            self._outbox(request).finished.append(word)
+        if was_running:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        self._leaving[request] = None
+        if request.num_in_flight == 0:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """No step in flight touches its slot and blocks any more."""
+        del self._leaving[request]
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = -1
+        self.kv.free(request)
+
+    def _expire(self) -> None:
+        while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
+            request = heapq.heappop(self._deadlines)[2]
+            self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
+                                        num_preemptions=request.num_preemptions))
+
+    def _outbox(self, request: Request) -> _Outbox:
+        box = self._outboxes.get(request.client)
+        if box is None:
+            box = self._outboxes[request.client] = _Outbox()
+        return box

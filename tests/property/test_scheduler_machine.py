@@ -1,0 +1,120 @@
+"""Scheduler, KV manager and block pool under random load: nothing leaks, nothing is lost, and no token changes."""
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sidestep.executor.fake import expected_tokens
+from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
+
+PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common."""
+
+    @initialize(num_blocks=st.integers(6, 24), max_num_seqs=st.integers(1, 5), budget=st.integers(5, 24),
+                policy=st.sampled_from(["fcfs", "priority"]), depth=st.integers(1, 2), caching=st.booleans())
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, depth: int, caching: bool) -> None:
+        self.clock = Clock()
+        self.engine = Engine(make_scheduler(
+            num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, prefix_caching=caching,
+            eos=(0,), clock=self.clock, overlap=depth == 2), depth)
+        self.requests: dict[int, tuple[list[int], int]] = {}
+        self.aborted: set[int] = set()
+
+    @rule(prefix=st.sampled_from(PREFIXES), rest=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=9),
+          max_tokens=st.integers(1, 12), priority=st.integers(0, 2), salt=st.sampled_from([None, "salt"]),
+          lifetime=st.sampled_from([None, None, None, 2.0]))
+    def arrive(self, prefix: list[int], rest: list[int], max_tokens: int, priority: int, salt: str | None,
+               lifetime: float | None) -> None:
+        handle, prompt = len(self.requests), prefix + rest
+        self.requests[handle] = (prompt, max_tokens)
+        deadline = None if lifetime is None else self.clock.now + lifetime
+        self.engine.scheduler.add(make_request(
+            prompt, max_tokens, handle=handle, priority=priority, cache_salt=salt, arrival=self.clock.now,
+            deadline=deadline))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(sorted(self.requests)))
+        self.engine.scheduler.abort(0, [handle])
+        if handle not in self.engine.finished:
+            self.aborted.add(handle)
+
+    @rule()
+    def launch(self) -> None:
+        if self.engine.num_in_flight < self.engine.depth:
+            self.engine.launch()
+
+    @rule()
+    def take(self) -> None:
+        if self.engine.num_in_flight:
+            self.engine.take()
+
+    @rule(seconds=st.floats(0.1, 3))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def reset_cache(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        scheduler = self.engine.scheduler
+        assert scheduler.kv.pool.num_used == 0, "blocks leaked"
+        assert not scheduler.has_unfinished
+        for handle, (prompt, max_tokens) in self.requests.items():
+            self.check_request(handle, prompt, max_tokens)
+
+    def check_request(self, handle: int, prompt: list[int], max_tokens: int) -> None:
+        finish, got = self.engine.finished.get(handle), self.engine.tokens[handle]
+        expected = expected_tokens(prompt, max_tokens, handle, VOCAB_SIZE)
+        if 0 in expected:
+            expected = expected[:expected.index(0) + 1]
+        assert got == expected[:len(got)], f"request {handle} got other tokens than its own"
+        if finish is None:
+            assert handle in self.aborted, f"request {handle} never ended"
+        elif str(finish.reason) == "stop":
+            assert got == expected and got[-1] == 0
+        elif str(finish.reason) == "length":
+            # Either all it asked for, or all that a cache so small can hold.
+            assert len(got) == max_tokens or len(prompt) + len(got) == self.engine.scheduler._max_model_len
+        elif str(finish.reason) == "error":
+            assert got == [] and len(prompt) + 1 > self.engine.scheduler._max_model_len
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.sampled_from(PREFIXES), st.lists(st.integers(1, 49), min_size=1, max_size=20),
+                                st.integers(1, 20)), min_size=1, max_size=10),
+    budget=st.integers(8, 64), block_size=st.sampled_from([1, 3, 4, 16]), num_tokens=st.integers(48, 200),
+    depth=st.integers(1, 2), caching=st.booleans(), stagger=st.integers(0, 3))
+def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_or_overlap(
+        requests: list[tuple[list[int], list[int], int]], budget: int, block_size: int, num_tokens: int, depth: int,
+        caching: bool, stagger: int) -> None:
+    num_blocks = -(-num_tokens // block_size)
+    assume(all(len(a) + len(b) + n <= num_blocks * block_size for a, b, n in requests))
+    engine = Engine(make_scheduler(num_blocks=num_blocks, block_size=block_size, budget=budget,
+                                   prefix_caching=caching, overlap=depth == 2), depth)
+    for handle, (prefix, rest, count) in enumerate(requests):
+        engine.scheduler.add(make_request(prefix + rest, count, handle=handle))
+        for _ in range(stagger):
+            engine.turn()
+    engine.run()
+    for handle, (prefix, rest, count) in enumerate(requests):
+        assert engine.tokens[handle] == expected_tokens(prefix + rest, count, handle, VOCAB_SIZE)
+    assert engine.scheduler.kv.pool.num_used == 0
