@@ -111,17 +111,19 @@ class FakeRunner(Runner):
             self._blocks[slot] = []
 
     def _run_rows(self, step: StepInput) -> Int32:
-        sampled: list[int] = []
-        block_ids, used = step.block_ids.tolist(), 0
-        rows = zip(step.slots.tolist(), step.num_tokens.tolist(), step.num_new_blocks.tolist(), strict=True)
-        for slot, count, new_blocks in rows:
+        slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
+        for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used:used + new_blocks]
             used += new_blocks
+        # A row may read a block that another row of the same step writes. A model computes all rows layer by layer;
+        # here the one that begins at the lower position goes first, since the other begins after what it writes.
+        rows = sorted(zip(slots, step.num_tokens.tolist(), strict=True), key=lambda row: self._num_computed[row[0]])
+        sampled: dict[int, int] = {}
+        for slot, count in rows:
             state = self._compute(slot, count)
             if self._num_computed[slot] >= len(self._known[slot]):
-                self._last_sampled[slot] = next_token(state, self._seed[slot], self._vocab_size)
-                sampled.append(self._last_sampled[slot])
-        return np.array(sampled, np.int32)
+                sampled[slot] = self._last_sampled[slot] = next_token(state, self._seed[slot], self._vocab_size)
+        return np.array([sampled[slot] for slot in slots if slot in sampled], np.int32)
 
     def _compute(self, slot: int, count: int) -> int:
         """Runs `count` positions of a slot and returns the hash at the last one."""

@@ -18,7 +18,7 @@ from sidestep.executor.worker import Reply, WorkerProcArgs
 from sidestep.ipc.config import EngineConfig, available_cores
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.process import Child, spawn
-from sidestep.ipc.shm_ring import RingReader, RingSpec, RingWriter, create_ring
+from sidestep.ipc.shm_ring import RingClosed, RingReader, RingSpec, RingWriter, create_ring
 from sidestep.ipc.step import StepInput, StepOutput
 
 
@@ -47,7 +47,10 @@ class MultiprocExecutor(Executor):
 
     def submit(self, step: StepInput) -> None:
         assert self._steps is not None, "start() comes first"
-        self._steps.send(step.encode())
+        try:
+            self._steps.send(step.encode())
+        except RingClosed as closed:
+            raise EngineDeadError(self._find_death() or f"the workers take no steps: {closed}") from None
 
     def poll(self) -> StepOutput | None:
         for rank, replies in enumerate(self._replies):
@@ -105,7 +108,7 @@ class MultiprocExecutor(Executor):
         replies = self._replies[rank]
         try:
             replies.wait()
-        except Exception:  # RingClosed: it died without a word
+        except RingClosed:  # it died without a word
             raise EngineStartError(self._death_cause(rank)) from None
         message = replies.receive()
         assert message is not None
@@ -113,6 +116,13 @@ class MultiprocExecutor(Executor):
         if kind != Reply.READY:
             raise EngineStartError(bytes(data).decode())
         return msgspec.json.decode(bytes(data), type=WorkerReady)
+
+    def _find_death(self) -> str | None:
+        """How the first worker that has gone ended."""
+        for rank, replies in enumerate(self._replies):
+            if replies.clear_bell() or self._children[rank].wait(0):
+                return self._death_cause(rank)
+        return None
 
     def _death_cause(self, rank: int) -> str:
         self._children[rank].wait(2.0)

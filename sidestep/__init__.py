@@ -1,0 +1,63 @@
+"""Sidestep: an LLM serving engine whose CPU work steps aside, always overlapped with the accelerator's steps.
+
+Names are imported when they are first used, so `import sidestep` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sidestep.frontend.async_llm import AsyncLLM
+    from sidestep.frontend.llm import LLM
+    from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+    from sidestep.ipc.errors import (
+        EngineDeadError,
+        EngineStalledError,
+        EngineStartError,
+        RequestError,
+        SidestepError,
+        ValidationError,
+    )
+    from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncLLM": "frontend.async_llm",
+    "LLM": "frontend.llm",
+    "CompletionOutput": "frontend.outputs",
+    "RequestMetrics": "frontend.outputs",
+    "RequestOutput": "frontend.outputs",
+    "DEFAULT_MODEL": "ipc.config",
+    "EngineArgs": "ipc.config",
+    "EngineDeadError": "ipc.errors",
+    "EngineStalledError": "ipc.errors",
+    "EngineStartError": "ipc.errors",
+    "RequestError": "ipc.errors",
+    "SidestepError": "ipc.errors",
+    "ValidationError": "ipc.errors",
+    "RequestOutputKind": "ipc.sampling_params",
+    "SamplingParams": "ipc.sampling_params",
+}
+
+__all__ = [
+    "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
+    "EngineStartError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams",
+    "SidestepError", "ValidationError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sidestep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"sidestep.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

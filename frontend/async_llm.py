@@ -1,0 +1,179 @@
+"""AsyncLLM: the engine as an application sees it."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Iterable
+from types import TracebackType
+from typing import Self
+
+from sidestep.frontend.engine_client import EngineClient
+from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from sidestep.frontend.output_processor import OutputProcessor, RequestState
+from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.channels import FrontendChannel
+from sidestep.ipc.config import EngineArgs, EngineConfig
+from sidestep.ipc.errors import EngineDeadError, EngineStalledError, ValidationError
+from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
+from sidestep.ipc.model_spec import resolve_model_path
+from sidestep.ipc.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """An engine with an asyncio face. Several may live in one process; each belongs to one event loop.
+
+    Starting blocks until the engine serves, and may happen outside any event loop.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises EngineStartError, in one line, if the engine cannot start."""
+        # Weak, so that an engine that is only forgotten can still be collected, and then shut down.
+        self_ref = weakref.ref(self)
+        self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
+        self._client = EngineClient(FrontendChannel(), self._outputs.handle, self._outputs.fail_all)
+        self._finalizer = weakref.finalize(self, self._client.close)
+        try:
+            self._client.start_core(config)
+            tokenizer_folder = resolve_model_path(config.model.tokenizer) if config.model.tokenizer else config.spec.path
+            self._tokenizer = Tokenizer(tokenizer_folder)  # while the core starts
+            self._ready = self._client.wait_ready()
+        except BaseException:
+            self._finalizer()
+            raise
+        self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
+                                      max_model_len=self._ready.max_model_len)
+        self._handles = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An engine with these options. Raises ValidationError, which names the option, or EngineStartError."""
+        return cls(engine_args.create_engine_config())
+
+    def __repr__(self) -> str:
+        state = "dead" if self.errored else "running" if self.is_running else "shut down"
+        return f"AsyncLLM({state}, {len(self._outputs)} requests, {self._ready.device})"
+
+    # Requests.
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                       request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
+                       deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """Streams the outputs of one request.
+
+        `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator ends
+        the request and frees its memory. `priority` (lowest first) counts with scheduling_policy='priority'; requests
+        share cached prefixes only with the same `cache_salt`; after `deadline_s` seconds the request ends with
+        finish_reason 'abort' and stop_reason 'deadline'.
+
+        Raises ValidationError, which names the field; RequestError when the engine refuses it; EngineDeadError.
+        """
+        self._client.attach()
+        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        self._check_id(request_id)
+        request = await self._inputs.process(
+            prompt, sampling_params, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
+        self._check_id(request_id)  # another call may have taken it meanwhile
+        self._client.attach()
+        state = self._add(request_id, request)
+        try:
+            finished = False
+            while not finished:
+                output = await state.next_output()
+                finished = output.finished
+                yield output
+        finally:
+            self._outputs.drop(state)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended already."""
+        self._outputs.abort([request_id] if isinstance(request_id, str) else list(request_id))
+
+    # The engine.
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
+        """Returns if the engine makes progress. Raises EngineDeadError if a process of it has died, EngineStalledError if
+        the core does not answer within `timeout_s` or a step takes longer than `max_stall_s`."""
+        try:
+            answer = await self._client.call("ping", timeout_s)
+        except TimeoutError:
+            raise EngineStalledError(f"the engine core has not answered for {timeout_s} s") from None
+        stalled = answer["seconds_since_progress"]
+        if stalled > max_stall_s:
+            raise EngineStalledError(f"the steps in flight have made no progress for {stalled:.1f} s")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; running requests go on."""
+        return bool((await self._client.call("reset_prefix_cache"))["done"])
+
+    async def get_stats(self) -> dict[str, float]:
+        """Counts of the scheduler, the KV cache and the device; see engine_core.scheduler and engine_core.core."""
+        return await self._client.call("stats")
+
+    def shutdown(self) -> None:
+        """Ends the engine and every request. May be called twice; also happens when the program ends."""
+        self._outputs.fail_all(EngineDeadError("the engine has been shut down"))
+        self._finalizer()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can serve."""
+        return self._finalizer.alive and not self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether it has died."""
+        return self._client.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """What it died of."""
+        return self._client.dead_error
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return self._ready.max_model_len
+
+    @property
+    def device(self) -> str:
+        """What it runs on, for people."""
+        return self._ready.device
+
+    @property
+    def core_pid(self) -> int:
+        """Process id of the engine core."""
+        return self._ready.core_pid
+
+    def _check_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise ValidationError("request_id", f"must be a string, not {request_id!r}")
+        if request_id in self._outputs:
+            raise ValidationError("request_id", f"{request_id!r} is in use by a request that has not ended")
+
+    def _add(self, request_id: str, request: ProcessedRequest) -> RequestState:
+        state = RequestState(next(self._handles), request_id, request, self._tokenizer)
+        self._outputs.add(state)
+        self._client.send(AddRequest(
+            client=self._client.client, handle=state.handle, request_id=request_id,
+            prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
+            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline))
+        return state
+
+
+def _abort(llm: weakref.ref[AsyncLLM], handles: list[int]) -> None:
+    if (alive := llm()) is not None:
+        alive._client.send(AbortRequests(client=alive._client.client, handles=handles))

@@ -1,0 +1,167 @@
+"""The frontend's hold on one engine: starts the core, talks to it, and notices when it dies.
+
+Messages from the core are handled in one callback of the event loop, which reads all that are there. The loop is the
+one that first uses the engine: the engine itself can be started outside any loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.errors import EngineDeadError, EngineStartError, SidestepError
+from sidestep.ipc.messages import Answer, Call, Dead, Outputs, Ready, ToCore, ToFrontend
+from sidestep.ipc.process import Child, spawn
+
+_POLL_S = 0.2
+_CLIENT = 0
+
+
+class Channel(Protocol):
+    """What the client needs of a channel to the core; see ipc.channels.FrontendChannel."""
+
+    address: ClientAddress
+
+    def wait_message(self, timeout_s: float) -> ToFrontend | None: ...
+    def seal(self) -> None: ...
+    def send(self, message: ToCore) -> None: ...
+    def fileno(self) -> int: ...
+    def receive(self) -> list[ToFrontend]: ...
+    def close(self) -> None: ...
+
+
+class EngineClient:
+    """One engine core and the way to it. All methods but `start_core` belong to the event loop's thread."""
+
+    def __init__(self, channel: Channel, on_outputs: Callable[[Outputs], None],
+                 on_death: Callable[[EngineDeadError], None]) -> None:
+        self.client = _CLIENT
+        self.dead_error: EngineDeadError | None = None
+        self._channel = channel
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._core: Child | None = None
+        self._ready: Ready | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._call_ids = itertools.count()
+        self._closed = False
+
+    # Starting and ending.
+
+    def start_core(self, config: EngineConfig) -> None:
+        """Starts the core's process and returns at once."""
+        self._core = spawn("engine core", "sidestep.engine_core.proc:main",
+                           CoreArgs(config=config, clients=(self._channel.address,)))
+
+    def wait_ready(self) -> Ready:
+        """Waits until the engine serves. Raises EngineStartError with the cause if it cannot."""
+        while True:
+            message = self._channel.wait_message(_POLL_S)
+            if isinstance(message, Ready):
+                self._channel.seal()
+                self._ready = message
+                return message
+            if isinstance(message, Dead):
+                raise EngineStartError(message.cause)
+            # A core that is killed says nothing; what it sent before its end has been read above.
+            if message is None and self._core is not None and self._core.wait(0):
+                raise EngineStartError(f"{self._core.death_cause()} while it started")
+
+    def close(self) -> None:
+        """Ends the engine. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._channel.fileno())
+        if self._core is not None:
+            self._core.stop()
+        self._channel.close()
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the engine core."""
+        return self._ready.core_pid if self._ready is not None else None
+
+    # Talking.
+
+    def attach(self) -> None:
+        """Binds the engine to the running event loop, at its first use there. Raises EngineDeadError."""
+        if self.dead_error is not None:
+            raise self.dead_error
+        if self._closed:
+            raise EngineDeadError("the engine has been shut down")
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise SidestepError("this engine is used in another event loop already")
+            self._calls.clear()
+        self._loop = loop
+        loop.add_reader(self._channel.fileno(), self._on_readable)
+        if self._core is not None:
+            self._core.on_death(lambda cause: self._tell_loop(loop, cause))
+        # The descriptor tells of changes only: what came before it was watched must be read now.
+        loop.call_soon(self._on_readable)
+
+    def send(self, message: ToCore) -> None:
+        """Queues a message; never waits. Nothing happens once the engine is dead or closed."""
+        if self.dead_error is None and not self._closed:
+            self._channel.send(message)
+
+    async def call(self, method: str, timeout_s: float | None = None) -> dict[str, float]:
+        """Asks the core's busy loop. Raises EngineDeadError, or TimeoutError."""
+        self.attach()
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self.send(Call(client=self.client, call_id=call_id, method=method))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await future
+        finally:
+            self._calls.pop(call_id, None)
+        if answer.error is not None:
+            raise SidestepError(answer.error)
+        return answer.result or {}
+
+    # What comes.
+
+    def _on_readable(self) -> None:
+        if self._closed:
+            return
+        for message in self._channel.receive():
+            if isinstance(message, Outputs):
+                self._on_outputs(message)
+            elif isinstance(message, Answer):
+                future = self._calls.get(message.call_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            elif isinstance(message, Dead):
+                self._die(message.cause)
+
+    def _tell_loop(self, loop: asyncio.AbstractEventLoop, cause: str) -> None:
+        """Called in the thread that watches the core."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._core_ended, cause)
+
+    def _core_ended(self, cause: str) -> None:
+        self._on_readable()  # its last words say more than its exit status
+        self._die(cause)
+
+    def _die(self, cause: str) -> None:
+        if self.dead_error is not None or self._closed:
+            return
+        self.dead_error = EngineDeadError(cause)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(self.dead_error)
+        self._on_death(self.dead_error)
+
+

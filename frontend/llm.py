@@ -1,0 +1,156 @@
+"""LLM: offline batches, for scripts and notebooks without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import msgspec
+import tqdm
+
+from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.event_loop import new_event_loop
+from sidestep.frontend.input_processor import Prompt
+from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+
+T = TypeVar("T")
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """An engine for whole batches: each call returns when all of its requests have ended, in the order given.
+
+    Runs an AsyncLLM on an event loop in a thread of its own, so it works where a loop runs already (a notebook).
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        """`options` are those of EngineArgs. Raises ValidationError, TypeError for an unknown one, EngineStartError."""
+        self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
+        self._thread.start()
+
+    def generate(self, prompts: Prompt | Sequence[Prompt],
+                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 use_tqdm: bool = True) -> list[RequestOutput]:
+        """Completes one prompt or many, with one SamplingParams for all or one for each."""
+        return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm)
+
+    def chat(self, messages: Conversation | Sequence[Conversation],
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answers one conversation or many."""
+        first = messages[0] if messages else None
+        if first is None:
+            raise ValidationError("messages", "is empty")
+        conversations = [messages] if isinstance(first, Mapping) else list(messages)
+        return self._run_batch(cast(list[Prompt], conversations), sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._llm.get_tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self._call(self._llm.reset_prefix_cache())
+
+    def get_stats(self) -> dict[str, float]:
+        """As AsyncLLM.get_stats."""
+        return self._call(self._llm.get_stats())
+
+    def shutdown(self) -> None:
+        """Ends the engine. May be called twice; also happens when the program ends."""
+        if self._loop.is_closed():
+            return
+        self._call(self._shutdown())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"LLM({self._llm!r})"
+
+    async def _shutdown(self) -> None:
+        self._llm.shutdown()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs it on the loop's thread; Ctrl-C here cancels it there, which ends its requests."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _run_batch(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
+                   use_tqdm: bool) -> list[RequestOutput]:
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValidationError("sampling_params", f"has {len(each)} entries for {len(prompts)} prompts")
+        final = [msgspec.structs.replace(p if p is not None else SamplingParams(),
+                                         output_kind=RequestOutputKind.FINAL_ONLY) for p in each]
+        with Progress(len(prompts), enabled=use_tqdm) as progress:
+            return self._call(self._gather(prompts, final, progress))
+
+    async def _gather(self, prompts: list[Prompt], params: list[SamplingParams],
+                      progress: Progress) -> list[RequestOutput]:
+        async def run(prompt: Prompt, sampling: SamplingParams) -> RequestOutput:
+            async for output in self._llm.generate(prompt, sampling):
+                progress.add(output)
+            return output
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run(p, s)) for p, s in zip(prompts, params, strict=True)]
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+def as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. A list of numbers or of messages is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Prompt, prompts)]
+    if prompts and isinstance(prompts[0], Mapping) and "role" in prompts[0]:
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+class Progress:
+    """A bar of finished requests, with tokens a second in and out."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar = tqdm.tqdm(total=total, disable=not enabled, desc="Processed prompts", dynamic_ncols=True)
+        self._tokens_in = self._tokens_out = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def add(self, output: RequestOutput) -> None:
+        """One request has ended."""
+        self._tokens_in += len(output.prompt_token_ids)
+        self._tokens_out += len(output.outputs[0].token_ids)
+        elapsed = self._bar.format_dict["elapsed"] or 1e-9
+        self._bar.set_postfix_str(f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s",
+                                  refresh=False)
+        self._bar.update()

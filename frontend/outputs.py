@@ -1,0 +1,53 @@
+"""What users get back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """A request's times, in seconds of time.monotonic()."""
+
+    arrival_time: float
+    scheduled_ts: float | None = None
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from the call to the first token's arrival in the frontend (TTFT)."""
+        return None if self.first_token_ts is None else self.first_token_ts - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion: all of it so far, or what is new, as `output_kind` says."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """'stop', 'length' or 'abort'; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token's id or the stop text; None for end of sequence; 'deadline' where that ended it."""
+
+    def finished(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One output of a request's stream."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found in the prefix cache; None before it is known."""

@@ -1,0 +1,147 @@
+"""The whole engine on the fake device: what comes out is what the script says, whatever runs beside it."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+from contextlib import aclosing
+
+import pytest
+
+from sidestep import AsyncLLM, RequestError, RequestOutputKind, SamplingParams
+from sidestep.executor.fake import expected_tokens
+from tests.waiting import until_idle
+
+MakeLLM = Callable[..., AsyncLLM]
+
+
+async def tokens_of(llm: AsyncLLM, prompt: list[int], params: SamplingParams, **options: object) -> list[int]:
+    tokens: list[int] = []
+    async for out in llm.generate(prompt, params, **options):  # type: ignore[arg-type]
+        tokens = list(out.outputs[0].token_ids)
+    return tokens
+
+
+def params_of(count: int, seed: int = 5, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=count, seed=seed, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_many_requests_give_their_own_tokens(make_llm: MakeLLM, overlap: bool) -> None:
+    llm = make_llm(async_scheduling=overlap, max_num_seqs=8, num_kv_blocks=40, max_model_len=256,
+                   max_num_batched_tokens=32, tensor_parallel_size=2)
+    vocab = llm.get_tokenizer().vocab_size
+    prompts = [[1 + (7 * i + j) % 200 for j in range(1 + 5 * i)] for i in range(24)]
+    got = await asyncio.gather(*(tokens_of(llm, p, params_of(10 + i, seed=i)) for i, p in enumerate(prompts)))
+    for i, (prompt, tokens) in enumerate(zip(prompts, got, strict=True)):
+        assert tokens == expected_tokens(prompt, 10 + i, i, vocab), f"request {i}"
+    await until_idle(llm)
+
+
+async def test_a_repeated_prompt_is_taken_from_the_cache_until_it_is_reset(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    prompt = list(range(1, 101))
+
+    async def cached() -> int:
+        async for out in llm.generate(prompt, params_of(1)):
+            pass
+        return out.num_cached_tokens or 0
+
+    assert [await cached(), await cached()] == [0, 96]
+    assert await llm.reset_prefix_cache()
+    assert await cached() == 0
+
+
+async def test_salts_keep_caches_apart(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    prompt = list(range(1, 101))
+    seen = []
+    for salt in ("a", "b", "a", None):
+        async for out in llm.generate(prompt, params_of(1), cache_salt=salt):
+            pass
+        seen.append(out.num_cached_tokens)
+    assert seen == [0, 0, 96, 0]
+
+
+async def test_leaving_the_loop_ends_the_request_and_frees_its_blocks(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=1.0)
+    async with aclosing(llm.generate([1, 2, 3], params_of(2000))) as outputs:
+        async for _ in outputs:
+            break
+    await until_idle(llm)
+
+
+async def test_dropping_the_generator_ends_the_request_too(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=1.0)
+    outputs = llm.generate([1, 2, 3], params_of(2000))
+    await anext(outputs)
+    del outputs
+    gc.collect()
+    await until_idle(llm)
+
+
+async def test_cancelling_the_task_ends_the_request_and_no_other(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=1.0)
+    victim = asyncio.create_task(tokens_of(llm, [1, 2, 3], params_of(2000)))
+    bystander = asyncio.create_task(tokens_of(llm, [4, 5, 6], params_of(50)))
+    while (await llm.get_stats())["num_running"] < 2:
+        await asyncio.sleep(0)
+    victim.cancel()
+    assert len(await bystander) == 50
+    with pytest.raises(asyncio.CancelledError):
+        await victim
+    await until_idle(llm)
+
+
+async def test_abort_by_id_ends_the_stream_with_a_reason(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=1.0)
+    last = None
+    async for out in llm.generate([1, 2, 3], params_of(2000), "mine"):
+        if not out.finished and last is None:
+            await llm.abort("mine")
+        last = out
+    assert last is not None and last.finished and last.outputs[0].finish_reason == "abort"
+    await until_idle(llm)
+
+
+async def test_a_deadline_ends_a_request_with_a_reason(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=5.0)
+    async for out in llm.generate([1, 2, 3], params_of(2000), deadline_s=0.1):
+        pass
+    assert out.finished
+    assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason) == ("abort", "deadline")
+
+
+async def test_a_low_priority_number_goes_first(make_llm: MakeLLM) -> None:
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1, fake_step_ms=2.0)
+    order: list[str] = []
+
+    async def run(name: str, priority: int) -> None:
+        await tokens_of(llm, [1, 2, 3], params_of(20), priority=priority)
+        order.append(name)
+
+    first = asyncio.create_task(run("first", 0))
+    while (await llm.get_stats())["num_running"] < 1:
+        await asyncio.sleep(0)
+    await asyncio.gather(first, run("late", 9), run("urgent", 1))
+    assert order == ["first", "urgent", "late"]
+
+
+async def test_what_can_never_fit_is_refused_and_the_others_go_on(make_llm: MakeLLM) -> None:
+    llm = make_llm(num_kv_blocks=8, max_model_len=128)
+    good = asyncio.create_task(tokens_of(llm, [1, 2, 3], params_of(20)))
+    with pytest.raises((RequestError, ValueError), match="prompt"):
+        await tokens_of(llm, [1] * 500, params_of(1))
+    assert len(await good) == 20
+
+
+async def test_final_only_gives_one_output_with_everything(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    outs = [out async for out in llm.generate([1, 2, 3], params_of(30, output_kind=RequestOutputKind.FINAL_ONLY))]
+    assert len(outs) == 1 and outs[0].finished and len(outs[0].outputs[0].token_ids) == 30
+
+
+async def test_several_engines_live_in_one_process(make_llm: MakeLLM) -> None:
+    one, two = make_llm(), make_llm()
+    vocab = one.get_tokenizer().vocab_size
+    got = await asyncio.gather(tokens_of(one, [1, 2], params_of(9)), tokens_of(two, [1, 2], params_of(9)))
+    assert got == [expected_tokens([1, 2], 9, 5, vocab)] * 2

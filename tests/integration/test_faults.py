@@ -1,0 +1,120 @@
+"""When a process dies, every waiting call fails at once with the cause; when the program ends, nothing is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sidestep import AsyncLLM, EngineArgs, EngineDeadError, EngineStalledError, EngineStartError, SamplingParams
+
+MakeLLM = Callable[..., AsyncLLM]
+LIMIT_S = 5.0
+ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+
+async def consume(llm: AsyncLLM) -> None:
+    async for _ in llm.generate([1, 2, 3], ENDLESS):
+        pass
+
+
+def engine_processes(llm: AsyncLLM) -> tuple[int, list[int]]:
+    core = next(p for p in psutil.Process().children() if p.pid == llm.core_pid)
+    return core.pid, [p.pid for p in core.children()]
+
+
+@pytest.mark.parametrize("victim", ["core", "rank 0", "rank 1"])
+async def test_a_killed_process_fails_every_waiting_call_with_the_cause(make_llm: MakeLLM, victim: str) -> None:
+    llm = make_llm(fake_step_ms=2.0, tensor_parallel_size=2)
+    calls = [asyncio.create_task(consume(llm)) for _ in range(5)]
+    while (await llm.get_stats())["num_running"] < 5:
+        await asyncio.sleep(0)
+    core, workers = engine_processes(llm)
+    os.kill({"core": core, "rank 0": workers[0], "rank 1": workers[1]}[victim], signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        assert isinstance(result, EngineDeadError)
+        assert "SIGKILL" in str(result)
+        assert ("engine core" if victim == "core" else "worker") in str(result)
+    with pytest.raises(EngineDeadError):
+        await consume(llm)
+    with pytest.raises(EngineDeadError):
+        await llm.check_health()
+    assert llm.errored
+    for pid in (core, *workers):
+        assert gone(pid)
+
+
+def gone(pid: int) -> bool:
+    end = time.monotonic() + LIMIT_S
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+async def test_an_engine_that_lives_but_makes_no_progress_is_not_healthy(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=2.0)
+    await llm.check_health()
+    call = asyncio.create_task(consume(llm))
+    while (await llm.get_stats())["num_running"] < 1:
+        await asyncio.sleep(0)
+    _, (worker,) = engine_processes(llm)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineStalledError):
+            async with asyncio.timeout(20):
+                while True:
+                    await llm.check_health(max_stall_s=0.2)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    await llm.check_health()
+    call.cancel()
+
+
+def test_a_failure_at_start_is_one_line_and_leaves_no_process(fake_model: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineStartError, match="max_model_len: 2048 tokens do not fit"):
+        AsyncLLM.from_engine_args(EngineArgs(model=fake_model, device="fake", num_kv_blocks=4))
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+PROGRAM = """
+import asyncio, sys
+from sidestep import AsyncLLM, EngineArgs, SamplingParams
+async def main():
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=sys.argv[1], device="fake", fake_step_ms=2.0,
+                                               tensor_parallel_size=2))
+    async for out in llm.generate([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True)):
+        print("running", flush=True)
+asyncio.run(main())
+"""
+
+
+def leftovers() -> set[str]:
+    shm = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {*shm, *(name for name in os.listdir("/tmp") if name.startswith("sidestep-"))}
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_a_program_ends_its_engine_ends_and_nothing_is_left(
+        fake_model: str, tmp_path: Path, how: signal.Signals) -> None:
+    before = leftovers()
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM, fake_model], stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, text=True)
+    assert program.stdout is not None and program.stdout.readline() == "running\n"
+    children = psutil.Process(program.pid).children(recursive=True)
+    assert len(children) == 3
+    program.send_signal(how)
+    program.stdout.close()
+    assert program.wait(LIMIT_S) != 0
+    assert psutil.wait_procs(children, timeout=LIMIT_S)[1] == []
+    assert leftovers() <= before

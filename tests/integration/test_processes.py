@@ -1,0 +1,53 @@
+"""What the running processes are made of."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from sidestep import AsyncLLM
+
+TORCH_FREE = """
+import sys
+import {module}
+heavy = sorted(name for name in ("torch", "transformers", "triton") if name in sys.modules)
+print(heavy)
+"""
+
+
+@pytest.mark.parametrize("module", [
+    "sidestep", "sidestep.frontend.async_llm", "sidestep.frontend.llm", "sidestep.frontend.cli",
+    "sidestep.engine_core.proc", "sidestep.executor.multiproc", "sidestep.executor.fake"])
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", TORCH_FREE.format(module=module)], capture_output=True, text=True,
+                          check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def maps_torch(pid: int) -> bool:
+    """Whether the process has torch's library mapped: true as soon as anything in it has imported torch."""
+    return any("libtorch" in entry.path for entry in psutil.Process(pid).memory_maps())
+
+
+async def test_the_running_frontend_and_core_have_not_loaded_torch_and_the_worker_has(tiny_llm: AsyncLLM) -> None:
+    async for _ in tiny_llm.generate("def get_name("):
+        pass
+    core = psutil.Process(tiny_llm.core_pid)
+    assert not maps_torch(core.pid)
+    assert [maps_torch(worker.pid) for worker in core.children()] == [True]
+    # This process may have loaded torch for other tests; a fresh one that streams must not.
+    done = subprocess.run([sys.executable, "-c", FRONTEND], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tokens:", "16", "torch:", "False"]
+
+
+FRONTEND = """
+import asyncio, sys
+from sidestep import AsyncLLM, EngineArgs, SamplingParams
+async def main():
+    async with AsyncLLM.from_engine_args(EngineArgs()) as llm:
+        async for out in llm.generate("def get_name(", SamplingParams(max_tokens=16, ignore_eos=True)):
+            pass
+    print("tokens:", len(out.outputs[0].token_ids), "torch:", "torch" in sys.modules)
+asyncio.run(main())
+"""
