@@ -1,0 +1,75 @@
+"""Tables of the rotary embedding for every position, scaled as config.json says."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sidestep.ipc.model_spec import RopeSpec
+
+
+def frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair, float32 [D / 2], and the factor on cos and sin."""
+    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    scaling = rope.scaling
+    if rope.rope_type == "linear":
+        return inverse / scaling["factor"], 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(inverse, scaling), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(inverse, rope, head_dim, max_positions)
+    return inverse, 1.0
+
+
+def _llama3(inverse: Tensor, scaling: dict[str, float]) -> Tensor:
+    """Long waves are slowed by the factor, short ones kept, those between blended (Llama 3.1)."""
+    low, high, original = (scaling[k] for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    wavelength = 2 * math.pi / inverse
+    blend = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * inverse / scaling["factor"] + blend * inverse
+
+
+def _yarn(inverse: Tensor, rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): dimensions that turn often within the original length keep their speed."""
+    scaling = rope.scaling
+    original = scaling.get("original_max_position_embeddings") or max_positions
+    factor = scaling.get("factor") or max_positions / original
+
+    def dimension_of(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(scaling.get("beta_fast") or 32), dimension_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = _yarn_scale(factor, scaling.get("mscale"), scaling.get("mscale_all_dim"))
+    return inverse / factor * ramp + inverse * (1 - ramp), float(attention)
+
+
+def _yarn_scale(factor: float, mscale: float | None, mscale_all: float | None) -> float:
+    def scale(m: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
+
+
+class RotaryTable:
+    """cos and sin of every position in the form of kernels.rotary."""
+
+    def __init__(self, rope: RopeSpec, head_dim: int, max_positions: int, length: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """`max_positions` is the model's own limit, `length` how many positions are needed."""
+        inverse, factor = frequencies(rope, head_dim, max_positions)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        self._cos = torch.cat([cos, cos], -1).to(device=device, dtype=dtype)
+        self._sin = torch.cat([-sin, sin], -1).to(device=device, dtype=dtype)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, D] of int64 positions [T]."""
+        return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]

@@ -1,0 +1,48 @@
+"""Embedding and output head, the vocabulary spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sidestep.executor.layers.linear import Linear
+from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.weight_loader import Weights
+
+
+def vocab_shard(weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel) -> Tensor:
+    """This rank's rows of a [V, D] matrix; the last rank's are filled up with zeros where V does not divide evenly."""
+    part = -(-vocab_size // parallel.size)
+    first = min(parallel.rank * part, vocab_size)
+    rows = range(first, min(first + part, vocab_size))
+    own = weights.get(f"{name}.weight", (vocab_size, hidden_size), rows=rows)
+    return torch.nn.functional.pad(own, (0, 0, 0, part - len(rows))) if len(rows) < part else own
+
+
+class VocabParallelEmbedding:
+    """Token ids [T] to vectors [T, D]."""
+
+    def __init__(self, shard: Tensor, parallel: Parallel) -> None:
+        self._shard = shard
+        self._parallel = parallel
+        self._first = parallel.rank * shard.shape[0]
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if self._parallel.size == 1:
+            return torch.nn.functional.embedding(token_ids, self._shard)
+        local = token_ids - self._first
+        outside = (local < 0) | (local >= self._shard.shape[0])
+        vectors = torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
+        return self._parallel.all_reduce(vectors.masked_fill_(outside[:, None], 0))
+
+
+class VocabParallelHead:
+    """Vectors [R, D] to logits [R, V], whole on every rank: so all ranks sample the same token."""
+
+    def __init__(self, shard: Tensor, vocab_size: int, parallel: Parallel) -> None:
+        self._linear = Linear(shard)
+        self._vocab_size = vocab_size
+        self._parallel = parallel
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._parallel.all_gather(self._linear(hidden))[:, :self._vocab_size]

@@ -1,0 +1,9 @@
+"""Mistral: Llama with a sliding window in some versions."""
+
+from __future__ import annotations
+
+from sidestep.executor.models.decoder import DecoderForCausalLM
+
+
+class MistralForCausalLM(DecoderForCausalLM):
+    """The shared decoder; ModelSpec has what is particular."""

@@ -1,0 +1,61 @@
+"""Sampling a batch: each row pays only for what it asks for."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.input_batch import HostBatch
+from sidestep.executor.request_state import RequestState
+from sidestep.ipc.step import Int32, Int64
+from sidestep.kernels.sampling import mask_top_k_top_p_min_p, sample
+
+
+class Sampler:
+    """Chooses one token for each row that samples. All ranks choose alike: there is no random state."""
+
+    def __init__(self, state: RequestState, device: torch.device) -> None:
+        self._state = state
+        self._device = device
+
+    def __call__(self, logits: Tensor, batch: HostBatch) -> Tensor:
+        """int64 [R] from logits [R, V] of the rows `batch.sampling_rows`."""
+        state, rows = self._state, batch.sampling_rows
+        slots = batch.slots[rows]
+        if state.min_tokens[slots].any():
+            logits = self._mask_stops(logits, batch, slots)
+        temperature = state.temperature[slots]
+        if not temperature.any():
+            return logits.argmax(-1)
+        logits = logits.float()
+        filtered = np.flatnonzero((temperature > 0) & (
+            (state.top_k[slots] > 0) | (state.top_p[slots] < 1) | (state.min_p[slots] > 0)))
+        if len(filtered):
+            logits = self._filter(logits, filtered, slots[filtered])
+        return sample(logits, self._to_device(temperature), self._to_device(state.seed[slots]),
+                      self._to_device(batch.seq_lens[rows].astype(np.int64)))
+
+    def _mask_stops(self, logits: Tensor, batch: HostBatch, slots: Int32) -> Tensor:
+        """-inf for stop tokens of rows that have fewer than min_tokens outputs."""
+        state = self._state
+        num_outputs = batch.seq_lens[batch.sampling_rows] - state.num_prompt[slots]
+        early = np.flatnonzero(num_outputs < state.min_tokens[slots])
+        if not len(early):
+            return logits
+        stops = [state.stop_ids[slot] for slot in slots[early].tolist()]
+        rows = self._to_device(np.repeat(early, [len(s) for s in stops]))
+        return logits.index_put((rows, self._to_device(np.concatenate(stops).astype(np.int64))),
+                                logits.new_tensor(-torch.inf))
+
+    def _filter(self, logits: Tensor, rows: Int64, slots: Int32) -> Tensor:
+        state = self._state
+        index = self._to_device(rows)
+        temperature = self._to_device(state.temperature[slots])[:, None]
+        kept = mask_top_k_top_p_min_p(
+            logits.index_select(0, index) / temperature, self._to_device(state.top_k[slots].astype(np.int64)),
+            self._to_device(state.top_p[slots]), self._to_device(state.min_p[slots]))
+        return logits.index_copy(0, index, kept * temperature)
+
+    def _to_device(self, column: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(self._device, non_blocking=True)

@@ -1,0 +1,126 @@
+"""Weights by their checkpoint names: whole or the slice of a rank, in the run's type and on its device.
+
+Layers ask for what they need, so loading and building are one pass and no second copy of the model exists. What a
+checkpoint lacks, has in another shape, or has and nobody asked for, is an error that names it.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sidestep.ipc.errors import EngineStartError
+
+Shape = tuple[int, ...]
+_IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+"""Buffers that old checkpoints carry and that follow from the config."""
+
+
+class Weights(abc.ABC):
+    """A source of weights."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    @abc.abstractmethod
+    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """The named tensor, which has `shape` as a whole, or only some of its rows or columns."""
+
+    def finish(self) -> None:
+        """All layers have what they need. Raises EngineStartError if something was left over."""
+
+
+class SafetensorsWeights(Weights):
+    """A folder with model.safetensors, or with several files and model.safetensors.index.json. A context manager."""
+
+    def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._files = ExitStack()
+        self._handle_of: dict[str, Any] = {}
+        for file in _files_of(Path(folder)):
+            try:
+                handle = self._files.enter_context(safe_open(file, framework="pt"))
+            except Exception as error:  # the library raises its own and the system's
+                raise EngineStartError(f"model: {file} cannot be read as safetensors: {error}") from None
+            for name in handle.keys():  # noqa: SIM118: not a mapping
+                self._handle_of[name] = handle
+        self._unused = set(self._handle_of)
+
+    def __enter__(self) -> SafetensorsWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._handle_of
+
+    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+        handle = self._handle_of.get(name)
+        if handle is None:
+            raise EngineStartError(f"model: the checkpoint lacks {name}")
+        self._unused.discard(name)
+        part = handle.get_slice(name)
+        found = tuple(part.get_shape())
+        if found != shape:
+            raise EngineStartError(f"model: {name} has shape {list(found)} in the checkpoint, config.json wants "
+                                   f"{list(shape)}")
+        if rows is not None:
+            tensor = part[rows.start:rows.stop]
+        elif columns is not None:
+            tensor = part[:, columns.start:columns.stop]
+        else:
+            tensor = part[:]
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def ignore(self, name: str) -> None:
+        """This tensor may be there without being asked for."""
+        self._unused.discard(name)
+
+    def finish(self) -> None:
+        left = sorted(n for n in self._unused if not n.endswith(_IGNORED))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise EngineStartError(f"model: the checkpoint has {left[0]}{more}, which this architecture does not use")
+
+
+class DummyWeights(Weights):
+    """Random weights; the same for any number of ranks, since each whole tensor is drawn from its own seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._seed = seed
+
+    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02, generator=generator)
+        if rows is not None:
+            tensor = tensor[rows.start:rows.stop].clone()
+        if columns is not None:
+            tensor = tensor[:, columns.start:columns.stop].clone()
+        return tensor
+
+
+def _files_of(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [n for n in names if not (folder / n).exists()]
+        if missing:
+            raise EngineStartError(f"model: {folder} lacks {', '.join(missing)}, which its index names")
+        return [folder / n for n in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineStartError(f"model: {folder} has no safetensors files (load_format 'dummy' needs none)")
+    return files

@@ -1,0 +1,15 @@
+"""Rotary position embedding (Su et al. 2021), in the half-split form of Llama."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each head: with halves (a, b) of a head, (a cos - b sin, b cos + a sin).
+
+    x [T, H, D]; cos [T, 1, D], both halves alike; sin [T, 1, D], its first half negated, so that one roll of x by half a
+    head serves both. All of x's type. Returns [T, H, D].
+    """
+    return (x * cos).add_(torch.roll(x, x.shape[-1] // 2, -1).mul_(sin))

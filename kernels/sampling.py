@@ -1,0 +1,62 @@
+"""Choosing the next token, for a whole batch at once and without any random state.
+
+A token is argmax(logits / T + Gumbel noise), which is a draw from softmax(logits / T) (Gumbel-max; Maddison et al. 2014).
+The noise is a hash of (seed, position, token id), so a row's token depends on nothing but its own logits and seed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al. 2014). int64 arithmetic wraps; shifts are made logical by masks."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, float32 [R, V], from int64 seeds [R] and positions [R]."""
+    rows = _mix(_mix(seeds) + positions * _GOLDEN)
+    tokens = torch.arange(vocab_size, device=seeds.device) * _GOLDEN
+    bits = (_mix(rows[:, None] + tokens) >> 32) & 0xFFFFFFFF
+    uniform = (bits.float() + 0.5) * 2.0**-32
+    # -log(1 - u) is an exponential variate whose small values, those that win, are exact. u may round to 1: that gives
+    # infinite time, noise of minus infinity, and is never chosen.
+    return torch.log1p(-uniform).neg_().log_().neg_()
+
+
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """int64 [R]: draws from softmax(logits / temperature), or the argmax where temperature is 0.
+
+    logits float32 [R, V]; temperature float32 [R]; seeds, positions int64 [R].
+    """
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    noise = gumbel_noise(seeds, positions, logits.shape[-1])
+    return torch.where(greedy[:, None], logits, scaled + noise).argmax(-1)
+
+
+def mask_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits with -inf for what each row's filters leave out: all but the top_k most probable tokens (0: none left out);
+    of those all but the smallest set whose probability reaches top_p; and tokens less probable than min_p times the
+    most probable one. At least one token stays.
+
+    logits float32 [R, V], already divided by the temperature; top_k int64 [R]; top_p, min_p float32 [R].
+    """
+    vocab_size = logits.shape[-1]
+    values, order = logits.sort(-1, descending=True)
+    rank = torch.arange(vocab_size, device=logits.device)
+    keep = rank < torch.where(top_k > 0, top_k, vocab_size)[:, None]
+    probs = values.masked_fill(~keep, -torch.inf).softmax(-1)
+    # A token stays if those before it do not reach top_p yet.
+    keep &= probs.cumsum(-1) - probs < top_p[:, None]
+    keep &= probs >= min_p[:, None] * probs[:, :1]
+    keep[:, 0] = True
+    return logits.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), -torch.inf)

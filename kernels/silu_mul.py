@@ -1,0 +1,12 @@
+"""The gated activation of the MLP (SwiGLU, Shazeer 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, for gate_up [T, 2 F] with the gate first. Returns [T, F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate).mul_(up)
