@@ -1,0 +1,76 @@
+"""Greedy tokens equal those of transformers, in float32 on the CPU, whatever the batch and however it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sidestep import DEFAULT_MODEL, LLM, SamplingParams
+from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
+from transformers import AutoTokenizer
+
+
+def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any) -> list[list[int]]:
+    """The same by the engine, all at once."""
+    with LLM(path, **{"device": "cpu", "dtype": "float32", "cpu_threads": 1, **options}) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
+        return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_transformers_in_a_mixed_batch(family: str, model_folder: Path) -> None:
+    path = write_model(family, model_folder)
+    model = load_reference(path)
+    prompts = random_prompts(12, model.config.vocab_size)
+    counts = [4 + 5 * (i % 5) for i in range(12)]
+    expected = reference_tokens(model, prompts, counts)
+    assert len({tuple(tokens) for tokens in expected}) == 12, "the model says the same to everybody"
+    # Small budget and blocks: prompts in chunks, a cache that forces preemption.
+    got = engine_tokens(path, prompts, counts, max_num_batched_tokens=48, max_num_seqs=7, block_size=8,
+                        num_kv_blocks=40, max_model_len=200)
+    assert got == expected
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"async_scheduling": False}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 64, "block_size": 16},
+    {"num_kv_blocks": 70, "block_size": 4, "max_model_len": 200}], ids=str)
+def test_64_requests_equal_transformers_however_they_are_run(options: dict[str, Any], model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    model = load_reference(path)
+    prompts, counts = random_prompts(64, model.config.vocab_size), [8 + i % 9 for i in range(64)]
+    assert engine_tokens(path, prompts, counts, max_num_seqs=64, **options) == reference_tokens(model, prompts, counts)
+
+
+@pytest.mark.parametrize("family", ["llama-mqa-odd-sizes", "llama-biases", "qwen3-tied"])
+def test_two_ranks_equal_transformers(family: str, model_folder: Path) -> None:
+    path = write_model(family, model_folder)
+    model = load_reference(path)
+    prompts, counts = random_prompts(8, model.config.vocab_size), [12] * 8
+    got = engine_tokens(path, prompts, counts, tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8)
+    assert got == reference_tokens(model, prompts, counts)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size: int, model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    for file in model_folder.glob("*.safetensors"):
+        file.unlink()
+    prompts = random_prompts(4, 331)
+    got = engine_tokens(path, prompts, [6] * 4, tensor_parallel_size=size, load_format="dummy")
+    DUMMY_TOKENS.setdefault("first", got)
+    assert got == DUMMY_TOKENS["first"]
+
+
+DUMMY_TOKENS: dict[str, list[list[int]]] = {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bundled_model_equals_transformers(dtype: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    texts = ["def get_name(", "class Stack:", "import os\n\ndef read_file(path):", "for i in range(", "    return self"]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    expected = reference_tokens(load_reference(DEFAULT_MODEL, getattr(torch, dtype)), prompts, [40] * len(prompts))
+    assert engine_tokens(DEFAULT_MODEL, prompts, [40] * len(prompts), dtype=dtype) == expected
