@@ -74,7 +74,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Makes a block's content known. If another block has the same content already, that one stays the known one."""
+        """Makes a block's content known; of blocks with equal content, the first stays the known one."""
         if self._hash_of[block] is None and block_hash not in self._by_hash:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block

@@ -12,10 +12,15 @@ they have come back.
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
+from collections.abc import Iterable
 
 from sidestep.engine_core.block_pool import BlockPool
 from sidestep.engine_core.request import Request
+
+_NEVER = sys.maxsize
+"""As `num_registered`: none of this request's blocks are to be found by others."""
 
 
 class KVCacheManager:
@@ -40,20 +45,22 @@ class KVCacheManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def enter(self, request: Request, num_tokens: int) -> bool:
-        """Gives a request that has no blocks those of its cached prefix plus new ones for `num_tokens` more tokens at
-        most (fewer if it has fewer). All or nothing: False changes nothing. Sets `num_computed`."""
+    def enter(self, request: Request) -> bool:
+        """Gives a request that has no blocks those of its cached prefix plus new ones for all its other known tokens,
+        also where these are computed in several chunks: prompts that enter with only their first chunk take turns
+        at preempting each other. All or nothing: False changes nothing. Sets `num_computed`."""
         hits = self._match_prefix(request)
         num_hit = len(hits) * self.block_size
-        wanted = self.blocks_for(min(num_hit + num_tokens, len(request.token_ids))) - len(hits)
+        wanted = self.blocks_for(len(request.token_ids)) - len(hits)
         if wanted > self.pool.num_free - sum(map(self.pool.is_free, hits)):
             return False
         for block in hits:
             self.pool.share(block)
         request.block_ids = hits + self.pool.allocate(wanted)
         request.num_computed = num_hit
-        request.num_registered = len(hits)
-        if self.enable_prefix_caching:
+        request.num_registered = len(hits) if self.enable_prefix_caching else _NEVER
+        # A preempted request finds its own blocks again: that is not a hit anybody asks about.
+        if self.enable_prefix_caching and not request.num_preemptions:
             self.num_queried_tokens += len(request.token_ids)
             self.num_hit_tokens += num_hit
         return True
@@ -72,7 +79,7 @@ class KVCacheManager:
     def remember(self, request: Request) -> None:
         """Makes known the full blocks whose tokens are known and computed."""
         full = min(request.num_computed, len(request.token_ids)) // self.block_size
-        if not self.enable_prefix_caching or full <= request.num_registered:
+        if full <= request.num_registered:
             return
         self._extend_hashes(request, full)
         for index in range(request.num_registered, full):
@@ -85,9 +92,12 @@ class KVCacheManager:
         request.block_ids = []
         request.num_registered = 0
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes. Blocks in use stay in use but are found no more."""
+    def reset_prefix_cache(self, holders: Iterable[Request]) -> None:
+        """Forgets all cached prefixes. Blocks in use stay in use but are found no more; nor is what their `holders`
+        compute from now on, since it depends on what they computed before."""
         self.pool.reset_cache()
+        for request in holders:
+            request.num_registered = _NEVER
 
     def check_invariants(self, requests: list[Request]) -> None:
         """`requests` are all that may hold blocks. Raises AssertionError when the books do not balance."""

@@ -84,11 +84,6 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def num_to_compute(self) -> int:
-        """Tokens that could be computed now, those in flight included as if they were known."""
-        return len(self.token_ids) + self.num_placeholders - self.num_computed
-
-    @property
     def will_be_complete(self) -> bool:
         """Whether the tokens in flight are its last: it stops by length when they come back."""
         return len(self.token_ids) + self.num_placeholders >= self.max_total

@@ -2,8 +2,11 @@
 
 There is no prefill phase and no decode phase: each step gives each request a number of tokens to compute, one to those
 that decode, the rest of the token budget to chunks of prompts. `schedule()` decides and returns the step; `update()`
-takes its output. With overlap the second is called one step later than the first: a token that is not back yet counts as
-a placeholder. Synchronous, without sockets; the clock is given.
+takes its output. With overlap the second is called one step later than the first: a token that is not back yet counts
+as a placeholder. Synchronous, without sockets; the clock is given.
+
+`schedule()` returns None only if nothing is left to run, or if a step in flight must come back first: whoever drives it
+may sleep until then.
 
 Order of side effects: slots and blocks of a request that has ended, or was preempted, are given back when the last step
 that touches them has come back, never before (`_release`).
@@ -15,6 +18,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.request import Request, Status
@@ -58,8 +62,10 @@ class Scheduler:
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
         self._outboxes: dict[int, _Outbox] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._num_added = 0
+        self._deadlines: list[tuple[float, int, int]] = []
+        """Time, client, handle; not the request, whose tokens would be kept until then."""
+        self._num_coming: int | None = None
+        """Blocks that steps in flight will give back and that nobody in this step counts on; None until asked for."""
         self._num_preemptions = 0
 
     def __repr__(self) -> str:
@@ -71,17 +77,17 @@ class Scheduler:
     def add(self, message: AddRequest) -> None:
         """Takes a request; one that can never run is ended at once."""
         request = Request.from_message(message, self._max_model_len, self._eos)
-        if request.num_prompt + 1 > self._max_model_len:
-            problem = (f"prompt: {request.num_prompt} tokens and one of output are more than the "
-                       f"{self._max_model_len} that fit")
+        if not 0 < request.num_prompt < self._max_model_len:
+            problem = "prompt: is empty" if not request.num_prompt else (
+                f"prompt: {request.num_prompt} tokens and one of output are more than the "
+                f"{self._max_model_len} that fit")
             self._outbox(request).finished.append(
                 Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
             return
         self._requests[request.client, request.handle] = request
         self._queue.add(request)
         if request.deadline is not None:
-            self._num_added += 1
-            heapq.heappush(self._deadlines, (request.deadline, self._num_added, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
@@ -100,15 +106,16 @@ class Scheduler:
         """The next step, or None when nothing can run now."""
         self._expire()
         step = StepBuilder(self._next_step)
-        num_preemptions = self._num_preemptions
-        # 1. A more urgent request that waits takes the place of the least important that runs.
+        self._num_coming = None
+        # 1. A more urgent request that waits takes the place of the least important that run.
         if self._config.scheduling_policy == "priority":
             self._yield_to_urgent()
         # 2. Those that run, most important first: one token each, or a chunk of prompt.
-        budget = self._schedule_running(step)
-        # 3. Those that wait, unless somebody just had to give way: what is free now is his.
-        if self._queue and budget and self._num_preemptions == num_preemptions:
-            self._admit(step, budget)
+        num_preemptions = self._num_preemptions
+        budget, seats = self._schedule_running(step)
+        # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
+        if self._queue and self._num_preemptions == num_preemptions:
+            self._admit(step, budget, seats)
         if step.is_empty:
             return None
         # 4. Remember what is in flight.
@@ -147,6 +154,7 @@ class Scheduler:
 
     def take_outputs(self) -> dict[int, Outputs]:
         """What frontends must be told by now, by client."""
+        self._expire()
         boxes, self._outboxes = self._outboxes, {}
         return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
                                 finished=box.finished) for client, box in boxes.items()}
@@ -159,14 +167,14 @@ class Scheduler:
         return bool(self._requests or self._leaving)
 
     def next_deadline(self) -> float | None:
-        """When `schedule` must be called at the latest, on the given clock."""
-        while self._deadlines and self._deadlines[0][2].status is Status.FINISHED:
+        """When `take_outputs` must be called at the latest, on the given clock."""
+        while self._deadlines and self._deadlines[0][1:] not in self._requests:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; requests that run keep their blocks."""
-        self.kv.reset_prefix_cache()
+        self.kv.reset_prefix_cache([*self._running, *self._leaving])
         return True
 
     def stats(self) -> dict[str, float]:
@@ -182,7 +190,7 @@ class Scheduler:
         held = [*self._running, *self._leaving]
         slots = [r.slot for r in held]
         assert sorted(slots + self._free_slots) == list(range(self._config.num_slots)), "slots leak or are shared"
-        assert len(self._running) <= self._config.max_num_seqs
+        assert sum(not r.will_be_complete for r in self._running) <= self._config.max_num_seqs
         assert len(self._queue) == len(set(self._queue)), "the queue's count is wrong"
         in_flight = [r for plan in self._plans for r in plan.rows]
         for request in {*self._requests.values(), *held}:
@@ -197,18 +205,19 @@ class Scheduler:
 
     # Inside schedule().
 
-    def _schedule_running(self, step: StepBuilder) -> int:
-        """Rows for running requests; returns what is left of the token budget."""
+    def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
+        """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
         budget, block_size = self._config.max_num_batched_tokens, self.kv.block_size
-        later = len(self._running)
-        for request in list(self._running):
+        # Not those whose last token is on its way: they need no row any more, so their seats are free already.
+        live = [r for r in self._running if len(r.token_ids) + r.num_placeholders < r.max_total]
+        later = len(live)
+        for request in live:
             later -= 1
-            known = len(request.token_ids) + request.num_placeholders
-            # Its last token is on its way; or it was preempted while this loop made room for another.
-            if known >= request.max_total or request.status is not Status.RUNNING:
-                continue
-            # Each request after this one can count on a token: prompts never starve those that decode.
-            count = min(known - request.num_computed, budget - later)
+            if request.status is not Status.RUNNING:
+                continue  # preempted while this loop made room for another
+            count = len(request.token_ids) + request.num_placeholders - request.num_computed
+            if count > 1:  # Each request after this one can count on a token: prompts never starve those that decode.
+                count = min(count, budget - later)
             blocks: list[int] | None = _NO_BLOCKS
             if request.num_computed + count > len(request.block_ids) * block_size:
                 blocks = self._make_room(request, request.num_computed + count)
@@ -218,28 +227,26 @@ class Scheduler:
             budget -= count
             if count > 1:
                 self.kv.remember(request)
-        return budget
+        return budget, self._config.max_num_seqs - len(live)
 
-    def _admit(self, step: StepBuilder, budget: int) -> None:
-        """Rows for waiting requests while slots, blocks and budget last."""
-        while budget and len(self._running) < self._config.max_num_seqs and self._free_slots:
+    def _admit(self, step: StepBuilder, budget: int, seats: int) -> None:
+        """Rows for waiting requests while seats, slots, blocks and budget last."""
+        while budget and seats and self._free_slots:
             request = self._queue.peek()
             # A preempted request's tokens in flight come back before it can be sent again.
-            if request is None or request.num_in_flight or not self.kv.enter(request, budget):
-                return
+            if request is None or request.num_in_flight or not self.kv.enter(request):
+                break
             self._queue.pop()
             request.slot = heapq.heappop(self._free_slots)
             request.status = Status.RUNNING
-            self._insert_running(request)
+            self._running[request] = None
             if not request.was_started:
                 self._tell_started(request)
             count = min(len(request.token_ids) - request.num_computed, budget)
             step.enter(request, count)
+            seats -= 1
             budget -= count
             self.kv.remember(request)
-
-    def _insert_running(self, request: Request) -> None:
-        self._running[request] = None
         if self._config.scheduling_policy == "priority":
             self._running = dict.fromkeys(sorted(self._running, key=lambda r: (r.priority, r.arrival)))
 
@@ -253,30 +260,44 @@ class Scheduler:
         """New blocks for a running request, preempting less important ones if need be. None: not in this step."""
         while (blocks := self.kv.grow(request, num_tokens)) is None:
             wanted = self.kv.blocks_for(num_tokens) - len(request.block_ids) - self.kv.pool.num_free
-            if wanted <= self._num_leaving_blocks():
-                return None  # enough is on its way back
-            victim = next(reversed(self._running))
+            if self._num_coming is None:
+                self._num_coming = self._num_blocks_coming_back()
+            if wanted <= self._num_coming:
+                self._num_coming -= wanted
+                return None
+            victim = next(r for r in reversed(self._running) if not r.will_be_complete)
             self._preempt(victim)
             if victim is request:
                 return None
+            if victim.num_in_flight:
+                self._num_coming += len(victim.block_ids)
         return blocks
 
     def _yield_to_urgent(self) -> None:
+        """Preempts as many less important requests as the first in the queue needs to enter; none, if all were too
+        few."""
         urgent = self._queue.peek()
-        while urgent is not None and self._running:
-            victim = next(reversed(self._running))
-            if urgent.priority >= victim.priority or self._could_enter(urgent):
-                return
-            self._preempt(victim)
+        if urgent is None or not self._running or next(reversed(self._running)).priority <= urgent.priority:
+            return
+        seats = self._config.max_num_seqs - sum(not r.will_be_complete for r in self._running)
+        room = self.kv.pool.num_free + self._num_blocks_coming_back() - self.kv.blocks_for(len(urgent.token_ids))
+        victims: list[Request] = []
+        for request in reversed(self._running):
+            if (seats > 0 and room >= 0) or request.priority <= urgent.priority:
+                break
+            if not request.will_be_complete:
+                victims.append(request)
+                seats += 1
+                room += len(request.block_ids)
+        if seats > 0 and room >= 0:
+            for victim in victims:
+                self._preempt(victim)
 
-    def _could_enter(self, request: Request) -> bool:
-        """Whether there is room for a first chunk, counting what is on its way back."""
-        chunk = min(len(request.token_ids), self._config.max_num_batched_tokens)
-        room = self.kv.pool.num_free + self._num_leaving_blocks()
-        return len(self._running) < self._config.max_num_seqs and self.kv.blocks_for(chunk) <= room
-
-    def _num_leaving_blocks(self) -> int:
-        return sum(len(r.block_ids) for r in self._leaving)
+    def _num_blocks_coming_back(self) -> int:
+        """Blocks of requests that leave as soon as the steps in flight are back. A block that is shared with one that
+        stays counts too: then somebody waits a step in vain."""
+        ending = (r for r in self._running if r.will_be_complete)
+        return sum(len(r.block_ids) for r in chain(self._leaving, ending))
 
     # Ends.
 
@@ -318,7 +339,7 @@ class Scheduler:
 
     def _expire(self) -> None:
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
-            request = heapq.heappop(self._deadlines)[2]
+            request = self._requests[heapq.heappop(self._deadlines)[1:]]
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
                                         num_preemptions=request.num_preemptions))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -29,75 +30,80 @@ class _Rows:
     block_ids: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     entering: list[Request] = field(default_factory=list)
-
-    def add(self, request: Request, num_tokens: int, blocks: list[int], samples: bool) -> None:
-        self.requests.append(request)
-        self.num_tokens.append(num_tokens)
-        self.num_blocks.append(len(blocks))
-        self.block_ids += blocks
-        self.samples.append(samples)
+    num_cached: list[int] = field(default_factory=list)
+    """Of each of `entering`: its tokens that need not be computed."""
 
 
 class StepBuilder:
-    """Collects rows in any order; in the step those that decode come first."""
+    """Collects rows in any order; in the step those of one token come first, as `StepInput` promises."""
 
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
-        self._decode = _Rows()
-        self._prefill = _Rows()
+        self._single = _Rows()
+        self._chunks = _Rows()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to run."""
-        return not self._decode.requests and not self._prefill.requests
+        return not self._single.requests and not self._chunks.requests
 
-    def add(self, request: Request, num_tokens: int, blocks: list[int]) -> None:
+    def add(self, request: Request, num_tokens: int, blocks: list[int]) -> _Rows:
         """A row of a running request, with its new blocks. Advances the request's counts."""
+        rows = self._single if num_tokens == 1 else self._chunks
         request.num_computed += num_tokens
         request.num_in_flight += 1
         samples = request.num_computed >= len(request.token_ids)
         if samples:
             request.num_placeholders += 1
-        rows = self._decode if num_tokens == 1 and samples else self._prefill
-        rows.add(request, num_tokens, blocks, samples)
+        rows.requests.append(request)
+        rows.num_tokens.append(num_tokens)
+        rows.num_blocks.append(len(blocks))
+        rows.block_ids += blocks
+        rows.samples.append(samples)
+        return rows
 
     def enter(self, request: Request, num_tokens: int) -> None:
         """The first row of a request that has just got its slot and blocks."""
-        self._prefill.entering.append(request)
-        request.num_computed += num_tokens
-        request.num_in_flight += 1
-        samples = request.num_computed >= len(request.token_ids)
-        if samples:
-            request.num_placeholders += 1
-        self._prefill.add(request, num_tokens, request.block_ids, samples)
+        num_cached = request.num_computed
+        rows = self.add(request, num_tokens, request.block_ids)
+        rows.entering.append(request)
+        rows.num_cached.append(num_cached)
 
     def build(self) -> tuple[StepInput, StepPlan]:
         """The message for the workers and the scheduler's own note of it."""
-        first, then = self._decode, self._prefill
+        first, then = self._single, self._chunks
         rows = first.requests + then.requests
         samples = first.samples + then.samples
         sampling = rows if all(samples) else [r for r, yes in zip(rows, samples, strict=True) if yes]
-        new = then.entering
-        stops = [sorted(r.stop_ids) if r.sampling.min_tokens > 0 else [] for r in new]
-        num_tokens = dict(zip(map(id, then.requests), then.num_tokens, strict=True)) if new else {}
+        new = first.entering + then.entering
         message = StepInput(
             step_id=self._step_id,
             slots=np.array([r.slot for r in rows], np.int32),
             num_tokens=np.array(first.num_tokens + then.num_tokens, np.int32),
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
-            new_slots=np.array([r.slot for r in new], np.int32),
-            new_num_known=np.array([len(r.token_ids) for r in new], np.int32),
-            new_num_prompt=np.array([r.num_prompt for r in new], np.int32),
-            # Before this step: the prefix that was found in the cache.
-            new_num_computed=np.array([r.num_computed - num_tokens[id(r)] for r in new], np.int32),
-            new_token_ids=np.fromiter(chain.from_iterable(r.token_ids for r in new), np.int32),
-            new_temperature=np.array([r.sampling.temperature for r in new], np.float32),
-            new_top_p=np.array([r.sampling.top_p for r in new], np.float32),
-            new_min_p=np.array([r.sampling.min_p for r in new], np.float32),
-            new_top_k=np.array([max(0, r.sampling.top_k) for r in new], np.int32),
-            new_seed=np.array([r.sampling.seed or 0 for r in new], np.int64),
-            new_min_tokens=np.array([r.sampling.min_tokens for r in new], np.int32),
-            new_num_stop_ids=np.array([len(s) for s in stops], np.int32),
-            new_stop_ids=np.fromiter(chain.from_iterable(stops), np.int32))
+            **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
         return message, StepPlan(self._step_id, rows, sampling)
+
+
+def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
+    """The `new_` columns of a StepInput."""
+    stops = [sorted(r.stop_ids) if r.sampling.min_tokens > 0 else [] for r in new]
+    return {
+        "new_slots": np.array([r.slot for r in new], np.int32),
+        "new_num_known": np.array([len(r.token_ids) for r in new], np.int32),
+        "new_num_prompt": np.array([r.num_prompt for r in new], np.int32),
+        "new_num_computed": np.array(num_cached, np.int32),
+        "new_token_ids": np.fromiter(chain.from_iterable(r.token_ids for r in new), np.int32),
+        "new_temperature": np.array([r.sampling.temperature for r in new], np.float32),
+        "new_top_p": np.array([r.sampling.top_p for r in new], np.float32),
+        "new_min_p": np.array([r.sampling.min_p for r in new], np.float32),
+        "new_top_k": np.array([max(0, r.sampling.top_k) for r in new], np.int32),
+        "new_seed": np.array([r.sampling.seed or 0 for r in new], np.int64),
+        "new_min_tokens": np.array([r.sampling.min_tokens for r in new], np.int32),
+        "new_num_stop_ids": np.array([len(s) for s in stops], np.int32),
+        "new_stop_ids": np.fromiter(chain.from_iterable(stops), np.int32)}
+
+
+_NOTHING_NEW = _new_columns([], [])
+"""Most steps admit nobody, and thirteen empty arrays cost as much as the rest of a small step."""

@@ -82,7 +82,7 @@ def make_runner(scheduler: Scheduler) -> FakeRunner:
 
 @dataclass
 class Engine:
-    """Scheduler and fake device, step by step, with up to `depth` steps in flight. Everything crosses the wire format."""
+    """Scheduler and fake device, step by step, with up to `depth` steps in flight; all crosses the wire format."""
 
     scheduler: Scheduler
     depth: int = 2
@@ -104,13 +104,26 @@ class Engine:
         """Schedules and runs one step; its output waits. False if there was nothing to run."""
         step = self.scheduler.schedule()
         if step is None:
+            # The core would sleep now: with nothing in flight, nobody would wake it.
+            assert self._in_flight or not self.scheduler.has_unfinished, f"stuck: {self.scheduler!r}"
             return False
         self.steps.append(step)
+        self._check_contract(step)
         data = b"".join(map(bytes, step.encode()))
         output = self.runner.execute(StepInput.decode(data)).wait()
         self._in_flight.append(b"".join(map(bytes, output.encode())))
         self.scheduler.check_invariants()
         return True
+
+    def _check_contract(self, step: StepInput) -> None:
+        """What every worker relies on."""
+        config, counts, slots = self.scheduler._config, step.num_tokens.tolist(), step.slots.tolist()
+        assert 0 < sum(counts) <= config.max_num_batched_tokens and len(counts) <= config.max_num_seqs
+        assert min(counts) > 0 and len(set(slots)) == len(slots)
+        first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+        assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"
+        new = set(step.new_slots.tolist())
+        assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), "new columns follow their rows"
 
     def take(self) -> None:
         """Gives the oldest output to the scheduler."""

@@ -10,11 +10,15 @@ from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 
 
+LENGTHS = st.integers(1, 9)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common."""
 
-    @initialize(num_blocks=st.integers(6, 24), max_num_seqs=st.integers(1, 5), budget=st.integers(5, 24),
-                policy=st.sampled_from(["fcfs", "priority"]), depth=st.integers(1, 2), caching=st.booleans())
+    @initialize(num_blocks=st.integers(7, 14), max_num_seqs=st.integers(1, 5), budget=st.integers(5, 24),
+                policy=st.sampled_from(["fcfs", "priority"]), depth=st.integers(1, 2),
+                caching=st.sampled_from([True, True, False]))
     def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, depth: int, caching: bool) -> None:
         self.clock = Clock()
         self.engine = Engine(make_scheduler(
@@ -23,22 +27,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, tuple[list[int], int]] = {}
         self.aborted: set[int] = set()
 
-    @rule(prefix=st.sampled_from(PREFIXES), rest=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=9),
-          max_tokens=st.integers(1, 12), priority=st.integers(0, 2), salt=st.sampled_from([None, "salt"]),
-          lifetime=st.sampled_from([None, None, None, 2.0]))
-    def arrive(self, prefix: list[int], rest: list[int], max_tokens: int, priority: int, salt: str | None,
+    @rule(prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 20), priority=st.integers(0, 2),
+          salt=st.sampled_from([None, None, "salt"]), lifetime=st.sampled_from([None, None, None, 2.0]))
+    def arrive(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,
                lifetime: float | None) -> None:
-        handle, prompt = len(self.requests), prefix + rest
+        handle, prompt = len(self.requests), prefix + [1 + rest] * rest
         self.requests[handle] = (prompt, max_tokens)
         deadline = None if lifetime is None else self.clock.now + lifetime
         self.engine.scheduler.add(make_request(
             prompt, max_tokens, handle=handle, priority=priority, cache_salt=salt, arrival=self.clock.now,
             deadline=deadline))
 
+    @rule(lengths=st.lists(LENGTHS, min_size=2, max_size=6), max_tokens=st.integers(4, 20))
+    def many_arrive(self, lengths: list[int], max_tokens: int) -> None:
+        for i, length in enumerate(lengths):
+            self.arrive(PREFIXES[i % 2], length, max_tokens, i % 3, None, None)
+
     @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        handle = data.draw(st.sampled_from(sorted(self.requests)))
+    @rule(back=st.integers(0, 4))
+    def abort(self, back: int) -> None:
+        handle = max(0, len(self.requests) - 1 - back)
         self.engine.scheduler.abort(0, [handle])
         if handle not in self.engine.finished:
             self.aborted.add(handle)
@@ -53,13 +61,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.engine.num_in_flight:
             self.engine.take()
 
-    @rule(seconds=st.floats(0.1, 3))
-    def time_passes(self, seconds: float) -> None:
-        self.clock.now += seconds
+    @rule(turns=st.integers(1, 12))
+    def run_a_while(self, turns: int) -> None:
+        for _ in range(turns):
+            self.engine.turn()
 
-    @rule()
-    def reset_cache(self) -> None:
-        self.engine.scheduler.reset_prefix_cache()
+    @rule(seconds=st.floats(0.1, 2), reset=st.sampled_from([False, False, True]))
+    def time_passes(self, seconds: float, reset: bool) -> None:
+        self.clock.now += seconds
+        if reset:
+            self.engine.scheduler.reset_prefix_cache()
 
     @invariant()
     def books_balance(self) -> None:
@@ -93,11 +104,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert got == [] and len(prompt) + 1 > self.engine.scheduler._max_model_len
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.sampled_from(PREFIXES), st.lists(st.integers(1, 49), min_size=1, max_size=20),
                                 st.integers(1, 20)), min_size=1, max_size=10),

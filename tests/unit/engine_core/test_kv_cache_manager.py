@@ -1,0 +1,125 @@
+"""Requests get their blocks all or nothing, and equal prefixes, only those, share them."""
+
+import pytest
+
+from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.request import Request
+from tests.fakes import make_request
+
+
+def request(prompt: list[int], salt: str | None = None) -> Request:
+    return Request.from_message(make_request(prompt, 50, cache_salt=salt), 1000, frozenset())
+
+
+def run(kv: KVCacheManager, prompt: list[int], salt: str | None = None) -> Request:
+    """A request whose prompt has been computed."""
+    entered = request(prompt, salt)
+    assert kv.enter(entered)
+    entered.num_computed = len(prompt)
+    kv.remember(entered)
+    return entered
+
+
+def hits(kv: KVCacheManager, prompt: list[int], salt: str | None = None) -> int:
+    """Tokens that a new request finds."""
+    probe = request(prompt, salt)
+    assert kv.enter(probe)
+    kv.free(probe)
+    return probe.num_computed
+
+
+@pytest.mark.parametrize(("prompt", "found"), [
+    ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
+    ([1, 2, 3, 4, 5, 6, 7, 8], 4),  # the last token must be computed, and with it its block
+    ([1, 2, 3, 4, 9, 9, 9, 9, 9], 4),
+    ([9, 2, 3, 4, 5, 6, 7, 8, 9], 0),  # equal second blocks after different first ones are not equal
+    ([5, 6, 7, 8, 1], 0),
+    ([1, 2, 3], 0)])
+def test_only_equal_prefixes_of_full_blocks_are_found(prompt: list[int], found: int) -> None:
+    kv = KVCacheManager(16, 4)
+    run(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9])
+    assert hits(kv, prompt) == found
+
+
+def test_a_salt_is_part_of_every_block() -> None:
+    kv = KVCacheManager(16, 4)
+    run(kv, [1] * 9, salt="mine")
+    assert [hits(kv, [1] * 9, salt) for salt in ("mine", "yours", "", None)] == [8, 0, 0, 0]
+
+
+def test_a_block_is_not_found_before_it_is_computed_and_its_tokens_are_known() -> None:
+    kv = KVCacheManager(16, 4)
+    entered = request([1] * 9)
+    assert kv.enter(entered) and hits(kv, [1] * 9) == 0
+    entered.num_computed = 4
+    kv.remember(entered)
+    assert hits(kv, [1] * 9) == 4
+    entered.num_computed = 12  # the tokens after the ninth are still in flight
+    kv.remember(entered)
+    assert hits(kv, [1] * 13) == 8
+    entered.token_ids += [1, 1, 1]
+    kv.remember(entered)
+    assert hits(kv, [1] * 13) == 12
+
+
+def test_entering_is_all_or_nothing() -> None:
+    kv = KVCacheManager(4, 4)
+    first = run(kv, [1] * 5)
+    late = request([2] * 9)
+    before = repr(kv)
+    assert not kv.enter(late)
+    assert repr(kv) == before and late.block_ids == []
+    kv.free(first)
+    assert kv.enter(late) and len(late.block_ids) == 3
+
+
+def test_a_hit_on_a_free_block_is_not_counted_as_room_for_new_ones() -> None:
+    kv = KVCacheManager(3, 4)
+    kv.free(run(kv, [1] * 9))
+    assert not kv.enter(request([1] * 13)), "two hits and two new blocks do not fit in three"
+    assert kv.enter(request([1] * 12))
+    assert kv.pool.num_free == 0
+
+
+def test_growing_is_all_or_nothing() -> None:
+    kv = KVCacheManager(3, 4)
+    entered = run(kv, [1] * 4)
+    assert kv.grow(entered, 4) == []
+    assert kv.grow(entered, 13) is None and len(entered.block_ids) == 1
+    blocks = kv.grow(entered, 12)
+    assert blocks is not None and len(blocks) == 2 and entered.block_ids[1:] == blocks
+
+
+def test_the_end_of_a_prompt_is_forgotten_before_its_beginning() -> None:
+    kv = KVCacheManager(4, 4)
+    old = run(kv, [1] * 16)
+    kv.free(old)
+    run(kv, [9])
+    (_, _, _, last), rest = old.block_hashes, old.block_hashes[:3]
+    assert kv.pool.lookup(last) is None and all(kv.pool.lookup(h) is not None for h in rest)
+
+
+def test_without_prefix_caching_nothing_is_found_or_counted() -> None:
+    kv = KVCacheManager(16, 4, enable_prefix_caching=False)
+    run(kv, [1] * 9)
+    assert hits(kv, [1] * 9) == 0
+    assert kv.num_queried_tokens == kv.pool.num_cached == 0
+
+
+def test_after_a_reset_neither_old_blocks_nor_what_follows_them_are_found() -> None:
+    kv = KVCacheManager(16, 4)
+    old = run(kv, [1] * 9)
+    kv.reset_prefix_cache([old])
+    assert hits(kv, [1] * 9) == 0
+    run(kv, [1] * 9)  # the same beginning, computed anew
+    old.token_ids += [1] * 4
+    old.num_computed = 12
+    kv.remember(old)
+    assert hits(kv, [1] * 13) == 8, "the third block of the old request depends on what was forgotten"
+
+
+def test_invariants_notice_a_block_that_nobody_gave_back() -> None:
+    kv = KVCacheManager(4, 4)
+    run(kv, [1] * 5)
+    with pytest.raises(AssertionError, match="not what requests hold"):
+        kv.check_invariants([])

@@ -1,0 +1,55 @@
+"""Who is served first."""
+
+import pytest
+
+from sidestep.engine_core.request import Request, Status
+from sidestep.engine_core.request_queue import QUEUES, RequestQueue
+from tests.fakes import make_request
+
+
+def request(handle: int, *, priority: int = 0, arrival: float = 0.0) -> Request:
+    return Request.from_message(make_request([1], handle=handle, priority=priority, arrival=arrival), 100, frozenset())
+
+
+def drain(queue: RequestQueue) -> list[int]:
+    order = []
+    while queue.peek() is not None:
+        order.append(queue.pop().handle)
+    assert len(queue) == 0
+    return order
+
+
+def test_fcfs_serves_in_the_order_of_coming_whatever_the_priority() -> None:
+    queue = QUEUES["fcfs"]()
+    for handle, priority in enumerate((5, 0, 3)):
+        queue.add(request(handle, priority=priority))
+    assert drain(queue) == [0, 1, 2]
+
+
+def test_fcfs_puts_preempted_requests_before_those_that_have_not_run() -> None:
+    queue = QUEUES["fcfs"]()
+    queue.add(request(3))
+    for handle in (2, 1):  # the newest gives way first, so it is put back first
+        queue.put_back(request(handle))
+    assert drain(queue) == [1, 2, 3]
+
+
+def test_priority_serves_the_lowest_number_first_then_the_earliest_arrival() -> None:
+    queue = QUEUES["priority"]()
+    for handle, (priority, arrival) in enumerate([(1, 0.0), (0, 2.0), (0, 1.0), (0, 2.0)]):
+        queue.add(request(handle, priority=priority, arrival=arrival))
+    queue.put_back(request(9, priority=2, arrival=0.0))
+    assert drain(queue) == [2, 1, 3, 0, 9]
+
+
+@pytest.mark.parametrize("policy", sorted(QUEUES))
+def test_a_request_that_ended_while_it_waited_is_never_served(policy: str) -> None:
+    queue = QUEUES[policy]()
+    waiting = [request(handle) for handle in range(3)]
+    for each in waiting:
+        queue.add(each)
+    for gone in waiting[::2]:
+        gone.status = Status.FINISHED
+        queue.forget()
+    assert len(queue) == 1 and [r.handle for r in queue] == [1]
+    assert drain(queue) == [1]
