@@ -144,8 +144,8 @@ class ModelRunner(Runner):
         args, spec = self._args, self._args.spec
         build = registry.load(registry.MODELS[spec.architecture])
         if args.model.load_format == "dummy":
-            dummy = DummyWeights(args.model.seed, self._dtype, self._device)
-            return build(spec, dummy, self._parallel)  # type: ignore[no-any-return]
+            dummy = DummyWeights(args.model.dummy_seed, self._dtype, self._device)
+            return build(spec, dummy, self._parallel)
         with SafetensorsWeights(spec.path, self._dtype, self._device) as weights:
             if spec.tie_word_embeddings:
                 weights.ignore("lm_head.weight")
@@ -174,7 +174,7 @@ def pick_device(args: WorkerArgs) -> torch.device:
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
     """What was asked for; or the checkpoint's type, but float32 on a CPU that would have to emulate it."""
     if args.model.dtype != "auto":
-        return getattr(torch, args.model.dtype)  # type: ignore[no-any-return]
+        return getattr(torch, args.model.dtype)
     dtype: torch.dtype = getattr(torch, args.spec.dtype)
     if device.type == "cpu" and not (dtype == torch.bfloat16 and cpu_has_bfloat16()):
         return torch.float32

@@ -71,7 +71,7 @@ class InputProcessor:
             if unknown or len(prompt) != 1:
                 raise ValidationError("prompt", "a dict must have either 'prompt' or 'prompt_token_ids', not "
                                       f"{', '.join(map(repr, sorted(map(str, prompt)))) or 'nothing'}")
-            return self._read(prompt.get("prompt", prompt.get("prompt_token_ids")))  # type: ignore[arg-type]
+            return self._read(prompt.get("prompt", prompt.get("prompt_token_ids")))
         if isinstance(prompt, Sequence) and prompt and all(isinstance(p, Mapping) for p in prompt):
             return str(self._tokenizer.apply_chat_template(prompt)), False, []  # type: ignore[arg-type]
         if isinstance(prompt, Sequence) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompt):

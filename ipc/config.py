@@ -83,7 +83,7 @@ class ModelConfig:
         None, "Longest prompt plus output in tokens: a number, '32k', or 'auto' for the most that the model and "
         "the KV cache allow. Default: the model's own limit.", parse=parse_length)
     load_format: str = option("auto", "'dummy' gives random weights without reading any.", choices=LOAD_FORMATS)
-    seed: int = option(0, "Seed of dummy weights.")
+    dummy_seed: int = option(0, "Seed of the weights that load_format 'dummy' makes.")
 
     def __post_init__(self) -> None:
         _require_choice(self, "dtype", "load_format")

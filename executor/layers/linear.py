@@ -43,7 +43,7 @@ class Linear:
 
 def _find_operator(name: str) -> Callable[..., Tensor] | None:
     try:
-        return getattr(torch.ops.mkldnn, name)  # type: ignore[no-any-return]
+        return getattr(torch.ops.mkldnn, name)
     except (AttributeError, RuntimeError):
         return None
 

@@ -1,0 +1,61 @@
+"""The `sidestep` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sidestep.frontend.cli_args import add_engine_flags, add_sampling_flags
+from sidestep.ipc.errors import SidestepError
+
+
+def make_parser(version: str) -> argparse.ArgumentParser:
+    """All commands and their flags."""
+    parser = argparse.ArgumentParser(prog="sidestep", description="Serves large language models.")
+    parser.add_argument("--version", action="version", version=f"sidestep {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete prompts, streaming", allow_abbrev=False)
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; the lines of standard input if none")
+    add_engine_flags(generate, positional_model=False)
+    add_sampling_flags(generate, max_tokens=64)
+
+    chat = commands.add_parser("chat", help="chat in the terminal, streaming", allow_abbrev=False)
+    chat.add_argument("--system", help="system message")
+    add_engine_flags(chat, positional_model=True)
+    add_sampling_flags(chat, max_tokens=256)
+
+    bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
+    for name, text in (("throughput", "tokens/s of many requests at once"),
+                       ("latency", "seconds for one batch, from the call to its last token")):
+        kind = kinds.add_parser(name, help=text, allow_abbrev=False)
+        kind.add_argument("--input-len", type=int, default=64, help="tokens in each prompt (default: 64)")
+        kind.add_argument("--output-len", type=int, default=128, help="tokens in each output (default: 128)")
+        if name == "throughput":
+            kind.add_argument("--num-prompts", type=int, default=64, help="requests (default: 64)")
+        else:
+            kind.add_argument("--batch-size", type=int, default=8, help="requests at once (default: 8)")
+            kind.add_argument("--num-iters", type=int, default=5, help="batches that count (default: 5)")
+        kind.add_argument("--json", metavar="FILE", help="also write the result to this file")
+        add_engine_flags(kind, positional_model=True)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, version: str = "") -> int:
+    """Runs a command; returns its exit status. What the user can mend is one line on standard error."""
+    parsed = make_parser(version).parse_args(argv)
+    try:
+        if parsed.command == "generate":
+            from sidestep.frontend.cli_generate import run_generate as run
+        elif parsed.command == "chat":
+            from sidestep.frontend.cli_chat import run_chat as run
+        else:
+            from sidestep.frontend.cli_bench import run_bench as run
+        return run(parsed)
+    except SidestepError as error:
+        print(f"sidestep: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,105 @@
+"""Command-line flags made from the fields that declare the options: nothing is written twice."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import enum
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any
+
+import msgspec
+
+from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.sampling_params import SamplingParams
+
+_ALIASES = {"tensor_parallel_size": ["-tp"], "model": ["-m"]}
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
+                   "min_tokens", "include_stop_str_in_output")
+
+
+def flag_names(name: str) -> list[str]:
+    """The flags of a field, the long one first."""
+    return [f"--{name.replace('_', '-')}", *_ALIASES.get(name, [])]
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, positional_model: bool) -> None:
+    """A flag for every field of EngineArgs, and the model as an argument of its own where that is clear."""
+    group = parser.add_argument_group("engine options")
+    if positional_model:
+        parser.add_argument("model_argument", nargs="?", metavar="MODEL",
+                            help="folder or hub name of the model (default: the bundled one)")
+    hints = typing.get_type_hints(EngineArgs)
+    for field in fields(EngineArgs):
+        assert field.default is not MISSING
+        default = "the bundled model" if field.default == DEFAULT_MODEL else field.default
+        doc = field.metadata["doc"]
+        text = doc if "Default:" in doc else f"{doc} (default: {default})"
+        _add_flag(group, field.name, hints[field.name], text, choices=field.metadata["choices"],
+                  parse=field.metadata["parse"])
+
+
+def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
+    """EngineArgs from what was given; `defaults` are the command's own, for what was not."""
+    given = {f.name: getattr(parsed, f.name) for f in fields(EngineArgs) if hasattr(parsed, f.name)}
+    model = getattr(parsed, "model_argument", None)
+    if model is not None:
+        given["model"] = model
+    return EngineArgs(**{**defaults, **given})
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Flags for the sampling parameters; `defaults` are the command's own."""
+    group = parser.add_argument_group("sampling options")
+    hints = typing.get_type_hints(SamplingParams)
+    docs = _field_docs(SamplingParams)
+    for field in msgspec.structs.fields(SamplingParams):
+        if field.name in _SAMPLING_FLAGS:
+            default = defaults.get(field.name, field.default)
+            _add_flag(group, field.name, hints[field.name], f"{docs[field.name]} (default: {default})")
+
+
+def sampling_params(parsed: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """SamplingParams from what was given."""
+    given = {name: getattr(parsed, name) for name in _SAMPLING_FLAGS if hasattr(parsed, name)}
+    return SamplingParams(**{**defaults, **given})
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, *,
+              choices: tuple[str, ...] | None = None, parse: Callable[[str], Any] | None = None) -> None:
+    # SUPPRESS: only flags that were given appear in the result, so defaults stay with the classes that declare them.
+    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    kind = _plain_type(hint)
+    if kind is bool:
+        group.add_argument(*flag_names(name), action=argparse.BooleanOptionalAction, **common)
+    elif kind is list:
+        item = int if "int" in str(hint) else str
+        group.add_argument(*flag_names(name), nargs="+", type=item, metavar=name.upper(), **common)
+    else:
+        group.add_argument(*flag_names(name), type=parse or kind, choices=choices,
+                           metavar=None if choices else name.upper(), **common)
+
+
+def _plain_type(hint: Any) -> type:
+    """The type of one value on the command line: the first of a union that is not None, list before str."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    kinds = [typing.get_origin(option) or option for option in options if option is not type(None)]
+    kind = list if list in kinds else kinds[0]
+    assert isinstance(kind, type) and not issubclass(kind, enum.Enum)
+    return kind
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """The text that follows each field in the source, on one line."""
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body
+    docs: dict[str, str] = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) \
+                and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs

@@ -1,0 +1,18 @@
+"""`python -m sidestep` and the `sidestep` command."""
+
+from __future__ import annotations
+
+import sys
+
+import sidestep
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    from sidestep.frontend.cli import main as run
+
+    return run(version=sidestep.__version__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
