@@ -100,9 +100,16 @@ class MultiprocExecutor(Executor):
         return self._config.parallel.cpu_threads or max(1, available_cores() // self._world)
 
     def _environment(self) -> dict[str, str]:
-        """Bounded spinning for the threads of a CPU rank: by default OpenMP's threads spin at each barrier, and where
-        the frontend and the core need the same cores that costs more than half of the throughput."""
-        return {"OMP_NUM_THREADS": str(self._cpu_threads()), "GOMP_SPINCOUNT": "1000"}
+        """What a CPU rank's libraries must know before they are loaded."""
+        return {
+            "OMP_NUM_THREADS": str(self._cpu_threads()),
+            # Bounded spinning: by default OpenMP's threads spin at each barrier, and where the frontend and the core
+            # need the same cores that costs more than half of the throughput.
+            "GOMP_SPINCOUNT": "100",
+            # Keep freed memory: else each large temporary is mapped, faulted in page by page and unmapped again.
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+            "MALLOC_TOP_PAD_": str(1 << 26),
+        }
 
     def _wait_ready(self, rank: int) -> WorkerReady:
         replies = self._replies[rank]

@@ -113,14 +113,24 @@ class DummyWeights(Weights):
 
 
 def _files_of(folder: Path) -> list[Path]:
+    """The files that the index names; without one, model.safetensors rather than what else lies beside it."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _names_in(index)
         missing = [n for n in names if not (folder / n).exists()]
         if missing:
             raise EngineStartError(f"model: {folder} lacks {', '.join(missing)}, which its index names")
         return [folder / n for n in names]
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise EngineStartError(f"model: {folder} has no safetensors files (load_format 'dummy' needs none)")
     return files
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise EngineStartError(f"model: {index} does not hold a JSON object with a weight_map") from None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Stores token t's key and value at position slot_mapping[t] = block id * block size + offset.
+def write_kv(cache: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+    """Stores token t's keys and values at position slot_mapping[t] = block id * block size + offset.
 
-    k_cache, v_cache [num_blocks * block_size, KVH, D]; k, v [T, KVH, D]; slot_mapping int64 [T], all different.
+    cache [num_blocks * block_size, 2 KVH, D]; kv [T, 2 KVH, D], the keys first; slot_mapping int64 [T], all different.
     """
-    k_cache.index_copy_(0, slot_mapping, k)
-    v_cache.index_copy_(0, slot_mapping, v)
+    cache.index_copy_(0, slot_mapping, kv)

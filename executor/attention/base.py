@@ -40,5 +40,5 @@ class AttentionBackend(abc.ABC):
         """Prepares what all layers share. slot_mapping int64 [T] on the device."""
 
     @abc.abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Writes k and v [T, KVH, D] to the cache, then attends: q [T, H, D] to [T, H, D]."""
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Writes kv [T, 2 KVH, D] (keys, then values) to the cache, then attends: q [T, H, D] to [T, H, D]."""

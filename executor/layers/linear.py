@@ -1,8 +1,8 @@
-"""Linear layers of a tensor-parallel rank, packed for the CPU where that is faster.
+"""Linear layers of a tensor-parallel rank, laid out for the CPU where that is faster.
 
-On a CPU the weight is laid out once in the blocked form that oneDNN's kernels use: two to four times faster than a plain
-product for a few rows. The operators for it are private to torch; where they are missing, or fail, the plain product
-serves.
+Two layouts serve a few rows on a CPU. A small float32 weight is stored transposed: the plain product then has the least
+overhead. Any other weight is packed once in the blocked form of oneDNN's kernels, which reads memory best. The operators
+for that are private to torch; where they are missing, or fail, the plain product serves.
 """
 
 from __future__ import annotations
@@ -17,28 +17,43 @@ from sidestep.executor.weight_loader import Weights
 
 _PACK_FOR_ROWS = 8
 """The batch size that the packed layout is chosen for."""
+_SMALL = 1 << 20
+"""Up to this many elements a transposed weight is faster than a packed one; see docs/performance.md."""
 
 
 class Linear:
-    """x W^T + b. x [..., in]; returns [..., out]."""
+    """x W^T + b. x [T, in]; returns [T, out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.num_rows, self.num_columns = weight.shape
         self._bias = bias
         self._weight: Tensor | None = weight
-        self._packed = pack(weight) if weight.device.type == "cpu" else None
-        if self._packed is not None:
-            self._weight = None  # the packed form replaces it
+        self._transposed: Tensor | None = None
+        self._packed: Tensor | None = None
+        if weight.device.type == "cpu":
+            self._lay_out_for_cpu(weight)
 
     def __repr__(self) -> str:
-        return f"Linear({self.num_columns} -> {self.num_rows}, {'packed' if self._packed is not None else 'plain'})"
+        kind = "packed" if self._packed is not None else "transposed" if self._transposed is not None else "plain"
+        return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed is not None:
-            out: Tensor = _linear_pointwise(x, self._packed, self._bias, "none", [], "")
-            return out
+            return _linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        if self._transposed is not None:
+            return torch.mm(x, self._transposed) if self._bias is None else \
+                torch.addmm(self._bias, x, self._transposed)
         assert self._weight is not None
         return torch.nn.functional.linear(x, self._weight, self._bias)
+
+    def _lay_out_for_cpu(self, weight: Tensor) -> None:
+        """The new form replaces the old one, so there is no second copy."""
+        if weight.dtype == torch.float32 and weight.numel() <= _SMALL:
+            self._transposed = weight.t().contiguous()
+        else:
+            self._packed = pack(weight)
+        if self._transposed is not None or self._packed is not None:
+            self._weight = None
 
 
 def _find_operator(name: str) -> Callable[..., Tensor] | None:

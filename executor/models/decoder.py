@@ -52,11 +52,10 @@ class Attention:
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._head_dim)
         if self._q_norm is not None and self._k_norm is not None:
-            q = apply_rotary(rms_norm(qkv[:, :heads], self._q_norm, self._eps), *rotary)
-            k = apply_rotary(rms_norm(qkv[:, heads:heads + kv_heads], self._k_norm, self._eps), *rotary)
-        else:
-            q, k = apply_rotary(qkv[:, :heads + kv_heads], *rotary).split([heads, kv_heads], 1)
-        out = attention.attend(layer, q, k, qkv[:, heads + kv_heads:])
+            qkv[:, :heads] = rms_norm(qkv[:, :heads], self._q_norm, self._eps)
+            qkv[:, heads:heads + kv_heads] = rms_norm(qkv[:, heads:heads + kv_heads], self._k_norm, self._eps)
+        apply_rotary(qkv[:, :heads + kv_heads], *rotary)
+        out = attention.attend(layer, qkv[:, :heads], qkv[:, heads:])
         return self._out(out.flatten(1))
 
 

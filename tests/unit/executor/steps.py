@@ -1,0 +1,78 @@
+"""A scheduler for tests of the runner: whole requests in, steps out, blocks handed out one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from sidestep.ipc.step import StepInput
+
+
+@dataclass
+class Request:
+    """What a test asks for, and what came back."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+
+
+def make_step(rows: Sequence[tuple[int, int, Sequence[int]]], entering: dict[int, Request] | None = None,
+              step_id: int = 0) -> StepInput:
+    """rows: (slot, tokens to compute, new block ids), those of one token first. entering: the new ones among them."""
+    new = entering or {}
+    entered = [(slot, new[slot]) for slot, _, _ in rows if slot in new]
+
+    def column(values: Any, dtype: Any = np.int32) -> Any:
+        return np.array(list(values), dtype)
+
+    def of(name: str, dtype: Any = np.int32) -> Any:
+        return column((getattr(r, name) for _, r in entered), dtype)
+
+    return StepInput(
+        step_id, column(slot for slot, _, _ in rows), column(n for _, n, _ in rows), column(len(b) for _, _, b in rows),
+        column(i for _, _, blocks in rows for i in blocks), column(slot for slot, _ in entered),
+        column(len(r.prompt) for _, r in entered), column(len(r.prompt) for _, r in entered), of("num_computed"),
+        column(t for _, r in entered for t in r.prompt), of("temperature", np.float32), of("top_p", np.float32),
+        of("min_p", np.float32), of("top_k"), of("seed", np.int64), of("min_tokens"),
+        column(len(r.stop_ids) for _, r in entered), column(t for _, r in entered for t in r.stop_ids))
+
+
+def schedule(requests: Sequence[Request], budget: int, block_size: int) -> Iterator[tuple[StepInput, list[Request]]]:
+    """Steps until all requests are done, each with the requests that sample in it. Request i has slot i; a step has at
+    most `budget` tokens, decode first. The caller appends the sampled tokens, or does so one step later: nothing here
+    looks at them."""
+    computed, free, step_id = [0] * len(requests), 0, 0
+    blocks = [0] * len(requests)
+    while True:
+        wanted = [(i, len(r.prompt) + r.max_tokens - 1 - computed[i], max(1, len(r.prompt) - computed[i]))
+                  for i, r in enumerate(requests)]
+        order = sorted((chunk, i) for i, left, chunk in wanted if left > 0)
+        if not order:
+            return
+        rows, entering, left = [], {}, budget
+        for chunk, i in order:
+            count = min(chunk, left)
+            if not count:
+                break
+            left -= count
+            needed = -(-(computed[i] + count) // block_size) - blocks[i]
+            rows.append((i, count, range(free, free + needed)))
+            free, blocks[i] = free + needed, blocks[i] + needed
+            if computed[i] == 0:
+                entering[i] = requests[i]
+            computed[i] += count
+        rows.sort(key=lambda row: row[1] > 1)
+        yield (make_step(rows, entering, step_id),
+               [requests[i] for i, _, _ in rows if computed[i] >= len(requests[i].prompt)])
+        step_id += 1

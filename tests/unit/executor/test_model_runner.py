@@ -1,0 +1,158 @@
+"""The runner itself, driven step by step: greedy tokens are those of transformers in any batch and chunking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sidestep.executor.model_runner import ModelRunner
+from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.errors import EngineStartError
+from sidestep.ipc.model_spec import load_model_spec
+from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
+from tests.unit.executor.steps import Request, make_step, schedule
+
+VOCAB = 257
+"""Of the smallest family, so that prompts fit all of them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_runner(path: str, block_size: int = 16, num_kv_blocks: int | None = 1200, **changes: Any) -> ModelRunner:
+    """A loaded runner of one rank on the CPU."""
+    model = {"dtype": "float32", **{k: changes.pop(k) for k in ("dtype", "load_format") if k in changes}}
+    args: dict[str, Any] = {
+        "rank": 0, "runner": "torch", "spec": load_model_spec(path), "model": ModelConfig(model=path, **model),
+        "cache": CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks),
+        "parallel": ParallelConfig(device="cpu"), "num_slots": 64, "max_num_batched_tokens": 512, "max_num_seqs": 64,
+        "max_model_len": 256}
+    runner = ModelRunner(WorkerArgs(**{**args, **changes}))
+    runner.load()
+    return runner
+
+
+def run(runner: ModelRunner, requests: Sequence[Request], budget: int = 64, block_size: int = 16) -> list[list[int]]:
+    """All requests to their ends."""
+    for step, sampling in schedule(requests, budget, block_size):
+        output = runner.execute(step).wait()
+        assert output.step_id == step.step_id
+        assert output.start_ns <= output.end_ns
+        for request, token in zip(sampling, output.token_ids.tolist(), strict=True):
+            request.output.append(token)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_in_batches_of_1_to_64(family: str, tmp_path: Path) -> None:
+    path = write_model(family, tmp_path)
+    prompts = random_prompts(64, VOCAB, longest=60)
+    counts = [3 + i % 6 for i in range(64)]
+    expected = reference_tokens(load_reference(path), prompts[:12], counts[:12])
+    runner = make_runner(path, block_size=8)
+    for size, budget in ((1, 7), (12, 33), (64, 90)):
+        got = run(runner, [Request(p, n) for p, n in zip(prompts[:size], counts, strict=False)], budget, 8)
+        assert got[:12] == expected[:size], f"in a batch of {size}"
+
+
+def test_seeded_requests_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    runner = make_runner(write_model("llama-gqa", tmp_path))
+
+    def requests() -> list[Request]:
+        return [Request(p, 12, temperature=[1.0, 0.0, 0.8, 1.5][i % 4], top_k=[0, 0, 7][i % 3],
+                        top_p=[1.0, 0.8][i % 2], seed=1000 + i) for i, p in enumerate(random_prompts(10, VOCAB))]
+
+    alone = [run(runner, [request])[0] for request in requests()]
+    assert run(runner, requests(), budget=17) == alone
+    assert run(runner, requests(), budget=500) == alone
+
+
+def test_tokens_are_taken_from_the_device_when_nobody_waits(tmp_path: Path) -> None:
+    """All steps are launched before any output is looked at."""
+    runner = make_runner(write_model("qwen2", tmp_path))
+    prompts = random_prompts(6, VOCAB)
+    expected = run(runner, [Request(p, 8) for p in prompts])
+    requests = [Request(p, 8) for p in prompts]
+    launched = [(runner.execute(step), sampling) for step, sampling in schedule(requests, 40, 16)]
+    for pending, sampling in launched:
+        for request, token in zip(sampling, pending.wait().token_ids.tolist(), strict=True):
+            request.output.append(token)
+    assert [r.output for r in requests] == expected
+
+
+def test_a_step_in_which_nothing_samples_gives_no_tokens(tmp_path: Path) -> None:
+    runner = make_runner(write_model("llama-gqa", tmp_path))
+    output = runner.execute(make_step([(0, 4, [0])], {0: Request([1] * 9, 1)})).wait()
+    assert output.token_ids.tolist() == []
+
+
+def test_a_cached_prefix_gives_the_same_tokens(tmp_path: Path) -> None:
+    runner = make_runner(write_model("llama-gqa", tmp_path), block_size=4)
+    prompt = random_prompts(1, VOCAB, seed=9)[0][:23] or [1]
+    prompt = (prompt * 23)[:23]
+    first = runner.execute(make_step([(0, 23, range(6))], {0: Request(prompt, 1)})).wait().token_ids.tolist()
+    again = Request(prompt, 1, num_computed=20)
+    second = runner.execute(make_step([(1, 3, [0, 1, 2, 3, 4, 9])], {1: again})).wait().token_ids.tolist()
+    assert first == second
+
+
+def test_bad_checkpoints_say_what_is_wrong(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = write_model("llama-gqa", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for change, message in (({name: None}, rf"lacks {name}"), ({name: torch.ones(3, 3)}, rf"{name} has shape \[3, 3\]"),
+                            ({"model.layers.0.extra.weight": torch.ones(1)}, r"model\.layers\.0\.extra\.weight")):
+        tensors = {k: v for k, v in {**whole, **change}.items() if v is not None}
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(EngineStartError, match=message):
+            make_runner(path)
+
+
+def test_the_cache_is_as_large_as_asked_useful_or_possible(tmp_path: Path) -> None:
+    path = write_model("llama-gqa", tmp_path)
+    spec = load_model_spec(path)
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+
+    def blocks(**cache: Any) -> int:
+        args = WorkerArgs(rank=0, runner="torch", spec=spec, model=ModelConfig(model=path, dtype="float32"),
+                          cache=CacheConfig(**cache), parallel=ParallelConfig(device="cpu"), num_slots=4,
+                          max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100)
+        return ModelRunner(args).load().num_kv_blocks
+
+    assert blocks(num_kv_blocks=5) == 5
+    assert blocks() == 4 * 7, "four rows of 100 tokens need no more"
+    assert blocks(kv_cache_memory_bytes=token_bytes * 16 * 3 + 1) == 3
+    with pytest.raises(EngineStartError, match="do not hold one block"):
+        blocks(kv_cache_memory_bytes=token_bytes * 15)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float16", "float32"), ("float32", "float32")])
+def test_auto_dtype_on_a_cpu(dtype: str, expected: str, tmp_path: Path) -> None:
+    import json
+
+    path = write_model("llama-gqa", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    runner = make_runner(path, dtype="auto")
+    assert expected in runner._describe()
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-tied"])
+def test_bfloat16_equals_transformers(family: str, tmp_path: Path) -> None:
+    path = write_model(family, tmp_path)
+    prompts, counts = random_prompts(8, VOCAB, longest=40), [6] * 8
+    expected = reference_tokens(load_reference(path, torch.bfloat16), prompts, counts)
+    got = run(make_runner(path, dtype="bfloat16"), [Request(p, n) for p, n in zip(prompts, counts, strict=True)])
+    # Two logits may round to the same value, so that either is right; that must be the exception.
+    assert sum(a == b for a, b in zip(got, expected, strict=True)) >= 7
