@@ -35,9 +35,6 @@ class Weights(abc.ABC):
     def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
         """The named tensor, which has `shape` as a whole, or only some of its rows or columns."""
 
-    def finish(self) -> None:
-        """All layers have what they need. Raises EngineStartError if something was left over."""
-
 
 class SafetensorsWeights(Weights):
     """A folder with model.safetensors, or with several files and model.safetensors.index.json. A context manager."""
@@ -51,7 +48,7 @@ class SafetensorsWeights(Weights):
                 handle = self._files.enter_context(safe_open(file, framework="pt"))
             except Exception as error:  # the library raises its own and the system's
                 raise EngineStartError(f"model: {file} cannot be read as safetensors: {error}") from None
-            for name in handle.keys():  # noqa: SIM118: not a mapping
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 self._handle_of[name] = handle
         self._unused = set(self._handle_of)
 
@@ -87,6 +84,7 @@ class SafetensorsWeights(Weights):
         self._unused.discard(name)
 
     def finish(self) -> None:
+        """All layers have what they need. Raises EngineStartError if something was left over."""
         left = sorted(n for n in self._unused if not n.endswith(_IGNORED))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""

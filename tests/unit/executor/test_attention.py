@@ -6,12 +6,13 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
+
 from sidestep.executor.attention.base import AttentionShape
 from sidestep.executor.attention.torch_backend import TorchAttention
 from sidestep.executor.input_batch import make_batch
 from sidestep.executor.request_state import RequestState
 from tests.unit.executor.steps import Request, make_step
-from torch import Tensor
 
 CPU = torch.device("cpu")
 

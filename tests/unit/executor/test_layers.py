@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.rotary import frequencies
 from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import DummyWeights
 from sidestep.ipc.model_spec import RopeSpec
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CPU = torch.device("cpu")
 

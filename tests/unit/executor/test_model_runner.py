@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from sidestep.executor.model_runner import ModelRunner
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
@@ -148,11 +149,61 @@ def test_auto_dtype_on_a_cpu(dtype: str, expected: str, tmp_path: Path) -> None:
     assert expected in runner._describe()
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-tied"])
-def test_bfloat16_equals_transformers(family: str, tmp_path: Path) -> None:
-    path = write_model(family, tmp_path)
-    prompts, counts = random_prompts(8, VOCAB, longest=40), [6] * 8
-    expected = reference_tokens(load_reference(path, torch.bfloat16), prompts, counts)
-    got = run(make_runner(path, dtype="bfloat16"), [Request(p, n) for p, n in zip(prompts, counts, strict=True)])
-    # Two logits may round to the same value, so that either is right; that must be the exception.
-    assert sum(a == b for a, b in zip(got, expected, strict=True)) >= 7
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
+def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path) -> None:
+    """Tokens would be the wrong measure here: the logits of these models lie a few bfloat16 steps apart, and
+    transformers' own two attention implementations agree on as few as 9 of 24 answers. So: the distance from float32
+    arithmetic on the same weights."""
+    path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
+    theirs, exact = load_reference(path, torch.bfloat16), load_reference(path)
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.bfloat16())
+    runner = make_runner(path, dtype="bfloat16")
+    ours = torch.cat([last_logits(runner, prompt) for prompt in prompts])
+    with torch.inference_mode():
+        expected = torch.cat([exact(torch.tensor([p])).logits[0, -1:] for p in prompts])
+        reference = torch.cat([theirs(torch.tensor([p])).logits[0, -1:].float() for p in prompts])
+    assert (ours - expected).square().mean() < 1.2 * (reference - expected).square().mean()
+
+
+def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
+    """The logits after a prompt, float32 [1, V]."""
+    seen: list[torch.Tensor] = []
+    sampler = runner._sampler
+
+    class Spy:
+        def __call__(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+            seen.append(logits.float().clone())
+            return sampler(logits, batch)
+
+    runner._sampler = Spy()  # type: ignore[assignment]
+    try:
+        run(runner, [Request(prompt, 1)])
+    finally:
+        runner._sampler = sampler
+    return seen[-1]
+
+
+def test_a_request_sees_nothing_of_the_one_before_it_in_its_slot(tmp_path: Path) -> None:
+    """Whatever is kept from step to step belongs to a request, not to a slot. The second prompt is as long as the first
+    request was when it ended, so that by slot and length alone its first token looks like the first one's next."""
+    path = write_model("llama-gqa", tmp_path)
+    prompts = [random_prompts(1, VOCAB, seed=seed)[0] * 20 for seed in (1, 2)]
+    first, second = Request(prompts[0][:10], 8), Request(prompts[1][:17], 6)
+    expected = reference_tokens(load_reference(path), [first.prompt, second.prompt], [8, 6])
+    runner = make_runner(path)
+    assert [run(runner, [request])[0] for request in (first, second)] == expected
+
+
+def test_a_request_that_enters_with_one_token_left_sees_only_its_own_prefix(tmp_path: Path) -> None:
+    """All but its last token are in the cache already, so it enters as a row of one token."""
+    runner = make_runner(write_model("llama-gqa", tmp_path), block_size=4)
+    prompts = [(random_prompts(1, VOCAB, seed=seed)[0] * 20)[:9] for seed in (1, 2)]
+    # The second prompt's KV comes to lie in blocks 6 to 8, and its next token is known from there.
+    expected = runner.execute(make_step([(5, 9, [6, 7, 8])], {5: Request(prompts[1], 2)})).wait().token_ids.tolist()
+    # The first request, in slot 0, has 8 tokens in the cache when it ends, the last of them by a step of one token.
+    runner.execute(make_step([(0, 7, [0, 1])], {0: Request(prompts[0][:7], 2)}))
+    runner.execute(make_step([(0, 1, [])]))
+    again = Request(prompts[1], 1, num_computed=8)
+    assert runner.execute(make_step([(0, 1, [6, 7, 8])], {0: again})).wait().token_ids.tolist() == expected

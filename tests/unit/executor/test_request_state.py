@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.request_state import RequestState
 from sidestep.ipc.step import StepInput
@@ -41,7 +42,8 @@ def test_a_prompt_in_chunks_and_then_its_tokens() -> None:
 def test_a_mixed_step_has_single_tokens_first() -> None:
     state = new_state()
     run(state, make_step([(0, 3, [0])], {0: Request([1, 2, 3], 9)}))
-    batch = run(state, make_step([(0, 1, []), (1, 1, [2]), (3, 5, [4, 5])], {1: Request([8], 2), 3: Request([5] * 7, 2)}))
+    entering = {1: Request([8], 2), 3: Request([5] * 7, 2)}
+    batch = run(state, make_step([(0, 1, []), (1, 1, [2]), (3, 5, [4, 5])], entering))
     assert batch.num_decode_rows == 2
     assert batch.token_ids.tolist() == [0, 8, 5, 5, 5, 5, 5]
     assert (batch.unknown.tolist(), batch.unknown_slots.tolist()) == ([0], [0])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from sidestep.executor.input_batch import make_batch
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.sampler import Sampler
 from tests.unit.executor.steps import Request, make_step
-from torch import Tensor
 
 CPU = torch.device("cpu")
 VOCAB = 101

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+
 from sidestep.executor.weight_loader import DummyWeights, SafetensorsWeights
 from sidestep.ipc.errors import EngineStartError
-from torch import Tensor
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sidestep.kernels.rms_norm import add_rms_norm, rms_norm
 from torch import Tensor
+
+from sidestep.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 def exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sidestep.kernels.rotary import apply_rotary
 from torch import Tensor
+
+from sidestep.kernels.rotary import apply_rotary
 
 
 def tables(positions: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:

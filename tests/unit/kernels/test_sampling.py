@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sidestep.kernels.sampling import gumbel_noise, mask_top_k_top_p_min_p, sample
 from torch import Tensor
+
+from sidestep.kernels.sampling import gumbel_noise, mask_top_k_top_p_min_p, sample
 
 
 def draws(logits: Tensor, temperature: float, count: int, seed: int = 11) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from sidestep.kernels.silu_mul import silu_mul
 
 
