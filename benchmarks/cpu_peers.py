@@ -219,8 +219,9 @@ print("RESULT " + json.dumps(result))
 
 def contend_llama_cpp(folder: str, args: argparse.Namespace) -> dict[int, float]:
     """llama.cpp's library in a bare loop: no server, no text, so the most it could give."""
-    done = subprocess.run([args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), str(args.threads),
-                           str(args.tokens), str(args.runs)], capture_output=True, text=True)
+    sizes = [str(args.threads), str(args.tokens), str(args.runs)]
+    done = subprocess.run([args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), *sizes],
+                          capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise RuntimeError(done.stderr[-2000:])
@@ -231,9 +232,9 @@ CONTENDERS = {"sidestep": contend_sidestep, "transformers generate": contend_gen
               "transformers continuous batching": contend_continuous, "llama.cpp": contend_llama_cpp}
 
 
-def run_child(name: str, folder: str, args: argparse.Namespace) -> dict[int, float] | None:
+def run_child(name: str, folder: str, shape: str, args: argparse.Namespace) -> dict[int, float] | None:
     """One contender in a process of its own; None if it failed."""
-    command = [sys.executable, __file__, "--contender", name, "--folder", folder, "--shape", args.shape, "--threads",
+    command = [sys.executable, __file__, "--contender", name, "--folder", folder, "--shape", shape, "--threads",
                str(args.threads), "--tokens", str(args.tokens), "--runs", str(args.runs)]
     if args.llama_python:
         command += ["--llama-python", args.llama_python]
@@ -264,13 +265,13 @@ def main() -> None:
     names = [n for n in CONTENDERS if n != "llama.cpp" or args.llama_python]
     print(f"{args.threads} threads, float32, {PROMPT} tokens in, {args.tokens} out, tokens/s (best of {args.runs})")
     print(f"{'model':<6} {'contender':<34}" + "".join(f"{f'{n} streams':>12}" for n in STREAMS))
-    for args.shape in args.models:
+    for shape in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            write_model(args.shape, Path(folder))
+            write_model(shape, Path(folder))
             for name in names:
-                result = run_child(name, folder, args)
+                result = run_child(name, folder, shape, args)
                 cells = [f"{result[n]:>12.1f}" if result else f"{'failed':>12}" for n in STREAMS]
-                print(f"{args.shape:<6} {name:<34}" + "".join(cells), flush=True)
+                print(f"{shape:<6} {name:<34}" + "".join(cells), flush=True)
 
 
 if __name__ == "__main__":

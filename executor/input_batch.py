@@ -17,6 +17,9 @@ class HostBatch:
 
     slots: Int32
     """[R]"""
+    entries: Int64
+    """[R] A number for each stay of a request in a slot, never used again: what is kept from step to step goes by it,
+    since a slot is taken by one request after another."""
     num_tokens: Int32
     """[R]"""
     seq_lens: Int32
@@ -68,7 +71,7 @@ def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBat
     unknown = np.flatnonzero(~known)
     state.num_computed[slots] = seq_lens
     return HostBatch(
-        slots=slots, num_tokens=counts, seq_lens=seq_lens, num_decode_rows=num_decode,
+        slots=slots, entries=state.entries[slots], num_tokens=counts, seq_lens=seq_lens, num_decode_rows=num_decode,
         block_tables=state.block_table[slots], token_ids=token_ids.astype(np.int64), positions=positions,
         slot_mapping=slot_mapping, unknown=unknown, unknown_slots=row_slots[unknown].astype(np.int64),
         sampling_rows=sampling_rows, logits_tokens=(ends[sampling_rows] - 1).astype(np.int64))

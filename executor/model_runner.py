@@ -71,7 +71,8 @@ class ModelRunner(Runner):
                                    self._dtype, self._device)
         shape = attention_shape(spec, self._parallel)
         backend: type[AttentionBackend] = registry.load(registry.ATTENTION_BACKENDS["torch"])
-        num_blocks = num_kv_blocks(args, shape, self._dtype, self._device)
+        # Block ids are common to all ranks, so the rank with the least room decides.
+        num_blocks = self._parallel.minimum(num_kv_blocks(args, shape, self._dtype, self._device))
         self._attention = backend(shape, num_blocks, args.cache.block_size, self._dtype, self._device)
         self._state = RequestState(args.num_slots, args.max_model_len, args.cache.block_size, self._device)
         self._sampler = Sampler(self._state, self._device)

@@ -17,6 +17,7 @@ class Parallel:
     def __init__(self, rank: int = 0, size: int = 1, *, rendezvous: str | None = None, cuda: bool = False) -> None:
         self.rank = rank
         self.size = size
+        self._cuda = cuda
         self._dist: Any = None
         if size > 1:
             import torch.distributed as dist
@@ -41,6 +42,14 @@ class Parallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank."""
+        if self._dist is None:
+            return value
+        lowest = torch.tensor(value, dtype=torch.int64, device="cuda" if self._cuda else "cpu")
+        self._dist.all_reduce(lowest, op=self._dist.ReduceOp.MIN)
+        return int(lowest)
 
     def share(self, total: int) -> range:
         """This rank's part of `total` things, all parts alike. `total` is a multiple of the size."""

@@ -24,6 +24,8 @@ class RequestState:
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int32)
+        self.entries = np.zeros(num_slots, np.int64)
+        self._num_entries = 0
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
@@ -46,6 +48,8 @@ class RequestState:
         self.num_prompt[slots] = step.new_num_prompt
         self.num_computed[slots] = step.new_num_computed
         self.num_blocks[slots] = 0
+        self.entries[slots] = np.arange(len(slots)) + self._num_entries + 1
+        self._num_entries += len(slots)
         self.temperature[slots] = step.new_temperature
         self.top_p[slots] = step.new_top_p
         self.min_p[slots] = step.new_min_p

@@ -37,8 +37,9 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, self._client.close)
         try:
             self._client.start_core(config)
-            tokenizer_folder = resolve_model_path(config.model.tokenizer) if config.model.tokenizer else config.spec.path
-            self._tokenizer = Tokenizer(tokenizer_folder)  # while the core starts
+            own = config.model.tokenizer
+            # While the core starts.
+            self._tokenizer = Tokenizer(resolve_model_path(own) if own is not None else config.spec.path)
             self._ready = self._client.wait_ready()
         except BaseException:
             self._finalizer()
@@ -63,9 +64,9 @@ class AsyncLLM:
                        deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request.
 
-        `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator ends
-        the request and frees its memory. `priority` (lowest first) counts with scheduling_policy='priority'; requests
-        share cached prefixes only with the same `cache_salt`; after `deadline_s` seconds the request ends with
+        `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator
+        ends the request and frees its memory. `priority` (lowest first) counts with scheduling_policy='priority';
+        requests share cached prefixes only with the same `cache_salt`; after `deadline_s` seconds the request ends with
         finish_reason 'abort' and stop_reason 'deadline'.
 
         Raises ValidationError, which names the field; RequestError when the engine refuses it; EngineDeadError.
@@ -98,8 +99,8 @@ class AsyncLLM:
         return self._tokenizer
 
     async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Returns if the engine makes progress. Raises EngineDeadError if a process of it has died, EngineStalledError if
-        the core does not answer within `timeout_s` or a step takes longer than `max_stall_s`."""
+        """Returns if the engine makes progress. Raises EngineDeadError if a process of it has died, EngineStalledError
+        if the core does not answer within `timeout_s` or a step takes longer than `max_stall_s`."""
         try:
             answer = await self._client.call("ping", timeout_s)
         except TimeoutError:

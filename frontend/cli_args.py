@@ -19,8 +19,8 @@ from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 from sidestep.ipc.sampling_params import SamplingParams
 
 _ALIASES = {"tensor_parallel_size": ["-tp"], "model": ["-m"]}
-_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
-                   "min_tokens", "include_stop_str_in_output")
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
+                   "max_tokens", "min_tokens", "include_stop_str_in_output")
 
 
 def flag_names(name: str) -> list[str]:

@@ -151,6 +151,6 @@ class Progress:
         self._tokens_in += len(output.prompt_token_ids)
         self._tokens_out += len(output.outputs[0].token_ids)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
-        self._bar.set_postfix_str(f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s",
-                                  refresh=False)
+        rates = f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s"
+        self._bar.set_postfix_str(rates, refresh=False)
         self._bar.update()

@@ -5,40 +5,41 @@ Uses the `tokenizers` and `jinja2` libraries directly: transformers would bring 
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
 from tokenizers import Tokenizer as FastTokenizer
 
+from sidestep.frontend.chat_template import ChatTemplate, Message
 from sidestep.ipc.errors import EngineStartError, ValidationError
 
-Message = Mapping[str, Any]
-"""A chat message: role, content, and whatever else the template reads."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
     """A model's tokenizer. Thread-safe: tokenising and decoding release the interpreter lock."""
 
     def __init__(self, folder: str) -> None:
-        file = Path(folder) / "tokenizer.json"
-        if not file.exists():
-            raise EngineStartError(
-                f"tokenizer: {folder} has no tokenizer.json; make one with transformers: "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
-        self.fast = FastTokenizer.from_file(str(file))
-        self._config = _read(Path(folder) / "tokenizer_config.json")
-        self.chat_template = _chat_template(Path(folder), self._config)
-        self.eos_token = _text(self._config.get("eos_token"))
-        self.bos_token = _text(self._config.get("bos_token"))
-        self._compiled: jinja2.Template | None = None
+        """Raises EngineStartError, in one line, if the folder's files are missing or cannot be read."""
+        self.fast = _load(Path(folder))
+        # A file may carry the settings of its training, which would cut prompts without a word.
+        self.fast.no_truncation()
+        self.fast.no_padding()
+        self.special_ids = frozenset(i for i, t in self.fast.get_added_tokens_decoder().items() if t.special)
+        """Ids that `skip_special_tokens` leaves out of a text."""
+        config = _read_json(Path(folder) / "tokenizer_config.json")
+        self._special_tokens = {name: text for name in _SPECIAL if (text := _text(config.get(name))) is not None}
+        self.chat_template = _chat_template(Path(folder), config)
+        """The template's source, if the model has one."""
+        self._compiled: ChatTemplate | None = None
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, chat_template={self.chat_template is not None})"
+
+    def __len__(self) -> int:
+        return self.vocab_size
 
     @property
     def vocab_size(self) -> int:
@@ -46,13 +47,34 @@ class Tokenizer:
         return int(self.fast.get_vocab_size())
 
     @property
+    def eos_token(self) -> str | None:
+        """Text of the end-of-sequence token."""
+        return self._special_tokens.get("eos_token")
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the beginning-of-sequence token."""
+        return self._special_tokens.get("bos_token")
+
+    @property
     def eos_token_id(self) -> int | None:
         """Id of the end-of-sequence token."""
         return self.fast.token_to_id(self.eos_token) if self.eos_token else None
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the beginning-of-sequence token."""
+        return self.fast.token_to_id(self.bos_token) if self.bos_token else None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with those that the model puts around every text unless told not to."""
-        return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of a text, with those that the model puts around every text unless told not to.
+
+        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold.
+        """
+        try:
+            return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:
+            raise ValidationError("prompt", "is not valid text: it cannot be written as UTF-8") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -64,24 +86,38 @@ class Tokenizer:
 
         Raises ValidationError when the model has no template or the template refuses the messages.
         """
-        if self.chat_template is None:
-            raise ValidationError("prompt", "is a chat, but this model has no chat template")
-        if self._compiled is None:
-            self._compiled = _environment().from_string(self.chat_template)
-        try:
-            text = self._compiled.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt,
-                **{"eos_token": self.eos_token or "", "bos_token": self.bos_token or "", **variables})
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise ValidationError("messages", f"the chat template refuses them: {error}") from None
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt of a conversation as text; special tokens are in it already."""
+        if self.chat_template is None:
+            raise ValidationError("messages", "this model has no chat template; give the prompt as text")
+        if self._compiled is None:
+            self._compiled = ChatTemplate(self.chat_template, self._special_tokens)
+        return self._compiled.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
-def _read(file: Path) -> dict[str, Any]:
+
+def _load(folder: Path) -> FastTokenizer:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise EngineStartError(
+            f"tokenizer: {folder} has no tokenizer.json; make one with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
+    try:
+        return FastTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise EngineStartError(f"tokenizer: {file} cannot be read: {error}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
-    value = json.loads(file.read_text())
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EngineStartError(f"tokenizer: {file} is not valid JSON ({error})") from None
     return value if isinstance(value, dict) else {}
 
 
@@ -93,27 +129,8 @@ def _text(token: Any) -> str | None:
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        return separate.read_text()
+        return separate.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
         return next((str(t["template"]) for t in template if t.get("name") == "default"), None)
     return template
-
-
-def _environment() -> jinja2.Environment:
-    """What chat templates on the hub are written for."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.datetime.now().strftime(pattern)
-
-    environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return environment

@@ -19,7 +19,8 @@ def decode_attention(q: Tensor, keys_values: Tensor, mask: Tensor | None, scale:
     rows, heads, dim = q.shape
     kv_heads = keys_values.shape[2] // 2
     k, v = keys_values.unflatten(2, (2, kv_heads)).permute(2, 0, 3, 1, 4)
-    out = scaled_dot_product_attention(q.view(rows, kv_heads, heads // kv_heads, dim), k, v, attn_mask=mask, scale=scale)
+    query = q.view(rows, kv_heads, heads // kv_heads, dim)
+    out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
     return out.reshape(rows, heads, dim)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., D] of any float type; weight [D]. Computed in float32 and rounded to x's type before the weight is applied, as
-    the models were trained.
+    x [..., D] of any float type; weight [D]. Computed in float32 and rounded to x's type before the weight is applied,
+    as the models were trained.
     """
     wide = x.float()
     rows = wide.reshape(-1, 1, wide.shape[-1])

@@ -1,7 +1,7 @@
 """Choosing the next token, for a whole batch at once and without any random state.
 
-A token is argmax(logits / T + Gumbel noise), which is a draw from softmax(logits / T) (Gumbel-max; Maddison et al. 2014).
-The noise is a hash of (seed, position, token id), so a row's token depends on nothing but its own logits and seed.
+A token is argmax(logits / T + Gumbel noise), which is a draw from softmax(logits / T) (Gumbel-max; Maddison et al.
+2014). The noise is a hash of (seed, position, token id): a row's token depends on nothing but its own logits and seed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 def mask_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits with -inf for what each row's filters leave out: all but the top_k most probable tokens (0: none left out);
-    of those all but the smallest set whose probability reaches top_p; and tokens less probable than min_p times the
+    """Logits with -inf for what each row's filters leave out: all but the top_k most probable tokens (0: all stay); of
+    those all but the smallest set whose probability reaches top_p; and tokens less probable than min_p times the
     most probable one. At least one token stays.
 
     logits float32 [R, V], already divided by the temperature; top_k int64 [R]; top_p, min_p float32 [R].

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionShape
 from sidestep.executor.input_batch import HostBatch
-from sidestep.ipc.step import Int32
+from sidestep.ipc.step import Int32, Int64
 from sidestep.kernels.kv_write import write_kv
 from sidestep.kernels.paged_attention import decode_attention, prefill_attention
 
@@ -38,7 +38,7 @@ class TorchAttention(AttentionBackend):
         self._cache = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         self._windows = sorted(set(shape.windows))
         self._copies: list[Tensor | None] = [None] * shape.num_layers
-        self._copied_slots = np.empty(0, np.int32)
+        self._copied_entries = np.empty(0, np.int64)
         self._copied_lens = np.empty(0, np.int32)
         self._copy_room = 0
 
@@ -81,20 +81,20 @@ class TorchAttention(AttentionBackend):
 
     def _begin_decode(self, batch: HostBatch) -> None:
         rows = self._num_decode
-        slots, lengths = batch.slots[:rows], batch.seq_lens[:rows]
+        entries, lengths = batch.entries[:rows], batch.seq_lens[:rows]
         self._longest = int(lengths.max())
-        # A slot that decodes in two steps in a row, one token apart, is the same request: a new one enters as a chunk.
+        # By entry, not by slot: the next request in a slot may well be one token longer than the last one became.
         self._extend_copy = (
-            self._longest <= self._copy_room and np.array_equal(slots, self._copied_slots)
+            self._longest <= self._copy_room and np.array_equal(entries, self._copied_entries)
             and np.array_equal(lengths, self._copied_lens + 1))
         if self._extend_copy:
             self._last_index = torch.from_numpy(lengths.astype(np.int64) - 1).to(self._device)
         else:
-            self._plan_gather(batch, slots)
+            self._plan_gather(batch, entries)
         self._copied_lens = lengths.copy()
         self._masks = {window: self._mask(lengths, window) for window in self._windows}
 
-    def _plan_gather(self, batch: HostBatch, slots: Int32) -> None:
+    def _plan_gather(self, batch: HostBatch, entries: Int64) -> None:
         rows, size = self._num_decode, self._block_size
         width = -(-self._longest // size)
         token_bytes = self._shape.bytes_per_token(self._dtype)
@@ -104,7 +104,7 @@ class TorchAttention(AttentionBackend):
         self._decode_blocks = torch.from_numpy(
             batch.block_tables[:rows, :width].astype(np.int64).reshape(-1)).to(self._device)
         self._row_index = torch.arange(rows, device=self._device)
-        self._copied_slots = slots.copy()
+        self._copied_entries = entries.copy()
         self._copy_room = width * size if self._keep_copy else 0
 
     def _blocks_of(self, batch: HostBatch, row: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Linear layers of a tensor-parallel rank, laid out for the CPU where that is faster.
 
 Two layouts serve a few rows on a CPU. A small float32 weight is stored transposed: the plain product then has the least
-overhead. Any other weight is packed once in the blocked form of oneDNN's kernels, which reads memory best. The operators
-for that are private to torch; where they are missing, or fail, the plain product serves.
+overhead. Any other weight is packed once in the blocked form of oneDNN's kernels, which reads memory best. The
+operators for that are private to torch; where they are missing, or fail, the plain product serves.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tens
 
 def _llama3(inverse: Tensor, scaling: dict[str, float]) -> Tensor:
     """Long waves are slowed by the factor, short ones kept, those between blended (Llama 3.1)."""
-    low, high, original = (scaling[k] for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
     blend = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * inverse / scaling["factor"] + blend * inverse

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
+
 from sidestep import DEFAULT_MODEL, LLM, SamplingParams
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
-from transformers import AutoTokenizer
 
 
 def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from sidestep import DEFAULT_MODEL, LLM, SamplingParams
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
 

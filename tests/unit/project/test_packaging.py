@@ -1,4 +1,4 @@
-"""The packaging rule: folders at the root, one package `sidestep` with links, nothing else importable from an install."""
+"""The packaging rule: folders at the root, one package `sidestep` with links, nothing else in an install."""
 
 import os
 import sys

@@ -1,0 +1,86 @@
+"""A core that a test plays: what the frontend sends is kept, what the core says is what the test says."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+from sidestep.frontend.engine_client import EngineClient
+from sidestep.frontend.input_processor import InputProcessor
+from sidestep.frontend.output_processor import OutputProcessor
+from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.core_args import ClientAddress
+from sidestep.ipc.messages import (
+    AbortRequests,
+    AddRequest,
+    Finished,
+    FinishReason,
+    Outputs,
+    ToCore,
+    ToFrontend,
+    pack_ids,
+)
+
+
+class FakeChannel:
+    """In the place of ipc.channels.FrontendChannel."""
+
+    def __init__(self) -> None:
+        self.address = ClientAddress("", "")
+        self.sent: list[ToCore] = []
+        self._waiting: list[ToFrontend] = []
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+
+    def wait_message(self, timeout_s: float) -> ToFrontend | None:
+        return self._waiting.pop(0) if self._waiting else None
+
+    def seal(self) -> None:
+        pass
+
+    def send(self, message: ToCore) -> None:
+        self.sent.append(message)
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def receive(self) -> list[ToFrontend]:
+        try:
+            self._bell.recv(4096)
+        except BlockingIOError:
+            pass
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def close(self) -> None:
+        self._bell.close()
+        self._ring.close()
+
+    # What a test says as the core.
+
+    def say(self, message: ToFrontend) -> None:
+        self._waiting.append(message)
+        self._ring.send(b"x")
+
+    def say_tokens(self, *tokens: tuple[int, int], finished: Iterable[tuple[int, FinishReason]] = ()) -> None:
+        """One step: (handle, token) pairs."""
+        self.say(Outputs(handles=pack_ids(h for h, _ in tokens), token_ids=pack_ids(t for _, t in tokens),
+                         finished=[Finished(handle=h, reason=r) for h, r in finished]))
+
+    @property
+    def added(self) -> list[AddRequest]:
+        return [m for m in self.sent if isinstance(m, AddRequest)]
+
+    @property
+    def aborted(self) -> list[int]:
+        return [h for m in self.sent if isinstance(m, AbortRequests) for h in m.handles]
+
+
+def client_of(channel: FakeChannel) -> EngineClient:
+    """A client without a core's process."""
+    processor = OutputProcessor(lambda handles: None)
+    return EngineClient(channel, processor.handle, processor.fail_all)
+
+
+def input_processor(tokenizer: Tokenizer, max_model_len: int = 100) -> InputProcessor:
+    return InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len)
