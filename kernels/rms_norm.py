@@ -15,11 +15,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     as the models were trained.
     """
     wide = x.float()
-    rows = wide.reshape(-1, 1, wide.shape[-1])
-    # eps + x.x / D by one small matrix product: the fewest operations, which is what counts for a few rows.
-    variance = torch.baddbmm(_epsilon(eps, x.device), rows, rows.transpose(1, 2), alpha=1 / wide.shape[-1])
-    scale = variance.rsqrt_().view(*x.shape[:-1], 1)
-    return (wide * scale).to(x.dtype) * weight
+    # The fewest operations count for a few rows: the mean of squares comes from the norm, which is a single one.
+    norm = torch.linalg.vector_norm(wide, 2, -1, True)
+    scale = torch.addcmul(_epsilon(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -30,4 +29,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 @functools.cache
 def _epsilon(eps: float, device: torch.device) -> Tensor:
-    return torch.full((1, 1, 1), eps, device=device)
+    return torch.full((1,), eps, device=device)

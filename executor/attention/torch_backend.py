@@ -17,7 +17,7 @@ from sidestep.ipc.step import Int32, Int64
 from sidestep.kernels.kv_write import write_kv
 from sidestep.kernels.paged_attention import decode_attention, prefill_attention
 
-_COPY_LIMIT = 256 << 20
+_COPY_LIMIT = 1 << 30
 """Bytes, in all layers, up to which the gathered copy is kept."""
 _HEADROOM = 64
 """Tokens for which a kept copy has room to grow."""
