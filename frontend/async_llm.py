@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Self
 
 from sidestep.frontend.engine_client import EngineClient
-from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt, check_text
 from sidestep.frontend.output_processor import OutputProcessor, RequestState
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.channels import FrontendChannel
 from sidestep.ipc.config import EngineArgs, EngineConfig
-from sidestep.ipc.errors import EngineDeadError, EngineStalledError, ValidationError
+from sidestep.ipc.errors import EngineDeadError, EngineStalledError, EngineStartError, ValidationError
 from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
 from sidestep.ipc.model_spec import resolve_model_path
 from sidestep.ipc.sampling_params import SamplingParams
@@ -37,9 +37,7 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, self._client.close)
         try:
             self._client.start_core(config)
-            own = config.model.tokenizer
-            # While the core starts.
-            self._tokenizer = Tokenizer(resolve_model_path(own) if own is not None else config.spec.path)
+            self._tokenizer = _load_tokenizer(config)  # while the core starts
             self._ready = self._client.wait_ready()
         except BaseException:
             self._finalizer()
@@ -78,8 +76,10 @@ class AsyncLLM:
             prompt, sampling_params, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
         self._check_id(request_id)  # another call may have taken it meanwhile
         self._client.attach()
-        state = self._add(request_id, request)
+        state = RequestState(next(self._handles), request_id, request, self._tokenizer)
+        self._outputs.add(state)
         try:
+            self._send(state, request)
             finished = False
             while not finished:
                 output = await state.next_output()
@@ -119,7 +119,9 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """Ends the engine and every request. May be called twice; also happens when the program ends."""
-        self._outputs.fail_all(EngineDeadError("the engine has been shut down"))
+        error = EngineDeadError("the engine has been shut down")
+        self._outputs.fail_all(error)
+        self._client.fail_calls(error)
         self._finalizer()
 
     async def __aenter__(self) -> Self:
@@ -162,17 +164,27 @@ class AsyncLLM:
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
             raise ValidationError("request_id", f"must be a string, not {request_id!r}")
+        check_text("request_id", request_id)
         if request_id in self._outputs:
             raise ValidationError("request_id", f"{request_id!r} is in use by a request that has not ended")
 
-    def _add(self, request_id: str, request: ProcessedRequest) -> RequestState:
-        state = RequestState(next(self._handles), request_id, request, self._tokenizer)
-        self._outputs.add(state)
+    def _send(self, state: RequestState, request: ProcessedRequest) -> None:
         self._client.send(AddRequest(
-            client=self._client.client, handle=state.handle, request_id=request_id,
+            client=self._client.client, handle=state.handle, request_id=state.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
             priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline))
-        return state
+        state.queued()
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    own = config.model.tokenizer
+    if own is None:
+        return Tokenizer(config.spec.path)
+    try:
+        return Tokenizer(resolve_model_path(own))
+    except EngineStartError as error:
+        # The message begins with the option's name, and the option is not the model here.
+        raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None
 
 
 def _abort(llm: weakref.ref[AsyncLLM], handles: list[int]) -> None:

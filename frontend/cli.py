@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -54,7 +55,11 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
         else:
             from sidestep.frontend.cli_bench import run_bench as run
         return run(parsed)
-    except SidestepError as error:
+    except BrokenPipeError:
+        # Whoever read the output has left (`sidestep generate | head`). What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (SidestepError, OSError) as error:
         print(f"sidestep: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -79,7 +79,9 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, *
         group.add_argument(*flag_names(name), action=argparse.BooleanOptionalAction, **common)
     elif kind is list:
         item = int if "int" in str(hint) else str
-        group.add_argument(*flag_names(name), nargs="+", type=item, metavar=name.upper(), **common)
+        # One value a flag, given as often as needed: a flag that takes several would take the prompts that follow, too.
+        common["help"] += "; may be given several times"
+        group.add_argument(*flag_names(name), action="append", type=item, metavar=name.upper(), **common)
     else:
         group.add_argument(*flag_names(name), type=parse or kind, choices=choices,
                            metavar=None if choices else name.upper(), **common)

@@ -15,7 +15,7 @@ from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.sampling_params import SamplingParams
+from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 Result = dict[str, float | str]
 
@@ -26,6 +26,9 @@ def run_bench(parsed: argparse.Namespace) -> int:
         if getattr(parsed, name, 1) < 1:
             raise ValidationError(name, "must be at least 1")
     llm = start_engine(engine_args(parsed))
+    if parsed.input_len + parsed.output_len > llm.max_model_len:
+        raise ValidationError("output_len", f"{parsed.output_len} and input_len ({parsed.input_len}) together are more "
+                              f"than max_model_len ({llm.max_model_len})")
     measure = throughput if parsed.bench == "throughput" else latency
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         result = runner.run(measure(llm, parsed))
@@ -37,7 +40,7 @@ def run_bench(parsed: argparse.Namespace) -> int:
 
 
 def random_prompts(llm: AsyncLLM, count: int, length: int, seed: int) -> list[list[int]]:
-    """Token ids without meaning, all different, so that the prefix cache does not help."""
+    """Token ids without meaning, drawn for each prompt, so that the prefix cache does not help."""
     rng = random.Random(seed)
     vocab_size = llm.get_tokenizer().vocab_size
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
@@ -45,7 +48,7 @@ def random_prompts(llm: AsyncLLM, count: int, length: int, seed: int) -> list[li
 
 async def run_batch(llm: AsyncLLM, prompts: Sequence[list[int]], output_len: int) -> tuple[list[RequestOutput], float]:
     """All requests at once; their last outputs, and the seconds until the last of them."""
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=True)
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
     async def one(prompt: list[int]) -> RequestOutput:
         async for output in llm.generate(prompt, params):

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import threading
 
 import msgspec
 
@@ -52,12 +53,25 @@ async def converse(llm: AsyncLLM, params: SamplingParams, system: str | None) ->
 
 
 async def read_line(prompt: str) -> str | None:
-    """A line from the terminal, stripped; None at the end of the input. Reading in a thread keeps the engine's
-    messages flowing."""
-    try:
-        return (await asyncio.to_thread(input, prompt)).strip()
-    except EOFError:
-        return None
+    """A line from the terminal, stripped; None at the end of the input. Read in a thread, so that the engine's messages
+    keep flowing; a daemon, so that Ctrl-C at the prompt leaves without waiting for the line."""
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[str | None] = loop.create_future()
+
+    def give(text: str | None) -> None:
+        if not line.done():
+            line.set_result(text)
+
+    def read() -> None:
+        try:
+            text: str | None = input(prompt).strip()
+        except EOFError:
+            text = None
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(give, text)
+
+    threading.Thread(target=read, name="terminal", daemon=True).start()
+    return await line
 
 
 async def stream_answer(llm: AsyncLLM, messages: list[dict[str, str]], params: SamplingParams) -> str:

@@ -14,8 +14,9 @@ from tokenizers.decoders import DecodeStream
 
 from sidestep.frontend.tokenizer import Tokenizer
 
-_CONTEXT = 6
-"""Prompt tokens that the stream begins with, so that a first token that continues a word is decoded as one."""
+_CONTEXT = 10
+"""Prompt tokens that the stream begins with, so that a first token that continues a word is decoded as one; with room
+to leave out those of a character that is cut at either end."""
 _MAX_PENDING = 32
 """Tokens that may wait for the rest of a character. No character needs more than 4; the library decodes all that wait
 again with each token, so a model that emits stray bytes without end would cost ever more."""
@@ -32,13 +33,13 @@ class TokenStream:
         # The library would keep and decode again all skipped tokens that come in a row: a model that goes on after its
         # end of sequence gives many.
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        tail = [token for token in prompt_token_ids[-_CONTEXT - _MAX_CHARACTER:] if token not in self._skipped]
+        tail = [token for token in prompt_token_ids[-_CONTEXT:] if token not in self._skipped]
         context, rest = self._split_at_character(tail)
-        self._restart(context[-_CONTEXT:])
+        self._restart(context)
         # A prompt may end inside a character: its first bytes wait like those of the output.
         for token in rest:
             self._step(token)
-        self._echo = self._text_of_pending(rest)
+        self._echo = self._text_of_pending(self._pending)
         """What the prompt itself shows for its end; not part of the output if it stays so."""
 
     def step(self, token: int) -> str | None:
@@ -90,7 +91,7 @@ class TokenStream:
                 head, rest = first, second
                 break
         text = self._text_of_pending(head)
-        self._restart([])
+        self._restart(self._last)
         for token in rest:
             self._step(token)
         return text or None
@@ -111,10 +112,11 @@ class TokenStream:
 
     def _split_at_character(self, tokens: list[int]) -> tuple[list[int], list[int]]:
         """The tokens up to the last whole character, and the rest."""
-        for size in range(min(_MAX_CHARACTER, len(tokens)) + 1):
-            head = tokens[:len(tokens) - size]
-            if not self._decode(head).endswith(_HALF):
-                return head, tokens[len(tokens) - size:]
+        for end in range(len(tokens), max(0, len(tokens) - _MAX_CHARACTER) - 1, -1):
+            # With byte fallback, half a character at the beginning spoils all bytes that follow it.
+            for start in range(max(1, min(_MAX_CHARACTER, end))):
+                if not self._decode(tokens[start:end]).endswith(_HALF):
+                    return tokens[start:end], tokens[end:]
         return [], tokens[-_MAX_CHARACTER:]
 
 

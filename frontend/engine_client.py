@@ -40,12 +40,11 @@ class EngineClient:
     def __init__(self, channel: Channel, on_outputs: Callable[[Outputs], None],
                  on_death: Callable[[EngineDeadError], None]) -> None:
         self.client = _CLIENT
-        self.dead_error: EngineDeadError | None = None
+        self._dead_error: EngineDeadError | None = None
         self._channel = channel
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._core: Child | None = None
-        self._ready: Ready | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
@@ -64,7 +63,6 @@ class EngineClient:
             message = self._channel.wait_message(_POLL_S)
             if isinstance(message, Ready):
                 self._channel.seal()
-                self._ready = message
                 return message
             if isinstance(message, Dead):
                 raise EngineStartError(message.cause)
@@ -84,16 +82,19 @@ class EngineClient:
         self._channel.close()
 
     @property
-    def core_pid(self) -> int | None:
-        """Process id of the engine core."""
-        return self._ready.core_pid if self._ready is not None else None
+    def dead_error(self) -> EngineDeadError | None:
+        """What the engine has died of."""
+        unwatched = self._loop is None and not self._closed  # no loop yet that would be told of a death
+        if self._dead_error is None and unwatched and self._core is not None and self._core.wait(0):
+            self._dead_error = EngineDeadError(self._core.death_cause())
+        return self._dead_error
 
     # Talking.
 
     def attach(self) -> None:
         """Binds the engine to the running event loop, at its first use there. Raises EngineDeadError."""
-        if self.dead_error is not None:
-            raise self.dead_error
+        if (error := self.dead_error) is not None:
+            raise EngineDeadError(*error.args)  # a new one: each collects the frames of those who raise it
         if self._closed:
             raise EngineDeadError("the engine has been shut down")
         loop = asyncio.get_running_loop()
@@ -112,7 +113,7 @@ class EngineClient:
 
     def send(self, message: ToCore) -> None:
         """Queues a message; never waits. Nothing happens once the engine is dead or closed."""
-        if self.dead_error is None and not self._closed:
+        if self._dead_error is None and not self._closed:
             self._channel.send(message)
 
     async def call(self, method: str, timeout_s: float | None = None) -> dict[str, float]:
@@ -131,6 +132,12 @@ class EngineClient:
             raise SidestepError(answer.error)
         return answer.result or {}
 
+    def fail_calls(self, error: EngineDeadError) -> None:
+        """Everyone who waits for an answer gets an exception like this one."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(*error.args))
+
     # What comes.
 
     def _on_readable(self) -> None:
@@ -148,20 +155,18 @@ class EngineClient:
 
     def _tell_loop(self, loop: asyncio.AbstractEventLoop, cause: str) -> None:
         """Called in the thread that watches the core."""
-        if not loop.is_closed():
+        try:
             loop.call_soon_threadsafe(self._core_ended, cause)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits there any more
 
     def _core_ended(self, cause: str) -> None:
         self._on_readable()  # its last words say more than its exit status
         self._die(cause)
 
     def _die(self, cause: str) -> None:
-        if self.dead_error is not None or self._closed:
+        if self._dead_error is not None or self._closed:
             return
-        self.dead_error = EngineDeadError(cause)
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(self.dead_error)
-        self._on_death(self.dead_error)
-
-
+        self._dead_error = EngineDeadError(cause)
+        self.fail_calls(self._dead_error)
+        self._on_death(self._dead_error)

@@ -8,10 +8,11 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from sidestep.frontend.chat_template import Message
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
@@ -21,6 +22,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 _LONG_TEXT = 2048
 """Characters from which tokenising (about 0.3 us each) would be felt by the other streams of the event loop."""
+_MAX_PRIORITY = 2**31 - 1
+_LOWEST_TEMPERATURE = 0.01
+"""Logits divided by less would leave the range of their type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class InputProcessor:
         """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes on."""
         arrival = time.monotonic()
         sampling = sampling_params if sampling_params is not None else SamplingParams()
-        self._check_options(sampling, priority, cache_salt, deadline_s)
+        self._check_sampling(sampling)
+        _check_options(priority, cache_salt, deadline_s)
         text, special, ids = self._read(prompt)
         if text is not None:
             if len(text) > _LONG_TEXT:
@@ -62,22 +67,42 @@ class InputProcessor:
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, bool, list[int]]:
+    def _read(self, prompt: object) -> tuple[str | None, bool, list[int]]:
         """The prompt as (text, whether to add special tokens, ids); one of text and ids is empty."""
         if isinstance(prompt, str):
             return prompt, True, []
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or len(prompt) != 1:
-                raise ValidationError("prompt", "a dict must have either 'prompt' or 'prompt_token_ids', not "
-                                      f"{', '.join(map(repr, sorted(map(str, prompt)))) or 'nothing'}")
-            return self._read(prompt.get("prompt", prompt.get("prompt_token_ids")))
-        if isinstance(prompt, Sequence) and prompt and all(isinstance(p, Mapping) for p in prompt):
-            return str(self._tokenizer.apply_chat_template(prompt)), False, []  # type: ignore[arg-type]
-        if isinstance(prompt, Sequence) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompt):
-            return None, False, list(prompt)  # type: ignore[arg-type]
-        raise ValidationError("prompt", "must be text, a list of token ids, or a list of chat messages, not "
-                              f"{type(prompt).__name__}")
+            return self._read_dict(prompt)
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            # The template writes the special tokens itself.
+            return self._tokenizer.render_chat(cast(Sequence[Message], prompt)), False, []
+        return None, False, self._read_ids("prompt", prompt)
+
+    def _read_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, bool, list[int]]:
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            raise ValidationError("prompt", "a dict must have either 'prompt' or 'prompt_token_ids', not "
+                                  f"{', '.join(map(repr, sorted(map(str, prompt)))) or 'nothing'}")
+        if "prompt_token_ids" in prompt:
+            return None, False, self._read_ids("prompt_token_ids", prompt["prompt_token_ids"])
+        if not isinstance(prompt["prompt"], str):
+            raise ValidationError("prompt", f"must be text, not {type(prompt['prompt']).__name__}")
+        return prompt["prompt"], True, []
+
+    def _read_ids(self, field: str, ids: object) -> list[int]:
+        # bytes are a sequence of numbers too, but nobody means token ids by them.
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
+            allowed = "text, a list of token ids, or a list of chat messages" if field == "prompt" else "a list"
+            raise ValidationError(field, f"must be {allowed}, not {type(ids).__name__}")
+        self._check_length(len(ids))  # before looking at each
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ValidationError(field, f"holds {token!r}, which is not a token id")
+        return list(ids)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens + 1 > self._max_model_len:
+            raise ValidationError("prompt", f"has {num_tokens} tokens; with one of output that is more than "
+                                  f"max_model_len ({self._max_model_len})")
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
@@ -86,30 +111,55 @@ class InputProcessor:
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
             raise ValidationError("prompt_token_ids", f"{wrong} is not a token id: the model has {self._vocab_size}")
-        if len(ids) + 1 > self._max_model_len:
-            raise ValidationError("prompt", f"has {len(ids)} tokens; with one of output that is more than "
-                                  f"max_model_len ({self._max_model_len})")
+        self._check_length(len(ids))
 
-    def _check_options(self, sampling: SamplingParams, priority: int, cache_salt: str | None,
-                       deadline_s: float | None) -> None:
+    def _check_sampling(self, sampling: object) -> None:
         if not isinstance(sampling, SamplingParams):
             raise ValidationError("sampling_params", f"must be SamplingParams, not {type(sampling).__name__}")
         for token in sampling.stop_token_ids or ():
             if token >= self._vocab_size:
                 raise ValidationError("stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ValidationError("priority", f"must be a whole number, not {priority!r}")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise ValidationError("cache_salt", f"must be a non-empty string, not {cache_salt!r}")
-        if deadline_s is not None and (not isinstance(deadline_s, int | float) or not deadline_s > 0):
-            raise ValidationError("deadline_s", f"must be a positive number of seconds, not {deadline_s!r}")
+        for text in sampling.stop_strings:
+            check_text("stop", text)
 
     def _complete(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Fills in what was left open: a seed for sampling, and as many tokens as fit."""
+        """Fills in what was left open, and brings what has no effect beyond a limit within it: the engine's columns
+        hold 32-bit numbers."""
         room = self._max_model_len - num_prompt
+        if sampling.min_tokens > room:
+            raise ValidationError("min_tokens", f"{sampling.min_tokens} is more than the {room} tokens that fit after "
+                                  f"the prompt (max_model_len is {self._max_model_len})")
         changes: dict[str, Any] = {}
+        if sampling.max_tokens is None or sampling.max_tokens > room:
+            changes["max_tokens"] = room
         if sampling.seed is None:
             changes["seed"] = self._random.randint(0, MAX_SEED) if sampling.temperature > 0 else 0
-        if sampling.max_tokens is None:
-            changes["max_tokens"] = max(room, sampling.min_tokens)
+        if sampling.top_k > self._vocab_size:
+            changes["top_k"] = 0
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            changes["temperature"] = _LOWEST_TEMPERATURE
+        for name in ("temperature", "top_p", "min_p"):
+            if type(value := getattr(sampling, name)) not in (float, int):  # numpy's, which messages cannot hold
+                changes.setdefault(name, float(value))
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+
+def _check_options(priority: object, cache_salt: object, deadline_s: object) -> None:
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > _MAX_PRIORITY:
+        raise ValidationError("priority", f"must be a whole number of 32 bits, not {priority!r}")
+    if cache_salt is not None:
+        if not isinstance(cache_salt, str) or not cache_salt:
+            raise ValidationError("cache_salt", f"must be a non-empty string, not {cache_salt!r}")
+        check_text("cache_salt", cache_salt)
+    if deadline_s is not None:
+        number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+        if not number or not cast(float, deadline_s) > 0:
+            raise ValidationError("deadline_s", f"must be a positive number of seconds, not {deadline_s!r}")
+
+
+def check_text(field: str, text: str) -> None:
+    """A text with lone surrogates (which JSON can carry) cannot be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValidationError(field, "is not valid text: it cannot be written as UTF-8") from None

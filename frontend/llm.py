@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -17,7 +18,7 @@ from sidestep.frontend.input_processor import Prompt
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
-from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.errors import EngineDeadError, ValidationError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
@@ -36,22 +37,20 @@ class LLM:
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
         self._thread.start()
+        # Runs before the AsyncLLM's own finalizer, which must not meet a running loop of another thread.
+        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, self._thread)
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
-                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
                  use_tqdm: bool = True) -> list[RequestOutput]:
         """Completes one prompt or many, with one SamplingParams for all or one for each."""
         return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(self, messages: Conversation | Sequence[Conversation],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
              use_tqdm: bool = True) -> list[RequestOutput]:
         """Answers one conversation or many."""
-        first = messages[0] if messages else None
-        if first is None:
-            raise ValidationError("messages", "is empty")
-        conversations = [messages] if isinstance(first, Mapping) else list(messages)
-        return self._run_batch(cast(list[Prompt], conversations), sampling_params, use_tqdm)
+        return self._run_batch(as_list_of_conversations(messages), sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -67,12 +66,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Ends the engine. May be called twice; also happens when the program ends."""
-        if self._loop.is_closed():
-            return
-        self._call(self._shutdown())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -84,11 +78,11 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self._llm!r})"
 
-    async def _shutdown(self) -> None:
-        self._llm.shutdown()
-
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs it on the loop's thread; Ctrl-C here cancels it there, which ends its requests."""
+        if not self._finalizer.alive:
+            coroutine.close()
+            raise EngineDeadError("the engine has been shut down")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -119,6 +113,36 @@ class LLM:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
         return [task.result() for task in tasks]
+
+
+def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Ends the engine on its own thread, then the thread."""
+
+    async def shut_down() -> None:
+        llm.shutdown()
+
+    if threading.current_thread() is thread:  # the last reference to the engine was held by one of its own tasks
+        llm.shutdown()
+        loop.stop()
+        return
+    asyncio.run_coroutine_threadsafe(shut_down(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def as_list_of_conversations(messages: Conversation | Sequence[Conversation]) -> list[Prompt]:
+    """One conversation or several, as a list."""
+    given: object = messages
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise ValidationError("messages", f"must be a list of messages, not {type(given).__name__}")
+    if not given:
+        raise ValidationError("messages", "is empty")
+    conversations = [given] if isinstance(given[0], Mapping) else list(given)
+    for one in conversations:
+        if not isinstance(one, Sequence) or not one or not isinstance(one[0], Mapping):
+            raise ValidationError("messages", f"holds {one!r}, which is not a list of messages")
+    return cast(list[Prompt], conversations)
 
 
 def as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,6 +8,7 @@ nobody until it ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ from sidestep.ipc.errors import RequestError
 from sidestep.ipc.messages import Finished, FinishReason, Outputs, Started, unpack_ids
 from sidestep.ipc.sampling_params import RequestOutputKind
 
+logger = logging.getLogger(__name__)
+
 
 class RequestState:
     """One live request: its text so far, and the mailbox of its one reader."""
@@ -27,7 +30,8 @@ class RequestState:
         self.handle = handle
         self.request_id = request_id
         self._request = request
-        self._kind = request.sampling.output_kind
+        self._is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
+        self._is_final_only = request.sampling.output_kind == RequestOutputKind.FINAL_ONLY
         self._token_ids: list[int] = []
         self._metrics = RequestMetrics(arrival_time=request.arrival)
         self._num_cached: int | None = None
@@ -42,7 +46,11 @@ class RequestState:
             self._detokenizer = Detokenizer(
                 tokenizer, request.prompt_token_ids, stop=request.sampling.stop_strings,
                 include_stop=request.sampling.include_stop_str_in_output,
-                skip_special_tokens=request.sampling.skip_special_tokens)
+                skip_special_tokens=request.sampling.skip_special_tokens, min_tokens=request.sampling.min_tokens)
+
+    def __repr__(self) -> str:
+        state = self._finish_reason or ("failed" if self._error is not None else "live")
+        return f"RequestState({self.request_id!r}, {state}, {len(self._token_ids)} tokens, {self._taken_tokens} taken)"
 
     @property
     def is_finished(self) -> bool:
@@ -51,22 +59,29 @@ class RequestState:
 
     # What the engine says.
 
+    def queued(self) -> None:
+        """It is on its way to the core."""
+        self._metrics.queued_ts = time.monotonic()
+
     def started(self, message: Started) -> None:
         """It was scheduled for the first time."""
         self._num_cached = message.num_cached_tokens
         self._metrics.scheduled_ts = message.scheduled
 
-    def add_token(self, token: int, now: float) -> bool:
-        """One more token. True if its text completes a stop string, which ends the request here."""
+    def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
+        """One more token. True if its text completes a stop string, which ends the request here. `hidden`: it is a stop
+        token, which ends the output without being part of its text."""
         self._token_ids.append(token)
         metrics = self._metrics
         metrics.last_token_ts = now
         if metrics.first_token_ts is None:
             metrics.first_token_ts = now
+        if hidden and not self._request.sampling.include_stop_str_in_output:
+            return False
         stop = self._detokenizer.add(token) if self._detokenizer is not None else None
         if stop is not None:
             self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
-        if self._wake is not None and (self._kind != RequestOutputKind.FINAL_ONLY or stop is not None):
+        if self._wake is not None and (not self._is_final_only or stop is not None):
             self._wake_reader()
         return stop is not None
 
@@ -108,7 +123,7 @@ class RequestState:
     def _has_news(self) -> bool:
         if self.is_finished:
             return True
-        return self._kind != RequestOutputKind.FINAL_ONLY and len(self._token_ids) > self._taken_tokens
+        return not self._is_final_only and len(self._token_ids) > self._taken_tokens
 
     def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -118,15 +133,15 @@ class RequestState:
         text = self._detokenizer.text if self._detokenizer is not None else ""
         tokens = self._token_ids
         self._metrics.num_generation_tokens = len(tokens)
-        if self._kind == RequestOutputKind.DELTA:
-            completion = CompletionOutput(0, text[self._taken_text:], tokens[self._taken_tokens:])
+        if self._is_delta:
+            new_text, new_tokens = text[self._taken_text:], tokens[self._taken_tokens:]
         else:
-            completion = CompletionOutput(0, text, tokens.copy())
+            new_text, new_tokens = text, tokens.copy()
         self._taken_tokens, self._taken_text = len(tokens), len(text)
-        completion.finish_reason, completion.stop_reason = self._finish_reason, self._stop_reason
+        completion = CompletionOutput(0, new_text, new_tokens, self._finish_reason, self._stop_reason)
         return RequestOutput(
-            request_id=self.request_id, prompt=self._request.prompt, prompt_token_ids=self._request.prompt_token_ids,
-            outputs=[completion], finished=self.is_finished, metrics=self._metrics, num_cached_tokens=self._num_cached)
+            self.request_id, self._request.prompt, self._request.prompt_token_ids, [completion],
+            self._finish_reason is not None, self._metrics, self._num_cached)
 
 
 class OutputProcessor:
@@ -153,19 +168,28 @@ class OutputProcessor:
         for started in outputs.started:
             if (state := self._states.get(started.handle)) is not None:
                 state.started(started)
-        now, stopped, states = time.monotonic(), [], self._states
+        # The token that a request stops at comes in the same message as its end.
+        hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
+        now, ended, states = time.monotonic(), [], self._states
         for handle, token in zip(unpack_ids(outputs.handles).tolist(), unpack_ids(outputs.token_ids).tolist(),
                                  strict=True):
             state = states.get(handle)
-            if state is not None and state.add_token(token, now):
-                self.remove(state)
-                stopped.append(handle)
+            if state is None:
+                continue
+            try:
+                if not state.add_token(token, now, handle in hidden):
+                    continue
+            except Exception as error:  # whatever is wrong with one request's text, the others go on
+                logger.exception("request %r could not be detokenised", state.request_id)
+                state.fail(RequestError(f"its text could not be made: {error}"))
+            self.remove(state)
+            ended.append(handle)
         for finished in outputs.finished:
             if (state := states.get(finished.handle)) is not None:
                 self.remove(state)
                 state.finished(finished)
-        if stopped:
-            self._abort_at_core(stopped)
+        if ended:
+            self._abort_at_core(ended)
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends requests by their ids; unknown ones have ended already. Their readers get what there is."""
@@ -183,10 +207,11 @@ class OutputProcessor:
             self._abort_at_core([state.handle])
 
     def fail_all(self, error: Exception) -> None:
-        """Every reader gets this exception."""
+        """Every reader gets an exception like this one."""
         for state in list(self._states.values()):
             self.remove(state)
-            state.fail(error)
+            # One each: an exception that is raised many times collects the frames of all who raised it.
+            state.fail(type(error)(*error.args))
 
     def remove(self, state: RequestState) -> None:
         """No more tokens are expected."""

@@ -10,7 +10,11 @@ class RequestMetrics:
     """A request's times, in seconds of time.monotonic()."""
 
     arrival_time: float
+    """The call."""
+    queued_ts: float | None = None
+    """Checked, tokenised and sent to the engine core."""
     scheduled_ts: float | None = None
+    """First step that it was part of."""
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     num_generation_tokens: int = 0

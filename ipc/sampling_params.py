@@ -10,6 +10,7 @@ import msgspec
 from sidestep.ipc.errors import ValidationError
 
 MAX_SEED = 2**63 - 1
+_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -43,7 +44,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     """
 
     temperature: float = 1.0
-    """0 is greedy; otherwise logits are divided by it. At most 2."""
+    """0 is greedy; otherwise logits are divided by it (by 0.01 if it is less). At most 2."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
     top_k: int = 0
@@ -61,7 +62,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     max_tokens: int | None = 16
     """Most output tokens; None for as many as fit in the model."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens cannot be sampled before this many output tokens."""
+    """End-of-sequence and stop tokens cannot be sampled, nor do stop texts count, before this many output tokens."""
     detokenize: bool = True
     """False leaves `text` empty (and cannot go with `stop`)."""
     skip_special_tokens: bool = True
@@ -87,6 +88,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         _check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
                f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
         self._check_stops()
+        # The core could not read a message with these of another type, and the request would wait without end.
+        for field in _SWITCHES:
+            value = getattr(self, field)
+            _check(isinstance(value, bool), field, f"must be True or False, not {value!r}")
+        _check(isinstance(self.output_kind, RequestOutputKind), "output_kind",
+               f"must be a RequestOutputKind, not {self.output_kind!r}")
 
     def _check_stops(self) -> None:
         _check(self.stop is None or isinstance(self.stop, str | list | tuple), "stop",
@@ -94,6 +101,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         for text in self.stop_strings:
             _check(isinstance(text, str) and text != "", "stop", f"holds {text!r}, which is not a non-empty string")
         _check(self.detokenize or not self.stop_strings, "stop", "needs detokenize=True")
+        _check(self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple), "stop_token_ids",
+               f"must be a list of token ids, not {self.stop_token_ids!r}")
         for token in self.stop_token_ids or ():
             _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
-__version__ = "0.1.0"
+__version__: str
 
 _HOMES = {
     "AsyncLLM": "frontend.async_llm",
@@ -51,6 +51,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        globals()[name] = _installed_version()
+        return globals()[name]
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'sidestep' has no attribute {name!r}")
@@ -60,4 +63,13 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, "__version__"})
+
+
+def _installed_version() -> str:
+    from importlib import metadata  # takes longer than the rest of this import
+
+    try:
+        return metadata.version("sidestep")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"  # run from a copy of the source

@@ -17,7 +17,7 @@ from sidestep.executor.weight_loader import Weights
 
 _PACK_FOR_ROWS = 8
 """The batch size that the packed layout is chosen for."""
-_SMALL = 1 << 20
+_SMALL = 3 << 18
 """Up to this many elements a transposed weight is faster than a packed one; see docs/performance.md."""
 
 

@@ -52,7 +52,8 @@ prompt may end after any of them; it should not end in a single space.
 The source files of Python's own standard library ({python}), tests included: {files:,} files, {megabytes:.1f} MB,
 the texts of its `help()` topics, its functions once more as documents of their own, and {conversations:,} short
 conversations that the script makes from its docstrings and functions ("{question}"). Third-party packages are left
-out. One file in about 32, chosen by a hash of its name, is held out for validation ({validation_files} files). In all {train_tokens:,} training tokens.
+out. One file in about 32, chosen by a hash of its name, is held out for validation ({validation_files} files).
+In all {train_tokens:,} training tokens.
 SHA-256 of the text: `{digest}`.
 
 The standard library is under the Python Software Foundation License Version 2

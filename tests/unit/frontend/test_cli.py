@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import io
+import json
+import re
+import sys
+from collections.abc import AsyncGenerator
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sidestep import EngineArgs, SamplingParams
+import sidestep
+from sidestep import (
+    CompletionOutput,
+    EngineArgs,
+    EngineDeadError,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from sidestep.__main__ import main as command
+from sidestep.frontend import cli_bench, cli_generate
 from sidestep.frontend.cli import main, make_parser
 from sidestep.frontend.cli_args import engine_args, flag_names, sampling_params
 
@@ -25,7 +45,7 @@ def test_every_engine_option_is_a_flag_with_help(command: list[str], capsys: pyt
 def test_flags_give_what_was_asked_for_and_defaults_otherwise() -> None:
     parsed = make_parser("1").parse_args(
         ["generate", "-tp", "2", "--max-model-len", "1k", "--no-async-scheduling", "--kv-cache-memory-bytes", "2G",
-         "--temperature", "0.5", "--stop", "a", "b", "--seed", "7", "--", "prompt"])
+         "--temperature", "0.5", "--seed", "7", "--stop", "a", "--stop", "b", "prompt"])
     assert engine_args(parsed) == EngineArgs(tensor_parallel_size=2, max_model_len=1024, async_scheduling=False,
                                              kv_cache_memory_bytes=2 << 30)
     assert sampling_params(parsed, max_tokens=64) == SamplingParams(temperature=0.5, stop=["a", "b"], seed=7,
@@ -49,3 +69,102 @@ def test_what_the_user_can_mend_is_one_line(words: list[str], line: str, capsys:
     assert main(["generate", *words]) == 1
     err = [one for one in capsys.readouterr().err.splitlines(keepends=True) if one.startswith("sidestep: ")]
     assert len(err) == 1 and err[0].startswith(line)
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sidestep", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        command()
+    assert caught.value.code == 0 and capsys.readouterr().out == f"sidestep {sidestep.__version__}\n"
+
+
+def test_a_model_can_be_named_without_a_flag() -> None:
+    parsed = make_parser("1").parse_args(["bench", "latency", "my/model", "--dtype", "float32"])
+    assert engine_args(parsed) == EngineArgs(model="my/model", dtype="float32")
+
+
+class Engine:
+    """In the place of AsyncLLM: says the prompt's words, the shorter prompts first."""
+
+    device = "fake"
+    max_model_len = 1000
+
+    def __init__(self, death: str | None = None) -> None:
+        self.death = death
+        self.is_running = True
+        self.params: list[SamplingParams] = []
+
+    async def generate(self, prompt: Any, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        self.params.append(params)
+        words = prompt.split() if isinstance(prompt, str) else list(prompt)
+        for number, word in enumerate(words, 1):
+            await asyncio.sleep(0)
+            if self.death is not None:
+                raise EngineDeadError(self.death)
+            assert params.output_kind == RequestOutputKind.DELTA
+            metrics = RequestMetrics(0.0, first_token_ts=0.25, num_generation_tokens=number)
+            last = number == len(words)
+            yield RequestOutput("", None, [1, 2], [CompletionOutput(0, f" {word}!", [3])], last, metrics)
+
+    def get_tokenizer(self) -> Any:
+        return argparse.Namespace(vocab_size=100)
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.is_running = False
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine()
+    monkeypatch.setattr(cli_generate, "start_engine", lambda arguments: engine)
+    monkeypatch.setattr(cli_bench, "start_engine", lambda arguments: engine)
+    return engine
+
+
+def test_prompts_are_printed_in_order_and_then_the_summary(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--max-tokens", "7", "a b c", "d"]) == 0
+    *shown, summary = capsys.readouterr().out.splitlines()
+    assert shown == ["--- 1", "a b c a! b! c!", "", "--- 2", "d d!", ""]
+    assert summary.startswith("2 requests, 4 tokens in ") and "TTFT 250 ms" in summary and "tokens/s" in summary
+    assert [p.max_tokens for p in engine.params] == [7, 7] and not engine.is_running
+
+
+def test_prompts_come_from_standard_input_where_none_are_given(
+        engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a b\n\nc\n"))
+    assert main(["generate"]) == 0
+    assert "a b a! b!\n" in capsys.readouterr().out and len(engine.params) == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["generate"]) == 1
+    assert capsys.readouterr().err == "sidestep: prompts: none given, neither as arguments nor on standard input\n"
+
+
+def test_the_death_of_the_engine_is_one_line(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.death = "worker 0 was killed by SIGKILL"
+    assert main(["generate", "a", "b"]) == 1
+    assert capsys.readouterr().err == "sidestep: worker 0 was killed by SIGKILL\n"
+
+
+@pytest.mark.parametrize(("kind", "figure"), [("throughput", "output_tokens_per_s"), ("latency", "mean_s")])
+def test_a_benchmark_prints_a_table_and_writes_json(
+        engine: Engine, kind: str, figure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    assert main(["bench", kind, "--input-len", "5", "--output-len", "6", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    table = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert table.keys() == result.keys() and float(table[figure]) == pytest.approx(result[figure], abs=1e-3)
+    assert result["device"] == "fake" and result["ttft_ms_p50"] == 250.0
+    assert all(p.max_tokens in (6, 8) and p.ignore_eos for p in engine.params)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["--num-prompts", "0"], "num_prompts: must be at least 1"),
+    (["--input-len", "999", "--output-len", "2"], r"output_len: 2 and input_len \(999\) together are more than"),
+    (["--json", "/nowhere/x.json"], "No such file or directory: '/nowhere/x.json'")])
+def test_a_benchmark_that_cannot_be_run_or_kept_says_why(
+        engine: Engine, words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "throughput", "--num-prompts", "1", *words]) == 1
+    assert re.search(line, capsys.readouterr().err)

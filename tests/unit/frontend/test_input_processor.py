@@ -1,11 +1,15 @@
 """Bad input raises at the call, with the field's name."""
 
+import asyncio
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sidestep import SamplingParams, ValidationError
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.messages import AddRequest, decode_to_core, encode
 from tests.unit.frontend.fakes import input_processor
 
 
@@ -13,6 +17,14 @@ from tests.unit.frontend.fakes import input_processor
     ("", {}, "prompt"), ([], {}, "prompt"), ([5, -1], {}, "prompt_token_ids"), ([5, 10**6], {}, "prompt_token_ids"),
     ([5] * 100, {}, "prompt"), (7, {}, "prompt"), ([1, "a"], {}, "prompt"), ([True], {}, "prompt"),
     ({"prompt": "a", "prompt_token_ids": [1]}, {}, "prompt"), ({"promt": "a"}, {}, "prompt"), ({}, {}, "prompt"),
+    (b"abc", {}, "prompt"), ({"prompt": [5]}, {}, "prompt"), ({"prompt_token_ids": "a"}, {}, "prompt_token_ids"),
+    ({"prompt_token_ids": [5.0]}, {}, "prompt_token_ids"), ("\ud83d", {}, "prompt"), (None, {}, "prompt"),
+    ([{"role": "user"}], {}, "messages"), ([{"role": "user", "content": "a"}, "b"], {}, "messages"),
+    ("a", {"priority": True}, "priority"), ("a", {"priority": 2**40}, "priority"),
+    ("a", {"deadline_s": float("nan")}, "deadline_s"), ("a", {"deadline_s": True}, "deadline_s"),
+    ("a", {"cache_salt": 5}, "cache_salt"), ("a", {"cache_salt": "\ud83d"}, "cache_salt"),
+    ("a", {"sampling_params": SamplingParams(stop="\ud83d")}, "stop"),
+    ("a", {"sampling_params": SamplingParams(min_tokens=100, max_tokens=None)}, "min_tokens"),
     ("a", {"priority": "high"}, "priority"), ("a", {"deadline_s": 0}, "deadline_s"),
     ("a", {"deadline_s": "soon"}, "deadline_s"), ("a", {"cache_salt": ""}, "cache_salt"),
     ("a", {"sampling_params": {"n": 1}}, "sampling_params"),
@@ -61,3 +73,36 @@ async def test_what_was_left_open_is_filled_in(tokenizer: Tokenizer) -> None:
     assert one.sampling.max_tokens == 90
     assert one.sampling.seed is not None and one.sampling.seed != two.sampling.seed
     assert (await process([5], SamplingParams(seed=3))).sampling.seed == 3
+
+
+async def test_what_has_no_effect_beyond_a_limit_is_brought_within_it(tokenizer: Tokenizer) -> None:
+    """The core and its workers keep 32-bit numbers: none that a user may give must reach them larger."""
+    huge = SamplingParams(max_tokens=10**30, top_k=10**30, temperature=1e-30)
+    sampling = (await input_processor(tokenizer).process([5] * 10, huge)).sampling
+    assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (90, 0, 0.01)
+
+
+async def test_numbers_of_numpy_can_be_sent(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(temperature=np.float64(0.5), top_p=np.float64(0.9))
+    sampling = (await input_processor(tokenizer).process([5], params)).sampling
+    message = AddRequest(client=0, handle=0, request_id="", prompt_token_ids=b"", sampling=sampling, arrival=0.0)
+    assert decode_to_core(encode(message)) == message
+
+
+async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:
+    tokenising, go_on = threading.Event(), threading.Event()
+
+    class Slow(Tokenizer):
+        def __init__(self) -> None:
+            self.fast = tokenizer.fast
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            tokenising.set()
+            assert go_on.wait(30)
+            return [5]
+
+    task = asyncio.create_task(input_processor(Slow()).process("x" * 5000, None))
+    while not tokenising.is_set():
+        await asyncio.sleep(0)  # this loop runs: the thread is waiting for it
+    go_on.set()
+    assert (await task).prompt_token_ids == [5]

@@ -1,0 +1,128 @@
+"""The core's turn: the device is fed before anybody is told anything, and the gauges tell the truth."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from sidestep.engine_core.core import DeviceClock, EngineCore
+from sidestep.executor.base import Executor, WorkerReady
+from sidestep.executor.fake import expected_tokens
+from sidestep.ipc.messages import AbortRequests, Answer, Call, unpack_ids
+from sidestep.ipc.step import StepInput, StepOutput
+from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_scheduler
+
+
+class HandExecutor(Executor):
+    """Runs steps on the fake device; an output is there when the test says so."""
+
+    def __init__(self) -> None:
+        self.submitted: list[StepInput] = []
+        self.done: deque[StepOutput] = deque()
+        self._running: deque[StepOutput] = deque()
+
+    def start(self) -> WorkerReady:
+        raise NotImplementedError
+
+    def submit(self, step: StepInput) -> None:
+        self.submitted.append(step)
+        self._running.append(self.runner.execute(step).wait())
+
+    def finish_step(self) -> None:
+        self.done.append(self._running.popleft())
+
+    def poll(self) -> StepOutput | None:
+        return self.done.popleft() if self.done else None
+
+    def fileno(self) -> int:
+        return -1
+
+    def worker_pids(self) -> list[int]:
+        return []
+
+    def shutdown(self) -> None:
+        pass
+
+
+def make_core(depth: int = 2) -> tuple[EngineCore, HandExecutor, Clock]:
+    clock, executor = Clock(), HandExecutor()
+    scheduler = make_scheduler(clock=clock, overlap=depth == 2)
+    executor.runner = make_runner(scheduler)
+    return EngineCore(scheduler, executor, max_steps_in_flight=depth, clock=clock), executor, clock
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_as_many_steps_are_in_flight_as_allowed(depth: int) -> None:
+    core, executor, _ = make_core(depth)
+    core.handle(make_request([1, 2, 3], 9))
+    core.step()
+    assert len(executor.submitted) == core.in_flight == depth
+    executor.finish_step()
+    core.step()
+    assert len(executor.submitted) == depth + 1
+
+
+def test_a_request_runs_to_its_end_and_every_token_is_told_once() -> None:
+    core, executor, _ = make_core()
+    core.handle(make_request([1, 2, 3], 6))
+    tokens, finished = [], 0
+    for _ in range(20):
+        for client, outputs in core.step():
+            assert client == 0
+            tokens += unpack_ids(outputs.token_ids).tolist()
+            finished += len(outputs.finished)
+        if core.in_flight:
+            executor.finish_step()
+    assert tokens == expected_tokens([1, 2, 3], 6, 0, VOCAB_SIZE) and finished == 1
+    assert core.in_flight == 0 and core.step() == []
+
+
+def test_steps_that_give_nothing_to_tell_still_lead_to_the_next() -> None:
+    core, executor, _ = make_core(depth=1)
+    core.handle(make_request([1] * 200, 1))  # several chunks of prompt
+    for expected in range(1, 5):
+        core.step()
+        assert len(executor.submitted) == expected
+        executor.finish_step()
+
+
+def test_aborting_the_last_request_lets_the_pipeline_run_dry() -> None:
+    core, executor, _ = make_core()
+    core.handle(make_request([1, 2, 3], 50))
+    core.step()
+    core.handle(AbortRequests(client=0, handles=[0]))
+    for _ in range(2):
+        executor.finish_step()
+        assert all(not outputs.handles for _, outputs in core.step())
+    assert core.in_flight == 0 and core.scheduler.kv.pool.num_used == 0
+
+
+def test_progress_is_measured_while_something_is_in_flight() -> None:
+    core, executor, clock = make_core()
+    clock.now = 5.0
+    assert core.seconds_since_progress() == 0.0
+    core.handle(make_request([1, 2, 3], 2))
+    core.step()
+    clock.now = 8.0
+    answer = core.handle(Call(client=0, call_id=7, method="ping"))
+    assert answer == Answer(call_id=7, result={"seconds_since_progress": 3.0})
+    executor.finish_step()
+    executor.finish_step()
+    core.step()
+    assert core.seconds_since_progress() == 0.0
+
+
+def test_an_unknown_call_is_answered_with_an_error() -> None:
+    core, _, _ = make_core()
+    answer = core.handle(Call(client=0, call_id=1, method="dance"))
+    assert answer is not None and answer.error == "method: unknown call 'dance'"
+
+
+def test_idle_counts_gaps_between_steps_but_not_the_time_without_work() -> None:
+    device = DeviceClock()
+    device.add(0, 10_000_000_000)
+    device.add(11_000_000_000, 20_000_000_000)
+    device.pause()
+    device.add(90_000_000_000, 95_000_000_000)
+    assert (device.busy_s, device.idle_s) == (24.0, 1.0)

@@ -1,0 +1,31 @@
+"""`import sidestep`: the names users need, and nothing imported before it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import sidestep
+
+
+@pytest.mark.parametrize("name", sidestep.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(sidestep, name) is not None and name in dir(sidestep)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert sidestep.__version__ == metadata.version("sidestep")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'sidestep' has no attribute 'AsyncLM'"):
+        sidestep.AsyncLM  # noqa: B018
+
+
+def test_importing_it_imports_nothing_else_of_ours() -> None:
+    code = "import sys, sidestep; print([n for n in sys.modules if n.startswith(('sidestep.', 'msgspec', 'zmq'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

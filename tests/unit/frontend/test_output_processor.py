@@ -1,0 +1,170 @@
+"""What one message of the core does to the requests that it speaks of."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sidestep import EngineDeadError, RequestError, RequestOutputKind, SamplingParams
+from sidestep.frontend.output_processor import OutputProcessor, RequestState
+from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.messages import Finished, FinishReason, Outputs, pack_ids
+from tests.unit.frontend.fakes import input_processor
+
+
+class Desk:
+    """A processor with requests 0, 1, ..., and what it has aborted."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.aborted: list[int] = []
+        self.processor = OutputProcessor(self.aborted.extend)
+        self.tokenizer = tokenizer
+        self.states: list[RequestState] = []
+
+    async def add(self, **params: Any) -> RequestState:
+        request = await input_processor(self.tokenizer).process([5, 6], SamplingParams(max_tokens=50, **params))
+        state = RequestState(len(self.states), f"r{len(self.states)}", request, self.tokenizer)
+        self.states.append(state)
+        self.processor.add(state)
+        return state
+
+    def say(self, *tokens: tuple[int, int], **finished: Any) -> None:
+        """One step: (handle, token) pairs; `finished` are the fields of request 0's end."""
+        self.processor.handle(Outputs(
+            handles=pack_ids(h for h, _ in tokens), token_ids=pack_ids(t for _, t in tokens),
+            finished=[Finished(handle=0, **finished)] if finished else []))
+
+
+@pytest.fixture
+def desk(tokenizer: Tokenizer) -> Desk:
+    return Desk(tokenizer)
+
+
+class Wakes:
+    """Counts how often a reader runs."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.count = 0
+        has_news = state._has_news
+
+        def counted() -> bool:
+            self.count += 1
+            return has_news()
+
+        state._has_news = counted  # type: ignore[method-assign]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_final_only_reader_runs_once_more_whatever_the_number_of_tokens(desk: Desk) -> None:
+    state = await desk.add(output_kind=RequestOutputKind.FINAL_ONLY)
+    wakes = Wakes(state)
+    reader = asyncio.create_task(state.next_output())
+    await settle()
+    for token in range(70, 90):
+        desk.say((0, token))
+        await settle()
+    assert wakes.count == 1, "it went to sleep and has not been woken"
+    desk.say(reason=FinishReason.LENGTH)
+    assert (await reader).outputs[0].token_ids == list(range(70, 90))
+    assert wakes.count == 2
+
+
+async def test_many_tokens_before_a_reader_runs_wake_it_once(desk: Desk) -> None:
+    state = await desk.add(output_kind=RequestOutputKind.DELTA)
+    wakes = Wakes(state)
+    reader = asyncio.create_task(state.next_output())
+    await settle()
+    for token in (70, 71, 72):
+        desk.say((0, token))
+    assert (await reader).outputs[0].token_ids == [70, 71, 72]
+    assert wakes.count == 2
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
+async def test_a_stop_token_is_among_the_ids_but_not_in_the_text(desk: Desk, include: bool, text: str) -> None:
+    a, b, c = (desk.tokenizer.encode(letter)[0] for letter in "abc")
+    state = await desk.add(stop_token_ids=[c], include_stop_str_in_output=include)
+    desk.say((0, a))
+    desk.say((0, b))
+    desk.say((0, c), reason=FinishReason.STOP, stop_reason=c)
+    completion = (await state.next_output()).outputs[0]
+    assert (completion.text, completion.token_ids) == (text, [a, b, c])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", c)
+    assert desk.aborted == []
+
+
+async def test_a_stop_string_in_the_last_token_wins_over_the_core_s_reason(desk: Desk) -> None:
+    state = await desk.add(stop="b")
+    a, b = (desk.tokenizer.encode(letter)[0] for letter in "ab")
+    desk.say((0, a))
+    desk.say((0, b), reason=FinishReason.LENGTH)
+    completion = (await state.next_output()).outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("a", "stop", "b")
+
+
+async def test_the_tokens_of_a_stopped_request_end_with_the_one_that_completed_the_stop_string(desk: Desk) -> None:
+    state = await desk.add(stop="name(")
+    tokens = desk.tokenizer.encode("get_name(self)")
+    for token in tokens:
+        desk.say((0, token))
+    completion = (await state.next_output()).outputs[0]
+    assert completion.text == "get_"
+    shorter = desk.tokenizer.decode(completion.token_ids[:-1])
+    assert "name(" in desk.tokenizer.decode(completion.token_ids) and "name(" not in shorter
+    assert desk.aborted == [0]
+
+
+async def test_a_request_whose_text_cannot_be_made_fails_alone(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = await desk.add(), await desk.add()
+
+    def broken(token: int) -> None:
+        raise OverflowError("too much")
+
+    assert bad._detokenizer is not None
+    bad._detokenizer.add = broken  # type: ignore[method-assign]
+    desk.say((0, 70), (1, 70))
+    with pytest.raises(RequestError, match="too much"):
+        await bad.next_output()
+    assert (await good.next_output()).outputs[0].token_ids == [70]
+    assert desk.aborted == [0] and "'r0'" in caplog.text
+
+
+async def test_without_detokenising_there_are_only_ids(desk: Desk) -> None:
+    state = await desk.add(detokenize=False)
+    desk.say((0, 70), reason=FinishReason.LENGTH)
+    completion = (await state.next_output()).outputs[0]
+    assert (completion.text, completion.token_ids, completion.finished()) == ("", [70], True)
+
+
+async def test_a_deadline_is_told_with_the_text_so_far(desk: Desk) -> None:
+    state = await desk.add()
+    token = desk.tokenizer.encode("a")[0]
+    desk.say((0, token))
+    desk.say(reason=FinishReason.ABORT, stop_reason="deadline", num_preemptions=3)
+    out = await state.next_output()
+    assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason, out.outputs[0].text) == ("abort", "deadline", "a")
+    assert out.metrics.num_preemptions == 3 and out.metrics.first_token_latency is not None
+
+
+async def test_each_reader_gets_an_exception_of_its_own(desk: Desk) -> None:
+    states = [await desk.add(), await desk.add()]
+    desk.processor.fail_all(EngineDeadError("worker 0 was killed"))
+    caught = []
+    for state in states:
+        with pytest.raises(EngineDeadError, match="worker 0 was killed") as info:
+            await state.next_output()
+        caught.append(info.value)
+    assert caught[0] is not caught[1] and len(desk.processor) == 0
+
+
+async def test_what_it_prints_tells_its_state(desk: Desk) -> None:
+    state = await desk.add()
+    assert repr(state) == "RequestState('r0', live, 0 tokens, 0 taken)"
+    desk.say((0, 70), reason=FinishReason.LENGTH)
+    assert repr(state) == "RequestState('r0', length, 1 tokens, 0 taken)"
