@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
+import os
 import sys
-import threading
 
 import msgspec
 
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.cli_args import engine_args, sampling_params
 from sidestep.frontend.cli_generate import start_engine
+from sidestep.frontend.event_loop import new_event_loop
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
@@ -25,18 +25,24 @@ def run_chat(parsed: argparse.Namespace) -> int:
     arguments = engine_args(parsed)
     llm = start_engine(arguments)
     try:
-        asyncio.run(converse(llm, params, parsed.system))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            converse(llm, params, parsed.system, runner)
     finally:
         llm.shutdown()
     return 0
 
 
-async def converse(llm: AsyncLLM, params: SamplingParams, system: str | None) -> None:
-    """Reads messages and streams answers until the user leaves."""
+def converse(llm: AsyncLLM, params: SamplingParams, system: str | None, runner: asyncio.Runner) -> None:
+    """Reads messages and streams answers until the user leaves.
+
+    Reading a line and streaming an answer are each a run of the event loop, so that each takes Ctrl-C in its own way:
+    the first leaves the chat, the second stops the answer.
+    """
+    lines = LineReader(sys.stdin.fileno())
     beginning = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
     print(HELP, file=sys.stderr)
-    while (text := await read_line("> ")) is not None and text != "/exit":
+    while (text := runner.run(lines.ask("> "))) is not None and text != "/exit":
         if text == "/reset":
             messages = list(beginning)
         elif text.startswith("/"):
@@ -44,7 +50,7 @@ async def converse(llm: AsyncLLM, params: SamplingParams, system: str | None) ->
         elif text:
             messages.append({"role": "user", "content": text})
             try:
-                answer = await stream_answer(llm, messages, params)
+                answer = stream_answer(llm, messages, params, runner)
             except ValidationError as error:  # too long by now, most likely: the user can /reset
                 messages.pop()
                 print(f"sidestep: {error}", file=sys.stderr)
@@ -52,29 +58,42 @@ async def converse(llm: AsyncLLM, params: SamplingParams, system: str | None) ->
             messages.append({"role": "assistant", "content": answer})
 
 
-async def read_line(prompt: str) -> str | None:
-    """A line from the terminal, stripped; None at the end of the input. Read in a thread, so that the engine's messages
-    keep flowing; a daemon, so that Ctrl-C at the prompt leaves without waiting for the line."""
-    loop = asyncio.get_running_loop()
-    line: asyncio.Future[str | None] = loop.create_future()
+class LineReader:
+    """Lines of a terminal, pipe or file, read by the event loop. `input` would need a thread that Ctrl-C cannot end, or
+    the main thread, where a Ctrl-C that comes just before it waits is lost."""
 
-    def give(text: str | None) -> None:
-        if not line.done():
-            line.set_result(text)
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._unread = b""
 
-    def read() -> None:
+    async def ask(self, prompt: str) -> str | None:
+        """The next line, stripped; None at the end of the input."""
+        print(prompt, end="", flush=True)
+        while b"\n" not in self._unread:
+            await self._until_readable()
+            data = os.read(self._fd, 1 << 16)
+            if not data:  # the last line may lack its end
+                line, self._unread = self._unread, b""
+                return line.decode(errors="replace").strip() or None
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode(errors="replace").strip()
+
+    async def _until_readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
         try:
-            text: str | None = input(prompt).strip()
-        except EOFError:
-            text = None
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(give, text)
+            loop.add_reader(self._fd, readable.set)
+        except PermissionError:
+            return  # a file: reading it never waits
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._fd)
 
-    threading.Thread(target=read, name="terminal", daemon=True).start()
-    return await line
 
-
-async def stream_answer(llm: AsyncLLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+def stream_answer(llm: AsyncLLM, messages: list[dict[str, str]], params: SamplingParams,
+                  runner: asyncio.Runner) -> str:
     """Prints an answer as it comes and returns it. Ctrl-C ends it early: what has come counts."""
     answer = ""
 
@@ -85,14 +104,10 @@ async def stream_answer(llm: AsyncLLM, messages: list[dict[str, str]], params: S
             sys.stdout.write(output.outputs[0].text)
             sys.stdout.flush()
 
-    task = asyncio.create_task(stream())
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
-        await task
-    except asyncio.CancelledError:
+        runner.run(stream())  # Ctrl-C cancels it, and comes out here when it has ended
+    except KeyboardInterrupt:
         pass
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
         print()
     return answer
