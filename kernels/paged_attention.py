@@ -13,12 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 def decode_attention(q: Tensor, keys_values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """One query token a row.
 
-    q [R, H, D]; keys_values [R, L, 2 KVH, D], keys first, each row padded with finite values to the longest; mask
+    q [R, H, D]; keys_values [R, 2 KVH, L, D], keys first, each row padded with finite values to the longest; mask
     [R, 1, 1, L] of q's type, 0 for tokens to attend to and -inf for others, or None. Returns [R, H, D].
     """
     rows, heads, dim = q.shape
-    kv_heads = keys_values.shape[2] // 2
-    k, v = keys_values.unflatten(2, (2, kv_heads)).permute(2, 0, 3, 1, 4)
+    kv_heads = keys_values.shape[1] // 2
+    k, v = keys_values.split(kv_heads, 1)
     query = q.view(rows, kv_heads, heads // kv_heads, dim)
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
     return out.reshape(rows, heads, dim)

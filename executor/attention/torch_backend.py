@@ -69,15 +69,19 @@ class TorchAttention(AttentionBackend):
         if copy is None or not self._extend_copy:
             copy = self._gather(layer)
         else:
-            copy[self._row_index, self._last_index] = kv
-        return decode_attention(q, copy[:, :self._longest], self._masks[window], self._scale)
+            copy[self._row_index, :, self._last_index] = kv
+        return decode_attention(q, copy[:, :, :self._longest], self._masks[window], self._scale)
 
     def _gather(self, layer: int) -> Tensor:
-        """[R, room, 2 KVH, D] with each row's tokens, kept for the next step if it is small enough."""
+        """[R, 2 KVH, room, D] with each row's tokens, kept for the next step if it is small enough. A copy that is kept
+        has each head's tokens side by side, which is how attention reads them."""
         gathered = self._cache[layer].index_select(0, self._decode_blocks)
-        copy = gathered.view(self._num_decode, -1, *gathered.shape[2:])
-        self._copies[layer] = copy if self._keep_copy else None
-        return copy
+        copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
+        if not self._keep_copy:
+            self._copies[layer] = None
+            return copy
+        kept = self._copies[layer] = copy.contiguous()
+        return kept
 
     def _begin_decode(self, batch: HostBatch) -> None:
         rows = self._num_decode

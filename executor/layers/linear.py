@@ -2,11 +2,13 @@
 
 Two layouts serve a few rows on a CPU. A small float32 weight is stored transposed: the plain product then has the least
 overhead. Any other weight is packed once in the blocked form of oneDNN's kernels, which reads memory best. The
-operators for that are private to torch; where they are missing, or fail, the plain product serves.
+operators for that are private to torch; where they are missing, or fail, the plain product serves. For a single row the
+plain product reads a large float32 weight faster, so that is kept beside the packed one while memory is plentiful.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,7 +40,7 @@ class Linear:
         return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is not None:
+        if self._packed is not None and (self._weight is None or x.shape[0] > 1):
             return _linear_pointwise(x, self._packed, self._bias, "none", [], "")
         if self._transposed is not None:
             return torch.mm(x, self._transposed) if self._bias is None else \
@@ -47,13 +49,31 @@ class Linear:
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
     def _lay_out_for_cpu(self, weight: Tensor) -> None:
-        """The new form replaces the old one, so there is no second copy."""
+        """The new form replaces the old one, unless there is memory for both."""
         if weight.dtype == torch.float32 and weight.numel() <= _SMALL:
             self._transposed = weight.t().contiguous()
+            self._weight = None
         else:
             self._packed = pack(weight)
-        if self._transposed is not None or self._packed is not None:
-            self._weight = None
+            keep = weight.dtype == torch.float32 and _second_copies.take(weight.nbytes)
+            if self._packed is not None and not keep:
+                self._weight = None
+
+
+class _Budget:
+    """Bytes that a process may spend on something it could do without: an eighth of the machine's memory."""
+
+    def __init__(self) -> None:
+        self._left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+
+    def take(self, size: int) -> bool:
+        """Whether there was enough left."""
+        enough = size <= self._left
+        self._left -= size if enough else 0
+        return enough
+
+
+_second_copies = _Budget()
 
 
 def _find_operator(name: str) -> Callable[..., Tensor] | None:
