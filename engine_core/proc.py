@@ -19,6 +19,7 @@ from sidestep.ipc.core_args import CoreArgs
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.messages import Dead, Ready
 from sidestep.ipc.process import decode_args, freeze_heap
+from sidestep.ipc.shm_ring import SPIN_S
 
 
 def main(raw: bytes) -> None:
@@ -45,19 +46,19 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     """Starts the workers and builds the core on what they found. Raises EngineStartError."""
     worker = executor.start()
     max_model_len = fit_model_len(config, worker)
-    kv = KVCacheManager(worker.num_kv_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+    kv = KVCacheManager(worker.num_kv_blocks, worker.block_size, config.cache.enable_prefix_caching)
     scheduler = Scheduler(config.scheduler, kv, max_model_len=max_model_len, eos_token_ids=config.spec.eos_token_ids,
                           clock=time.monotonic)
     core = EngineCore(scheduler, executor, max_steps_in_flight=config.scheduler.max_steps_in_flight,
                       clock=time.monotonic)
-    ready = Ready(max_model_len=max_model_len, num_kv_blocks=worker.num_kv_blocks, block_size=config.cache.block_size,
+    ready = Ready(max_model_len=max_model_len, num_kv_blocks=worker.num_kv_blocks, block_size=worker.block_size,
                   device=worker.device, core_pid=os.getpid(), worker_pids=executor.worker_pids())
     return core, ready
 
 
 def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
     """The longest request that the KV cache can hold. Raises EngineStartError when that is less than was asked for."""
-    room = worker.num_kv_blocks * config.cache.block_size
+    room = worker.num_kv_blocks * worker.block_size
     if config.max_model_len <= room:
         return config.max_model_len
     if config.may_shrink_max_model_len:
@@ -81,8 +82,18 @@ def run(core: EngineCore, channel: CoreChannel) -> None:
         # 2. Take what came back, keep the pipeline full, send the tokens on.
         for client, outputs in core.step():
             channel.send(client, outputs)
-        # 3. Wait for a frontend, a worker or a deadline.
-        poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
+        # 3. Wait for a frontend, a worker or a deadline; with steps in flight, first look for a while without sleeping.
+        if not (core.in_flight and _look(poll)):
+            poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
+
+
+def _look(poll: select.poll) -> bool:
+    """Whether something came in the time that is spent looking."""
+    until = time.perf_counter() + SPIN_S
+    while time.perf_counter() < until:
+        if poll.poll(0):
+            return True
+    return False
 
 
 def _milliseconds_until(deadline: float | None) -> float | None:

@@ -13,6 +13,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 found out while it loaded the model."""
 
     num_kv_blocks: int
+    block_size: int
+    """Tokens in a KV block."""
     device: str
     """For people: 'cpu (2 threads)', 'NVIDIA H200', 'fake'."""
 

@@ -20,6 +20,7 @@ from sidestep.ipc.step import Int32, StepInput, StepOutput
 
 _MASK = (1 << 61) - 1
 DEFAULT_BLOCKS = 8192
+DEFAULT_BLOCK_SIZE = 16
 
 
 def chain(previous: int, token: int) -> int:
@@ -80,7 +81,7 @@ class FakeRunner(Runner):
 
     def __init__(self, args: WorkerArgs) -> None:
         self._vocab_size = args.spec.vocab_size
-        self._block_size = args.cache.block_size
+        self._block_size = args.cache.block_size or DEFAULT_BLOCK_SIZE
         self._num_blocks = args.cache.num_kv_blocks or DEFAULT_BLOCKS
         self._device = FakeDevice(args.parallel.fake_step_ms / 1e3)
         self._instant = args.parallel.fake_step_ms == 0
@@ -93,7 +94,7 @@ class FakeRunner(Runner):
         self._seed = [0] * slots
 
     def load(self) -> WorkerReady:
-        return WorkerReady(num_kv_blocks=self._num_blocks, device="fake")
+        return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device="fake")
 
     def execute(self, step: StepInput) -> PendingOutput:
         self._enter(step)

@@ -1,4 +1,4 @@
-"""A step's tokens laid out one request after the other, without padding."""
+"""A step's tokens laid out one request after the other, without padding: the host's view."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from sidestep.executor.request_state import RequestState
 from sidestep.ipc.step import Int32, Int64, StepInput
@@ -13,41 +14,74 @@ from sidestep.ipc.step import Int32, Int64, StepInput
 
 @dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """What the host knows of a step: everything but the ids of tokens that were sampled. R rows, T tokens."""
+    """What the host knows of a step: everything but the ids of tokens that were sampled. R rows, T tokens.
 
+    What only some devices need is made when asked for, from the state's tables: so before the next step is applied.
+    """
+
+    state: RequestState
+    block_size: int
     slots: Int32
     """[R]"""
-    entries: Int64
-    """[R] A number for each stay of a request in a slot, never used again: what is kept from step to step goes by it,
-    since a slot is taken by one request after another."""
     num_tokens: Int32
     """[R]"""
     seq_lens: Int32
     """[R] Tokens in the cache after this step."""
+    query_starts: Int64
+    """[R + 1] Where each row's tokens begin in T; the last entry is T."""
     num_decode_rows: int
     """Leading rows of one token."""
-    block_tables: Int32
-    """[R, max_blocks]"""
-    token_ids: Int64
-    """[T] 0 where the id is on the device."""
+    row_slots: Int32
+    """[T] Slot of each token's row."""
     positions: Int64
     """[T]"""
-    slot_mapping: Int64
-    """[T] Block id * block size + offset of each token's place in the cache."""
-    unknown: Int64
-    """Indices into T of tokens whose id is `last_sampled` of their slot."""
-    unknown_slots: Int64
-    """Their slots."""
-    sampling_rows: Int64
-    """Rows that sample."""
-    logits_tokens: Int64
-    """For each of them, the index into T of its last token."""
+    token_ids: Int32
+    """[T] -1 where the id is on the device: `last_sampled` of the token's slot."""
+    samples: npt.NDArray[np.bool_]
+    """[R] Whether this step computes the last known token of a row, so that it samples."""
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @cached_property
+    def entries(self) -> Int64:
+        """[R] A number for each stay of a request in a slot, never used again: what is kept from step to step goes by
+        it, since a slot is taken by one request after another."""
+        return self.state.entries[self.slots]
+
+    @cached_property
+    def block_tables(self) -> Int32:
+        """[R, max_blocks]"""
+        return self.state.block_table[self.slots]
+
+    @cached_property
+    def slot_mapping(self) -> Int64:
+        """[T] Block id * block size + offset of each token's place in the cache."""
+        blocks = self.state.block_table[self.row_slots, self.positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + self.positions % self.block_size
+
+    @cached_property
+    def unknown(self) -> Int64:
+        """Indices into T of tokens whose id is on the device."""
+        return np.flatnonzero(self.token_ids < 0)
+
+    @cached_property
+    def sampling_rows(self) -> Int64:
+        """Rows that sample."""
+        return np.flatnonzero(self.samples)
+
+    @cached_property
+    def logits_tokens(self) -> Int64:
+        """For each of them, the index into T of its last token."""
+        return self.query_starts[1:][self.sampling_rows] - 1
 
     @cached_property
     def token_ranges(self) -> list[tuple[int, int]]:
         """Each row's tokens as a range of T."""
-        ends = np.cumsum(self.num_tokens).tolist()
-        return list(zip([0, *ends], ends, strict=False))
+        ends = self.query_starts.tolist()
+        return list(zip(ends, ends[1:], strict=False))
 
 
 def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBatch:
@@ -55,23 +89,19 @@ def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBat
     slots, counts = step.slots, step.num_tokens
     first = state.num_computed[slots]
     seq_lens = first + counts
-    ends = np.cumsum(counts)
-    if int(ends[-1]) == len(slots):  # all rows have one token
+    starts = np.zeros(len(slots) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    total = int(starts[-1])
+    if total == len(slots):  # all rows have one token
         row_slots, positions, num_decode = slots, first.astype(np.int64), len(slots)
     else:
         row_slots = np.repeat(slots, counts)
-        positions = np.arange(ends[-1]) - np.repeat(ends - counts - first, counts)
-        longer = counts > 1
-        num_decode = int(longer.argmax())
+        positions = np.arange(total) - np.repeat(starts[:-1] - first, counts)
+        num_decode = int((counts > 1).argmax())
     known = positions < state.num_known[row_slots]
-    token_ids = np.where(known, state.token_ids[row_slots, np.where(known, positions, 0)], 0)
-    slot_mapping = state.block_table[row_slots, positions // block_size].astype(np.int64) * block_size \
-        + positions % block_size
-    sampling_rows = np.flatnonzero(seq_lens >= state.num_known[slots])
-    unknown = np.flatnonzero(~known)
+    token_ids = np.where(known, state.token_ids[row_slots, np.where(known, positions, 0)], np.int32(-1))
     state.num_computed[slots] = seq_lens
     return HostBatch(
-        slots=slots, entries=state.entries[slots], num_tokens=counts, seq_lens=seq_lens, num_decode_rows=num_decode,
-        block_tables=state.block_table[slots], token_ids=token_ids.astype(np.int64), positions=positions,
-        slot_mapping=slot_mapping, unknown=unknown, unknown_slots=row_slots[unknown].astype(np.int64),
-        sampling_rows=sampling_rows, logits_tokens=(ends[sampling_rows] - 1).astype(np.int64))
+        state=state, block_size=block_size, slots=slots, num_tokens=counts, seq_lens=seq_lens, query_starts=starts,
+        num_decode_rows=num_decode, row_slots=row_slots, positions=positions, token_ids=token_ids,
+        samples=seq_lens >= state.num_known[slots])

@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import os
 
-import torch
-
-from sidestep.executor.attention.base import AttentionShape
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.errors import EngineStartError
 
 _CPU_LIMIT = 2 << 30
 
 
-def num_kv_blocks(args: WorkerArgs, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> int:
-    """What was asked for, or what memory allows; never more than all slots at full length could use. The model has been
-    loaded already. Raises EngineStartError when not even one block fits."""
+def cpu_kv_blocks(args: WorkerArgs, bytes_per_token: int, block_size: int) -> int:
+    """What was asked for, or a share of the machine's memory. Raises EngineStartError when not one block fits."""
+    return _blocks(args, bytes_per_token, block_size, min(_CPU_LIMIT, _physical_memory() // 4),
+                   "raise kv_cache_memory_bytes or lower block_size")
+
+
+def gpu_kv_blocks(args: WorkerArgs, bytes_per_token: int, block_size: int, *, free: int, total: int,
+                  working: int) -> int:
+    """What was asked for, or what the wanted share of the GPU leaves.
+
+    free, total: bytes of the GPU, with the model loaded; working: bytes that the largest step needs beside it. Raises
+    EngineStartError when not one block fits, and says what to change.
+    """
+    budget = int(free - (1 - args.cache.gpu_memory_utilization) * total) - working
+    gib = 1 << 30
+    return _blocks(
+        args, bytes_per_token, block_size, max(0, budget),
+        f"of {total / gib:.1f} GiB, {(total - free) / gib:.1f} are taken by weights and other programs and "
+        f"{working / gib:.1f} by the largest step; raise gpu_memory_utilization ({args.cache.gpu_memory_utilization}), "
+        f"lower max_num_batched_tokens ({args.max_num_batched_tokens}) or max_num_seqs ({args.max_num_seqs}), or use a "
+        "larger tensor_parallel_size")
+
+
+def _blocks(args: WorkerArgs, bytes_per_token: int, block_size: int, budget: int, advice: str) -> int:
+    """Never more than all slots at full length could use."""
     if args.cache.num_kv_blocks is not None:
         return args.cache.num_kv_blocks
-    block_bytes = shape.bytes_per_token(dtype) * args.cache.block_size
-    budget = args.cache.kv_cache_memory_bytes
-    if budget is None:
-        budget = _gpu_budget(args, device) if device.type == "cuda" else min(_CPU_LIMIT, _physical_memory() // 4)
-    useful = args.max_num_seqs * -(-args.max_model_len // args.cache.block_size)
+    block_bytes = bytes_per_token * block_size
+    if args.cache.kv_cache_memory_bytes is not None:
+        budget, advice = args.cache.kv_cache_memory_bytes, "raise it or lower block_size"
+    useful = args.max_num_seqs * -(-args.max_model_len // block_size)
     blocks = min(budget // block_bytes, useful)
     if blocks < 1:
-        raise EngineStartError(
-            f"kv_cache_memory_bytes: {budget} bytes do not hold one block of {args.cache.block_size} tokens "
-            f"({block_bytes} bytes); raise it, raise gpu_memory_utilization, or lower block_size")
+        raise EngineStartError(f"kv_cache_memory_bytes: {budget} bytes do not hold one block of {block_size} tokens "
+                               f"({block_bytes} bytes); {advice}")
     return blocks
-
-
-def _gpu_budget(args: WorkerArgs, device: torch.device) -> int:
-    """What the wanted share of the GPU leaves beside the weights and the activations of the largest step."""
-    free, total = torch.cuda.mem_get_info(device)
-    spec, itemsize = args.spec, 4
-    widest = max(spec.hidden_size * 6 + 3 * spec.intermediate_size, spec.num_heads * spec.head_dim * 8)
-    activations = args.max_num_batched_tokens * widest * itemsize
-    # Sampling holds several float32 (and int64) copies of the logits of all rows.
-    logits = args.max_num_seqs * spec.vocab_size * itemsize * 10
-    return int(max(0, free - (1 - args.cache.gpu_memory_utilization) * total - activations - logits))
 
 
 def _physical_memory() -> int:

@@ -43,7 +43,8 @@ class MultiprocExecutor(Executor):
                 os.close(bell)
             self._steps = RingWriter(steps)
             ready = [self._wait_ready(rank) for rank in range(self._world)]
-        return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), device=ready[0].device)
+        return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), block_size=ready[0].block_size,
+                           device=ready[0].device)
 
     def submit(self, step: StepInput) -> None:
         assert self._steps is not None, "start() comes first"
@@ -91,7 +92,7 @@ class MultiprocExecutor(Executor):
     def _worker_args(self, rank: int, rendezvous: str | None) -> WorkerArgs:
         config = self._config
         return WorkerArgs(
-            rank=rank, runner="fake" if config.parallel.device == "fake" else "torch", spec=config.spec,
+            rank=rank, spec=config.spec,
             model=config.model, cache=config.cache, parallel=config.parallel, num_slots=config.scheduler.num_slots,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_num_seqs=config.scheduler.max_num_seqs, max_model_len=config.max_model_len, rendezvous=rendezvous)

@@ -1,13 +1,12 @@
 """A worker's tables: one row for each slot, changed only by the differences that a step brings.
 
-All that can be known without the sampled tokens is kept on the host: how many tokens a row has computed advances by the
-step's own numbers. Only `last_sampled` lives on the device.
+All that can be known without the sampled tokens, and so without waiting for the device: how many tokens a row has
+computed advances by the step's own numbers. What was sampled is the runner's.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from sidestep.ipc.step import StepInput
 
@@ -15,7 +14,7 @@ from sidestep.ipc.step import StepInput
 class RequestState:
     """Rows of requests, by slot."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         max_blocks = -(-max_model_len // block_size)
         # Large but mostly untouched: memory is taken only for what requests fill.
         self.token_ids = np.zeros((num_slots, max_model_len), np.int32)
@@ -33,7 +32,6 @@ class RequestState:
         self.seed = np.zeros(num_slots, np.int64)
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.stop_ids: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = [np.empty(0, np.int32)] * num_slots
-        self.last_sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def apply(self, step: StepInput) -> None:
         """Lets new requests in and appends new blocks."""

@@ -16,8 +16,6 @@ class WorkerArgs:
     """All that a worker needs to know; sent to its process as JSON."""
 
     rank: int
-    runner: str
-    """A name of ipc.registry.RUNNERS."""
     spec: ModelSpec
     model: ModelConfig
     cache: CacheConfig

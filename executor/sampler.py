@@ -1,4 +1,4 @@
-"""Sampling a batch: each row pays only for what it asks for."""
+"""Sampling a batch on the CPU: each row pays only for what it asks for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from sidestep.kernels.sampling import mask_top_k_top_p_min_p, sample
 class Sampler:
     """Chooses one token for each row that samples. All ranks choose alike: there is no random state."""
 
-    def __init__(self, state: RequestState, device: torch.device) -> None:
+    def __init__(self, state: RequestState) -> None:
         self._state = state
-        self._device = device
 
     def __call__(self, logits: Tensor, batch: HostBatch) -> Tensor:
         """int64 [R] from logits [R, V] of the rows `batch.sampling_rows`."""
@@ -33,8 +32,8 @@ class Sampler:
             (state.top_k[slots] > 0) | (state.top_p[slots] < 1) | (state.min_p[slots] > 0)))
         if len(filtered):
             logits = self._filter(logits, filtered, slots[filtered])
-        return sample(logits, self._to_device(temperature), self._to_device(state.seed[slots]),
-                      self._to_device(batch.seq_lens[rows].astype(np.int64)))
+        return sample(logits, _tensor(temperature), _tensor(state.seed[slots]),
+                      _tensor(batch.seq_lens[rows].astype(np.int64)))
 
     def _mask_stops(self, logits: Tensor, batch: HostBatch, slots: Int32) -> Tensor:
         """-inf for stop tokens of rows that have fewer than min_tokens outputs."""
@@ -44,18 +43,19 @@ class Sampler:
         if not len(early):
             return logits
         stops = [state.stop_ids[slot] for slot in slots[early].tolist()]
-        rows = self._to_device(np.repeat(early, [len(s) for s in stops]))
-        return logits.index_put((rows, self._to_device(np.concatenate(stops).astype(np.int64))),
+        rows = _tensor(np.repeat(early, [len(s) for s in stops]))
+        return logits.index_put((rows, _tensor(np.concatenate(stops).astype(np.int64))),
                                 logits.new_tensor(-torch.inf))
 
     def _filter(self, logits: Tensor, rows: Int64, slots: Int32) -> Tensor:
         state = self._state
-        index = self._to_device(rows)
-        temperature = self._to_device(state.temperature[slots])[:, None]
+        index = _tensor(rows)
+        temperature = _tensor(state.temperature[slots])[:, None]
         kept = mask_top_k_top_p_min_p(
-            logits.index_select(0, index) / temperature, self._to_device(state.top_k[slots].astype(np.int64)),
-            self._to_device(state.top_p[slots]), self._to_device(state.min_p[slots]))
+            logits.index_select(0, index) / temperature, _tensor(state.top_k[slots].astype(np.int64)),
+            _tensor(state.top_p[slots]), _tensor(state.min_p[slots]))
         return logits.index_copy(0, index, kept * temperature)
 
-    def _to_device(self, column: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(column)).to(self._device, non_blocking=True)
+
+def _tensor(column: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column))

@@ -1,9 +1,8 @@
 """A worker process: one rank's runner between two rings.
 
 Order of side effects: a step is decoded, its differences applied and its work launched before the next is read, so
-steps reach the device in the order they were sent. Outputs go back in that order too: from this thread when the device
-computes inside `execute` and nothing is outstanding, else from the drain thread, so that the main thread never waits
-for the device.
+steps reach the device in the order they were sent. Outputs go back in that order too: from this thread when it finds
+them ready, else from the drain thread. The main thread never waits for the device.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from __future__ import annotations
 import enum
 import queue
 import threading
+import time
 import traceback
+from collections import deque
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +21,7 @@ from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc import registry
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.process import decode_args, freeze_heap
-from sidestep.ipc.shm_ring import RingClosed, RingReader, RingSpec, RingWriter
+from sidestep.ipc.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
 from sidestep.ipc.step import StepInput
 
 
@@ -49,21 +50,36 @@ class WorkerProcArgs:
 
 
 class Drain:
-    """Sends outputs in order, waiting for the device in a thread of its own."""
+    """Sends outputs in order: from the main thread as long as it has time to look, else from a thread that waits."""
 
     def __init__(self, replies: RingWriter) -> None:
         self._replies = replies
+        self._looked_at: deque[PendingOutput] = deque()
+        """Those the main thread looks at; none of them is the waiting thread's."""
         self._queue: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
-        self._outstanding = 0
+        # Two counts, each changed by one thread alone.
+        self._num_left = 0
+        self._num_waited_for = 0
         threading.Thread(target=self._run, name="drain", daemon=True).start()
 
     def put(self, pending: PendingOutput) -> None:
-        """Sends now if that keeps the order and waits for nothing, else hands over to the thread."""
-        if self._outstanding == 0 and pending.ready:
-            self._send(pending)
-            return
-        self._outstanding += 1
-        self._queue.put(pending)
+        """The next output."""
+        self._looked_at.append(pending)
+        self.send_ready()
+
+    def send_ready(self) -> bool:
+        """Sends what can be sent without waiting; whether there was anything."""
+        sent = False
+        while self._looked_at and self._num_left == self._num_waited_for and self._looked_at[0].ready:
+            self._send(self._looked_at.popleft())
+            sent = True
+        return sent
+
+    def wait_for_rest(self) -> None:
+        """Leaves the rest to the thread, since the main thread is about to block."""
+        while self._looked_at:
+            self._num_left += 1
+            self._queue.put(self._looked_at.popleft())
 
     def _send(self, pending: PendingOutput) -> None:
         self._replies.send(pending.wait().encode(), Reply.OUTPUT)
@@ -77,7 +93,7 @@ class Drain:
                 # A device reports a failed kernel at the next wait, which is here.
                 self._replies.send([failure_text().encode()], Reply.FAILED)
                 return
-            self._outstanding -= 1
+            self._num_waited_for += 1
 
 
 def failure_text() -> str:
@@ -87,12 +103,16 @@ def failure_text() -> str:
 
 
 def load_runner(args: WorkerProcArgs) -> Runner:
-    """The runner with its model loaded."""
-    if args.worker.runner != "fake":
+    """The runner of the device asked for, or found."""
+    device = args.worker.parallel.device
+    if device != "fake":
         import torch
 
+        from sidestep.executor.model_loading import pick_device
+
         torch.set_num_threads(args.cpu_threads)
-    runner: Runner = registry.load(registry.RUNNERS[args.worker.runner])(args.worker)
+        device = pick_device(args.worker).type
+    runner: Runner = registry.load(registry.RUNNERS[device])(args.worker)
     return runner
 
 
@@ -124,10 +144,24 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
     """The loop. Only one rank answers: all ranks sample the same tokens."""
     drain = Drain(replies)
     while True:
-        steps.wait()
+        wait_for_step(steps, drain)
         message = steps.receive()
         if message is None:
             continue
         pending = runner.execute(StepInput.decode(message[1]))
         if answers:
             drain.put(pending)
+
+
+def wait_for_step(steps: RingReader, drain: Drain) -> None:
+    """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in microseconds, where
+    waking a thread that waits takes tens of them, several times on the way from one step to the next."""
+    until = time.perf_counter() + SPIN_S
+    while SPIN_S and not steps.has_message:
+        if drain.send_ready():
+            until = time.perf_counter() + SPIN_S
+        elif time.perf_counter() > until:
+            break
+    if not steps.has_message:
+        drain.wait_for_rest()
+        steps.wait()

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
+from sidestep.ipc.registry import ATTENTION_BACKENDS
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -97,7 +98,8 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = option(16, "Tokens in one KV block.")
+    block_size: int | None = option(
+        None, "Tokens in one KV block. Default: 64 on a GPU, where it must be a multiple of 16; else 16.")
     num_kv_blocks: int | None = option(None, "Number of KV blocks; overrides what memory would allow.")
     kv_cache_memory_bytes: int | None = option(
         None, "Memory for the KV cache of one rank, such as 4G. Default: what --gpu-memory-utilization leaves on a "
@@ -141,17 +143,22 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Where the model runs."""
+    """Where the model runs, and how."""
 
     tensor_parallel_size: int = option(1, "Number of ranks that share each layer; one process each.")
     device: str = option("auto", "'auto' takes the GPU where there is one; 'fake' scripts tokens without a model.",
                          choices=DEVICES)
     cpu_threads: int | None = option(
         None, "Threads of a CPU rank. Default: the cores, shared among the ranks.")
+    attention_backend: str = option(
+        "auto", "How attention is computed: 'auto' takes triton on a GPU and torch on a CPU; flashinfer needs its "
+        "package.",
+        choices=("auto", *ATTENTION_BACKENDS))
+    enforce_eager: bool = option(False, "Launch each kernel by itself instead of whole steps as CUDA graphs.")
     fake_step_ms: float = option(0.0, "Device 'fake' only: how long a step keeps the device busy, in milliseconds.")
 
     def __post_init__(self) -> None:
-        _require_choice(self, "device")
+        _require_choice(self, "device", "attention_backend")
         _require_positive_int(self, "tensor_parallel_size", "cpu_threads")
         _require(self.fake_step_ms >= 0, "fake_step_ms", "must not be negative")
         _require(self.fake_step_ms == 0 or self.device == "fake", "fake_step_ms",

@@ -18,10 +18,11 @@ MODELS: dict[str, str] = {
 """Hugging Face architecture name -> model class."""
 
 RUNNERS: dict[str, str] = {
-    "torch": "sidestep.executor.model_runner:ModelRunner",
+    "cpu": "sidestep.executor.model_runner:ModelRunner",
+    "cuda": "sidestep.executor.gpu_runner:GpuRunner",
     "fake": "sidestep.executor.fake:FakeRunner",
 }
-"""What a worker process runs its steps on."""
+"""What a worker process runs its steps on: the device's name."""
 
 EXECUTORS: dict[str, str] = {
     "multiproc": "sidestep.executor.multiproc:MultiprocExecutor",
@@ -30,6 +31,7 @@ EXECUTORS: dict[str, str] = {
 
 ATTENTION_BACKENDS: dict[str, str] = {
     "torch": "sidestep.executor.attention.torch_backend:TorchAttention",
+    "triton": "sidestep.executor.attention.triton_backend:TritonAttention",
 }
 """Paged attention implementations."""
 

@@ -5,8 +5,8 @@ with and nothing to leave behind. Layout: a counter of messages written, a count
 (each counter alone in its cache line), then fixed-size slots; a message larger than a slot takes several.
 
 Ordering: a slot is filled before the counter moves, and the doorbell is rung after that. A reader that is woken by the
-doorbell is ordered by the kernel; one that spins on the counter relies on stores becoming visible in order, so spinning
-is done on x86 only, and where there are cores to spare.
+doorbell is ordered by the kernel; one that looks at the counter again and again (`has_message`) relies on stores
+becoming visible in order, so that is done on x86 only, and where there are cores to spare.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _SLOT_HEADER = struct.Struct("<IHH")
 """Bytes in this slot, kind of message, whether the message goes on in the next slot."""
 DEFAULT_SLOT_BYTES = 1 << 18
 DEFAULT_SLOTS = 16
-SPIN_S = 100e-6 if platform.machine() in ("x86_64", "AMD64") and available_cores() > 4 else 0.0
+SPIN_S = 10e-3 if platform.machine() in ("x86_64", "AMD64") and available_cores() > 4 else 0.0
+"""How long a process looks for its next message before it blocks: longer than most decode steps take."""
 
 
 class RingClosed(Exception):
@@ -164,6 +165,11 @@ class RingReader(_Ring):
         """Readable when a message may have come or the writer has gone. Cleared by `clear_bell`."""
         return self._bell
 
+    @property
+    def has_message(self) -> bool:
+        """Whether `receive` has something."""
+        return self._counters[0] > self._count
+
     def receive(self) -> tuple[int, memoryview] | None:
         """The next message as (kind, bytes) if it is there. The bytes are valid until the next call."""
         self._release()
@@ -179,17 +185,14 @@ class RingReader(_Ring):
         return kind, self._receive_rest(bytearray(view))
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until `receive` has something: a bounded spin, then the doorbell. False when the time is up.
+        """Blocks until `receive` has something. False when the time is up.
 
         Raises RingClosed when the writer's process has ended and everything it wrote has been read.
         """
         self._release()
-        spin_until = time.perf_counter() + SPIN_S if SPIN_S else 0.0
         while True:
             if self._counters[0] > self._count:
                 return True
-            if spin_until and time.perf_counter() < spin_until:
-                continue
             if self._closed:
                 raise RingClosed("the writer has gone")
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):

@@ -8,5 +8,9 @@ from torch import Tensor
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for gate_up [T, 2 F] with the gate first. Returns [T, F]."""
+    if gate_up.is_cuda:
+        from sidestep.kernels.silu_mul_triton import silu_mul as launch
+
+        return launch(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate).mul_(up)

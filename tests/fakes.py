@@ -75,7 +75,7 @@ def make_runner(scheduler: Scheduler) -> FakeRunner:
     config = scheduler._config
     cache = CacheConfig(block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks)
     return FakeRunner(WorkerArgs(
-        rank=0, runner="fake", spec=SPEC, model=ModelConfig(), cache=cache, parallel=ParallelConfig(device="fake"),
+        rank=0, spec=SPEC, model=ModelConfig(), cache=cache, parallel=ParallelConfig(device="fake"),
         num_slots=config.num_slots, max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs, max_model_len=4096))
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sidestep.executor.input_batch import HostBatch
+from sidestep.executor.layers.rotary import RotaryTable
+
+Norms = tuple[Tensor, Tensor]
+"""Weights [D] of the norms of each head's queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +32,78 @@ class AttentionShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionSetup:
+    """What a backend is made for."""
+
+    shape: AttentionShape
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    rotary: RotaryTable
+    norm_eps: float
+    max_rows: int
+    """Most rows of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRows:
+    """A step's rows on the device, R of them with padding. The bounds are what a captured graph holds for good."""
+
+    header: Tensor
+    """int32; the number of rows, and how many of them decode. These come first."""
+    slots: Tensor
+    """int32 [R]"""
+    seq_lens: Tensor
+    """int32 [R] Tokens in the cache after this step."""
+    query_starts: Tensor
+    """int32 [R + 1] Where each row's tokens begin in T."""
+    block_tables: Tensor
+    """int32 [slots, blocks of the longest request], by slot."""
+    max_decode_rows: int
+    """No step of this kind has more rows that decode; 0: there are none."""
+    max_prompt_rows: int
+    """No step of this kind has more other rows; 0: there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """A step's T tokens, with padding, as a backend gets them."""
+
+    positions: Tensor
+    """int [T]"""
+    places: Tensor
+    """int [T] Block id * block size + offset of each token's place in the cache; -1 for padding."""
+    host: HostBatch | None
+    """None in a captured graph."""
+    rows: DeviceRows | None
+    """None where the host computes."""
+
+
 class AttentionBackend(abc.ABC):
     """Owns the KV cache and its layout. `begin_step`, then `attend` for each layer in order."""
 
+    graph_safe: ClassVar[bool] = False
+    """Whether a step needs nothing but `StepBatch.rows`, so that it can be captured in a CUDA graph."""
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """Why this backend cannot run on a device, or None if it can."""
+        return None
+
     @abc.abstractmethod
-    def __init__(self, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
+    def __init__(self, setup: AttentionSetup) -> None:
         """Allocates the cache. Raises torch.OutOfMemoryError or RuntimeError when there is no room."""
 
     @abc.abstractmethod
-    def begin_step(self, batch: HostBatch, slot_mapping: Tensor) -> None:
-        """Prepares what all layers share. slot_mapping int64 [T] on the device."""
+    def begin_step(self, batch: StepBatch) -> None:
+        """Prepares what all layers share."""
 
     @abc.abstractmethod
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """Writes kv [T, 2 KVH, D] (keys, then values) to the cache, then attends: q [T, H, D] to [T, H, D]."""
+    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+        """From the projections to the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
+
+        Queries and keys are normed where the model does so, and turned by the rotary embedding; keys and values are
+        written to the cache; each token attends to those before it and itself. May write over qkv.
+        """

@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend, AttentionShape
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
 from sidestep.executor.input_batch import HostBatch
+from sidestep.executor.layers.rotary import FullRotaryTable
 from sidestep.ipc.step import Int32, Int64
 from sidestep.kernels.kv_write import write_kv
 from sidestep.kernels.paged_attention import decode_attention, prefill_attention
+from sidestep.kernels.rms_norm import rms_norm
+from sidestep.kernels.rotary import apply_rotary
 
 _COPY_LIMIT = 1 << 30
 """Bytes, in all layers, up to which the gathered copy is kept."""
@@ -26,33 +29,45 @@ _HEADROOM = 64
 class TorchAttention(AttentionBackend):
     """Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its values."""
 
-    def __init__(self, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        self._shape = shape
-        self._block_size = block_size
-        self._dtype = dtype
-        self._device = device
+    def __init__(self, setup: AttentionSetup) -> None:
+        shape = self._shape = setup.shape
+        self._block_size, self._dtype, self._device = setup.block_size, setup.dtype, setup.device
+        self._norm_eps = setup.norm_eps
         self._scale = shape.head_dim**-0.5
-        size = (num_blocks, block_size, 2 * shape.num_kv_heads, shape.head_dim)
+        self._rotary_table = FullRotaryTable(setup.rotary, setup.dtype)
+        size = (setup.num_blocks, setup.block_size, 2 * shape.num_kv_heads, shape.head_dim)
         # Zeros: padding reads blocks that were never written, and 0 x NaN would spread.
-        self._cache = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        self._cache = [torch.zeros(size, dtype=setup.dtype, device=setup.device) for _ in range(shape.num_layers)]
         self._windows = sorted(set(shape.windows))
         self._copies: list[Tensor | None] = [None] * shape.num_layers
         self._copied_entries = np.empty(0, np.int64)
         self._copied_lens = np.empty(0, np.int32)
         self._copy_room = 0
 
-    def begin_step(self, batch: HostBatch, slot_mapping: Tensor) -> None:
-        self._slot_mapping = slot_mapping
-        self._num_decode = batch.num_decode_rows
+    def begin_step(self, batch: StepBatch) -> None:
+        host = batch.host
+        assert host is not None, "this backend needs the host's view of a step"
+        self._rotary = self._rotary_table.rows(batch.positions)
+        self._places = batch.places.long()
+        self._num_decode = host.num_decode_rows
         if self._num_decode:
-            self._begin_decode(batch)
-        self._chunks = [(start, stop, self._blocks_of(batch, row), int(batch.seq_lens[row]))
-                        for row, (start, stop) in enumerate(batch.token_ranges) if row >= self._num_decode]
+            self._begin_decode(host)
+        self._chunks = [(start, stop, self._blocks_of(host, row), int(host.seq_lens[row]))
+                        for row, (start, stop) in enumerate(host.token_ranges) if row >= self._num_decode]
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+        heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
+        by_head = qkv.view(-1, heads + 2 * kv_heads, self._shape.head_dim)
+        if norms is not None:
+            by_head[:, :heads] = rms_norm(by_head[:, :heads], norms[0], self._norm_eps)
+            by_head[:, heads:heads + kv_heads] = rms_norm(by_head[:, heads:heads + kv_heads], norms[1], self._norm_eps)
+        apply_rotary(by_head[:, :heads + kv_heads], *self._rotary)
+        return self._attend(layer, by_head[:, :heads], by_head[:, heads:]).flatten(1)
+
+    def _attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """q [T, H, D] to [T, H, D]."""
         cache, rows = self._cache[layer], self._num_decode
-        write_kv(cache.flatten(0, 1), kv, self._slot_mapping)
+        write_kv(cache.flatten(0, 1), kv, self._places)
         window = self._shape.windows[layer]
         if not self._chunks:
             return self._decode(layer, q, kv, window)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import Weights
+from sidestep.kernels.linear import gated_linear, linear
+from sidestep.kernels.silu_mul import silu_mul
 
 _PACK_FOR_ROWS = 8
 """The batch size that the packed layout is chosen for."""
@@ -46,7 +48,13 @@ class Linear:
             return torch.mm(x, self._transposed) if self._bias is None else \
                 torch.addmm(self._bias, x, self._transposed)
         assert self._weight is not None
-        return torch.nn.functional.linear(x, self._weight, self._bias)
+        return linear(x, self._weight, self._bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of the result's halves, for a matrix whose first half of rows is the gate's."""
+        if self._weight is not None and x.is_cuda:
+            return gated_linear(x, self._weight, self._bias)
+        return silu_mul(self(x))
 
     def _lay_out_for_cpu(self, weight: Tensor) -> None:
         """The new form replaces the old one, unless there is memory for both."""

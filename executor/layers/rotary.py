@@ -60,17 +60,22 @@ def _yarn_scale(factor: float, mscale: float | None, mscale_all: float | None) -
 
 
 class RotaryTable:
-    """cos and sin of every position in the form of kernels.rotary."""
+    """cos and sin of every position: [positions, D / 2], float32."""
 
-    def __init__(self, rope: RopeSpec, head_dim: int, max_positions: int, length: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
+    def __init__(self, rope: RopeSpec, head_dim: int, max_positions: int, length: int, device: torch.device) -> None:
         """`max_positions` is the model's own limit, `length` how many positions are needed."""
         inverse, factor = frequencies(rope, head_dim, max_positions)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        self._cos = torch.cat([cos, cos], -1).to(device=device, dtype=dtype)
-        self._sin = torch.cat([-sin, sin], -1).to(device=device, dtype=dtype)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), inverse.to(device))
+        self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
+
+
+class FullRotaryTable:
+    """The same in the form of kernels.rotary: for whole heads, in the type of the heads."""
+
+    def __init__(self, table: RotaryTable, dtype: torch.dtype) -> None:
+        self._cos = torch.cat([table.cos, table.cos], -1).to(dtype)
+        self._sin = torch.cat([-table.sin, table.sin], -1).to(dtype)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, D] of int64 positions [T]."""
+        """cos and sin [T, 1, D] of positions [T]."""
         return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]

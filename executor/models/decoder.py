@@ -15,8 +15,6 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import Weights
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.kernels.rms_norm import add_rms_norm, rms_norm
-from sidestep.kernels.rotary import apply_rotary
-from sidestep.kernels.silu_mul import silu_mul
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:
@@ -36,7 +34,6 @@ class Attention:
 
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, parallel: Parallel) -> None:
         heads, kv_heads = parallel.share(spec.num_heads), parallel.kv_heads(spec.num_kv_heads)
-        self._num_heads, self._num_kv_heads, self._head_dim = len(heads), len(kv_heads), spec.head_dim
         q_rows, kv_rows = rows_of_heads(heads, spec.head_dim), rows_of_heads(kv_heads, spec.head_dim)
         total_q, total_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._qkv = column_parallel(
@@ -44,19 +41,11 @@ class Attention:
                       (f"{name}.v_proj", total_kv, kv_rows)], spec.hidden_size, bias=spec.attention_bias)
         self._out = RowParallelLinear(weights, f"{name}.o_proj", spec.hidden_size, total_q, q_rows, parallel,
                                       bias=spec.attention_output_bias)
-        self._eps = spec.rms_norm_eps
-        self._q_norm = weights.get(f"{name}.q_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
-        self._k_norm = weights.get(f"{name}.k_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
+        self._norms = (weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
+                       weights.get(f"{name}.k_norm.weight", (spec.head_dim,))) if spec.qk_norm else None
 
-    def __call__(self, x: Tensor, layer: int, rotary: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
-        heads, kv_heads = self._num_heads, self._num_kv_heads
-        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._head_dim)
-        if self._q_norm is not None and self._k_norm is not None:
-            qkv[:, :heads] = rms_norm(qkv[:, :heads], self._q_norm, self._eps)
-            qkv[:, heads:heads + kv_heads] = rms_norm(qkv[:, heads:heads + kv_heads], self._k_norm, self._eps)
-        apply_rotary(qkv[:, :heads + kv_heads], *rotary)
-        out = attention.attend(layer, qkv[:, :heads], qkv[:, heads:])
-        return self._out(out.flatten(1))
+    def __call__(self, x: Tensor, layer: int, attention: AttentionBackend) -> Tensor:
+        return self._out(attention.attend(layer, self._qkv(x), self._norms))
 
 
 class Mlp:
@@ -71,7 +60,7 @@ class Mlp:
                                        bias=spec.mlp_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(silu_mul(self._gate_up(x)))
+        return self._down(self._gate_up.gated(x))
 
 
 class Layer:
@@ -86,14 +75,13 @@ class Layer:
         self._post_norm = weights.get(f"{name}.post_attention_layernorm.weight", (spec.hidden_size,))
         self._mlp = Mlp(spec, weights, f"{name}.mlp", parallel)
 
-    def __call__(self, x: Tensor | None, residual: Tensor, rotary: tuple[Tensor, Tensor],
-                 attention: AttentionBackend) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor | None, residual: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
         """x is the output of the MLP before, None in the first layer; returns the MLP's output and the residual."""
         if x is None:
             x = rms_norm(residual, self._input_norm, self._eps)
         else:
             x, residual = add_rms_norm(x, residual, self._input_norm, self._eps)
-        x = self._attention(x, self._index, rotary, attention)
+        x = self._attention(x, self._index, attention)
         x, residual = add_rms_norm(x, residual, self._post_norm, self._eps)
         return self._mlp(x), residual
 
@@ -111,13 +99,12 @@ class DecoderForCausalLM:
             shard = vocab_shard(weights, "lm_head", spec.vocab_size, spec.hidden_size, parallel)
         self._head = VocabParallelHead(shard, spec.vocab_size, parallel)
 
-    def __call__(self, token_ids: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionBackend,
-                 logits_rows: Tensor | None) -> Tensor:
-        """Logits [R, V] of the tokens at `logits_rows` (int64 [R]; None for all) of token_ids int64 [T]."""
+    def __call__(self, token_ids: Tensor, attention: AttentionBackend, logits_rows: Tensor | None) -> Tensor:
+        """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]."""
         residual = self._embedding(token_ids)
         x: Tensor | None = None
         for layer in self._layers:
-            x, residual = layer(x, residual, rotary, attention)
+            x, residual = layer(x, residual, attention)
         assert x is not None
         if logits_rows is not None:
             x, residual = x.index_select(0, logits_rows), residual.index_select(0, logits_rows)

@@ -1,4 +1,5 @@
-"""The engine on a GPU: chosen by itself where there is one, and greedy tokens equal those of transformers."""
+"""The engine on a GPU: chosen by itself where there is one, and greedy tokens equal those of transformers whatever runs
+beside a request and however its step is launched."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep import DEFAULT_MODEL, LLM, SamplingParams
+from sidestep import DEFAULT_MODEL, LLM, EngineStartError, SamplingParams
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
 
 pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 7, "block_size": 16, "num_kv_blocks": 24,
+                         "max_model_len": 200}
+"""So small that prompts come in chunks and requests are preempted."""
 
 
 def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any) -> list[list[int]]:
@@ -34,21 +39,60 @@ def test_every_family_equals_transformers(family: str, model_folder: Path) -> No
     model = load_reference(path)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
-    got = engine_tokens(path, prompts, counts, max_num_batched_tokens=48, max_num_seqs=7, block_size=8,
-                        num_kv_blocks=40, max_model_len=200)
-    assert got == reference_tokens(model, prompts, counts)
+    assert engine_tokens(path, prompts, counts, **SMALL) == reference_tokens(model, prompts, counts)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"enforce_eager": True}, {"attention_backend": "torch"}, {"async_scheduling": False},
+    {"enable_prefix_caching": False}, {"block_size": 16}, {"block_size": 128}, {**SMALL, "enforce_eager": True},
+    {"max_num_batched_tokens": 64, "max_num_seqs": 64}], ids=str)
+def test_greedy_tokens_do_not_depend_on_how_steps_run(options: dict[str, Any], model_folder: Path) -> None:
+    path = write_model("qwen3-tied", model_folder)
+    model = load_reference(path)
+    prompts = random_prompts(64, model.config.vocab_size, longest=90)
+    prompts += [prompts[3] + prompts[4], prompts[3] + prompts[5]]  # prefixes that the cache may serve
+    counts = [3 + 7 * (i % 6) for i in range(66)]
+    assert engine_tokens(path, prompts, counts, **options) == reference_tokens(model, prompts, counts)
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
-def test_overlap_changes_no_token(seeded: bool) -> None:
+def test_overlap_and_graphs_change_no_token(seeded: bool) -> None:
     prompts = random_prompts(32, 4000)
     answers = []
-    for overlap in (True, False):
-        with LLM(DEFAULT_MODEL, dtype="float32", kv_cache_memory_bytes=1 << 30, async_scheduling=overlap) as llm:
-            params = [SamplingParams(temperature=0.8 if seeded else 0, seed=i, max_tokens=30 + i, ignore_eos=True)
+    for options in ({}, {"async_scheduling": False}, {"enforce_eager": True}):
+        with LLM(DEFAULT_MODEL, dtype="float32", kv_cache_memory_bytes=1 << 30, **options) as llm:
+            params = [SamplingParams(temperature=0.8 if seeded else 0, seed=i, max_tokens=30 + i, ignore_eos=True,
+                                     top_k=[0, 20][i % 2], top_p=[1.0, 0.9, 0.5][i % 3], min_p=[0.0, 0.05][i % 2])
                       for i in range(32)]
             answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_min_tokens_holds_stop_tokens_back() -> None:
+    with LLM(DEFAULT_MODEL, kv_cache_memory_bytes=1 << 30) as llm:
+        plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        (out,) = llm.generate("def get_name(", plain, use_tqdm=False)
+        tokens = out.outputs[0].token_ids
+        for minimum in (0, 12):
+            params = SamplingParams(temperature=0, max_tokens=30, min_tokens=minimum, stop_token_ids=[tokens[4]])
+            (out,) = llm.generate("def get_name(", params, use_tqdm=False)
+            got = out.outputs[0].token_ids
+            assert len(got) >= max(minimum, 5 if minimum == 0 else 12)
+            assert tokens[4] not in got[:minimum]
+            assert minimum or got == tokens[:tokens.index(tokens[4]) + 1]
+
+
+def test_too_little_memory_says_what_to_change() -> None:
+    with pytest.raises(EngineStartError, match="gpu_memory_utilization"):
+        LLM(DEFAULT_MODEL, gpu_memory_utilization=0.001)
+
+
+def test_auto_max_model_len_follows_the_cache(model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    with LLM(path, max_model_len="auto", num_kv_blocks=3, block_size=16) as llm:
+        (out,) = llm.generate([[1] * 20], SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True),
+                              use_tqdm=False)
+        assert len(out.outputs[0].token_ids) == 48 - 20
 
 
 def test_two_ranks_equal_one(model_folder: Path) -> None:

@@ -33,7 +33,7 @@ def make_runner(path: str, block_size: int = 16, num_kv_blocks: int | None = 120
     """A loaded runner of one rank on the CPU."""
     model = {"dtype": "float32", **{k: changes.pop(k) for k in ("dtype", "load_format") if k in changes}}
     args: dict[str, Any] = {
-        "rank": 0, "runner": "torch", "spec": load_model_spec(path), "model": ModelConfig(model=path, **model),
+        "rank": 0, "spec": load_model_spec(path), "model": ModelConfig(model=path, **model),
         "cache": CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks),
         "parallel": ParallelConfig(device="cpu"), "num_slots": 64, "max_num_batched_tokens": 512, "max_num_seqs": 64,
         "max_model_len": 256}
@@ -126,7 +126,7 @@ def test_the_cache_is_as_large_as_asked_useful_or_possible(tmp_path: Path) -> No
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
 
     def blocks(**cache: Any) -> int:
-        args = WorkerArgs(rank=0, runner="torch", spec=spec, model=ModelConfig(model=path, dtype="float32"),
+        args = WorkerArgs(rank=0, spec=spec, model=ModelConfig(model=path, dtype="float32"),
                           cache=CacheConfig(**cache), parallel=ParallelConfig(device="cpu"), num_slots=4,
                           max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100)
         return ModelRunner(args).load().num_kv_blocks

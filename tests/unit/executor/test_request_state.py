@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.request_state import RequestState
@@ -14,7 +13,7 @@ BLOCK = 4
 
 
 def new_state(slots: int = 4) -> RequestState:
-    return RequestState(slots, 64, BLOCK, torch.device("cpu"))
+    return RequestState(slots, 64, BLOCK)
 
 
 def run(state: RequestState, step: StepInput) -> HostBatch:
@@ -34,7 +33,7 @@ def test_a_prompt_in_chunks_and_then_its_tokens() -> None:
     assert second.slot_mapping.tolist() == [14, 15, 36, 37]
     assert (second.sampling_rows.tolist(), second.logits_tokens.tolist()) == ([0], [3])
     third = run(state, make_step([(2, 1, [])]))
-    assert (third.positions.tolist(), third.unknown.tolist(), third.unknown_slots.tolist()) == ([10], [0], [2])
+    assert (third.positions.tolist(), third.unknown.tolist(), third.row_slots.tolist()) == ([10], [0], [2])
     assert third.slot_mapping.tolist() == [38]
     assert third.seq_lens.tolist() == [11]
 
@@ -45,8 +44,8 @@ def test_a_mixed_step_has_single_tokens_first() -> None:
     entering = {1: Request([8], 2), 3: Request([5] * 7, 2)}
     batch = run(state, make_step([(0, 1, []), (1, 1, [2]), (3, 5, [4, 5])], entering))
     assert batch.num_decode_rows == 2
-    assert batch.token_ids.tolist() == [0, 8, 5, 5, 5, 5, 5]
-    assert (batch.unknown.tolist(), batch.unknown_slots.tolist()) == ([0], [0])
+    assert batch.token_ids.tolist() == [-1, 8, 5, 5, 5, 5, 5]
+    assert (batch.unknown.tolist(), batch.row_slots[batch.unknown].tolist()) == ([0], [0])
     assert batch.token_ranges == [(0, 1), (1, 2), (2, 7)]
     assert batch.sampling_rows.tolist() == [0, 1], "the third row has two prompt tokens left"
     assert batch.logits_tokens.tolist() == [0, 1]

@@ -11,17 +11,16 @@ from sidestep.executor.request_state import RequestState
 from sidestep.executor.sampler import Sampler
 from tests.unit.executor.steps import Request, make_step
 
-CPU = torch.device("cpu")
 VOCAB = 101
 
 
 def sampled(requests: list[Request], logits: Tensor) -> list[int]:
     """One token for each request, all of whose prompts end in this step."""
-    state = RequestState(len(requests), 64, 16, CPU)
+    state = RequestState(len(requests), 64, 16)
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt) > 1)
     step = make_step([(i, len(requests[i].prompt), [i]) for i in order], dict(enumerate(requests)))
     state.apply(step)
-    tokens = Sampler(state, CPU)(logits[order], make_batch(state, step, 16)).tolist()
+    tokens = Sampler(state)(logits[order], make_batch(state, step, 16)).tolist()
     return [token for _, token in sorted(zip(order, tokens, strict=True))]
 
 
@@ -75,8 +74,8 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
 
 
 def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
-    state = RequestState(1, 64, 16, CPU)
-    sampler, logits = Sampler(state, CPU), torch.zeros(1, VOCAB)
+    state = RequestState(1, 64, 16)
+    sampler, logits = Sampler(state), torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
     entering = {0: Request([1, 2, 3], 9, min_tokens=2, stop_ids=[7])}
     tokens = []
@@ -92,10 +91,10 @@ def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
 
 def test_a_preempted_request_counts_its_old_outputs() -> None:
     """It comes back with its outputs among what is known; min_tokens still counts from the prompt's end."""
-    state = RequestState(1, 64, 16, CPU)
+    state = RequestState(1, 64, 16)
     step = make_step([(0, 5, [0])], {0: Request([1, 2, 3, 4, 5], 9, min_tokens=2, stop_ids=[7])})
     step.new_num_prompt[:] = 3
     state.apply(step)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
-    assert int(Sampler(state, CPU)(logits, make_batch(state, step, 16))[0]) == 7
+    assert int(Sampler(state)(logits, make_batch(state, step, 16))[0]) == 7

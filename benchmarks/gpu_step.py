@@ -1,0 +1,177 @@
+"""Where a decode step's time goes on a GPU: each kernel of it beside the bytes it must read.
+
+    python benchmarks/gpu_step.py [--models qwen3-0.6b llama-3.1-8b] [--batches 1 8 64 256] [--context 1024]
+
+Drives the worker's runner in this process, without the engine around it: the step alone. For each batch size: the time
+of a captured step; the floor of its weights and of its keys and values at the card's measured reading speed; and the
+kernels that take it, as the profiler sees them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.workloads import MODELS, write_model
+from sidestep.executor.gpu_runner import GpuRunner
+from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.model_spec import ModelSpec, load_model_spec
+from sidestep.ipc.step import StepInput
+
+
+def read_speed() -> float:
+    """Bytes a second of a reduction over 4 GiB."""
+    data = torch.ones(1 << 31, dtype=torch.bfloat16, device="cuda")
+    views = data.view(torch.int64).view(64, -1)
+    return data.nbytes / timed(lambda: views.sum(1), 10)
+
+
+def timed(run: Any, count: int) -> float:
+    """Seconds of one of `count` runs in a row."""
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def make_runner(model: str, rows: int, context: int, options: dict[str, Any]) -> GpuRunner:
+    path = write_model(model, tempfile.mkdtemp())
+    blocks = rows * ((context + 400) // (options["block_size"] or 64) + 2)
+    runner = GpuRunner(WorkerArgs(
+        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, load_format="dummy"),
+        cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
+        parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
+        num_slots=2 * rows, max_num_batched_tokens=2048, max_num_seqs=rows, max_model_len=context + 400))
+    runner.load()
+    cache = getattr(runner._attention, "cache", None)
+    if cache is not None:
+        with torch.inference_mode():
+            for layer in cache:
+                layer.normal_()
+    return runner
+
+
+class Steps:
+    """Decode steps of `rows` requests whose context is in the cache already."""
+
+    def __init__(self, rows: int, context: int, block_size: int, vocab_size: int) -> None:
+        self._rows, self._length, self._block = rows, context, block_size
+        self._vocab = vocab_size
+        self._held = 0
+        self._next_block = 0
+        self._count = 0
+
+    def __next__(self) -> StepInput:
+        rows, first = self._rows, self._count == 0
+        needed = -(-self._length // self._block) - self._held
+        ids = np.arange(self._next_block, self._next_block + needed * rows, dtype=np.int32)
+        self._next_block += needed * rows
+        self._held += needed
+        new = rows if first else 0
+        known = np.full(new, self._length, np.int32)
+        slots = np.arange(rows, dtype=np.int32)
+        step = StepInput(
+            step_id=self._count, slots=slots, num_tokens=np.ones(rows, np.int32),
+            num_new_blocks=np.full(rows, needed, np.int32), block_ids=ids, new_slots=slots[:new], new_num_known=known,
+            new_num_prompt=known, new_num_computed=known - 1,
+            new_token_ids=np.random.default_rng(0).integers(0, self._vocab, int(known.sum())).astype(np.int32),
+            new_temperature=np.full(new, 0.6, np.float32), new_top_p=np.ones(new, np.float32),
+            new_min_p=np.zeros(new, np.float32), new_top_k=np.zeros(new, np.int32), new_seed=np.arange(new),
+            new_min_tokens=np.zeros(new, np.int32), new_num_stop_ids=np.zeros(new, np.int32),
+            new_stop_ids=np.empty(0, np.int32))
+        self._length += 1
+        self._count += 1
+        return step
+
+
+def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
+    """Seconds of a step with another always queued behind it."""
+    flying = [runner.execute(next(steps)) for _ in range(2)]
+    for _ in range(4):
+        flying.pop(0).wait()
+        flying.append(runner.execute(next(steps)))
+    flying.pop(0).wait()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        flying.append(runner.execute(next(steps)))
+        flying.pop(0).wait()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def kernels(runner: GpuRunner, steps: Steps, count: int = 4) -> dict[str, tuple[float, float]]:
+    """Of each kernel: microseconds and launches in a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        for _ in range(count):
+            runner.execute(next(steps)).wait()
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            entry = found[short_name(event.name)]
+            entry[0] += event.device_time / count
+            entry[1] += 1 / count
+    return {name: (time, launches) for name, (time, launches) in
+            sorted(found.items(), key=lambda item: -item[1][0])}
+
+
+def short_name(name: str) -> str:
+    return name.split("(")[0].replace("void ", "")[:70]
+
+
+def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> tuple[float, float]:
+    """Seconds to read the weights once, and every row's keys and values."""
+    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    weights = 2 * (spec.num_layers * layer + spec.vocab_size * spec.hidden_size)
+    kv = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * context * rows
+    return weights / speed, kv / speed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--top", type=int, default=14, help="kernels to print")
+    args = parser.parse_args()
+    speed = read_speed()
+    print(f"reading: {speed / 1e12:.2f} TB/s")
+    for model in args.models:
+        for rows in args.batches:
+            options = {"block_size": args.block_size, "enforce_eager": args.eager}
+            runner = make_runner(model, rows, args.context, options)
+            steps = Steps(rows, args.context, runner._block_size, 1000)
+            seconds = step_time(runner, steps)
+            weights, kv = floors(runner._args.spec, rows, args.context, speed)
+            listed = kernels(runner, steps)
+            busy = sum(time for time, _ in listed.values())
+            print(f"\n{model}, batch {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
+                  f"{weights * 1e3:.3f}, keys and values {kv * 1e3:.3f}; kernels' times together {busy / 1e3:.3f}")
+            for name, (time, launches) in list(listed.items())[:args.top]:
+                print(f"  {time:9.1f} us  {launches:5.0f} x {time / launches:8.2f}  {name}")
+            del runner
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The table of docs/performance.md for one GPU: each workload of each model, beside what vLLM 0.26 gave on an H200.
+
+    python benchmarks/gpu_workloads.py [--models qwen3-0.6b ...] [--option max_num_seqs=512 ...] [--json FILE]
+
+Random weights, bf16. Each model runs in a process of its own; the start is timed from the creation of that process to a
+ready engine, first with an empty kernel cache, then with the cache that left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+WORKLOADS = ("single", "single8", "mixed256", "fixed512")
+# With the same workloads: (vLLM 0.26, what we mean to reach). A single request in ms a token, else tokens/s.
+TARGETS = {
+    "qwen3-0.6b": {"mixed256": (23350, 28000), "single": (1.856, 0.85), "single8": (3269, 6500),
+                   "fixed512": (19970, 22500)},
+    "llama-3.1-8b": {"mixed256": (9841, 10800), "single": (5.018, 4.1), "single8": (1482, 1750),
+                     "fixed512": (6191, 6800)},
+}
+START_TARGETS = {"cold": 15.0, "warm": 8.0}
+
+
+def measure(llm: Any, name: str, vocab_size: int) -> tuple[float, float]:
+    """Seconds of a workload, and tokens it gave."""
+    from benchmarks.workloads import offline
+    from sidestep import SamplingParams
+
+    load = offline(name, vocab_size)
+    params = [SamplingParams(temperature=load.temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+              for n in load.max_tokens]
+    llm.reset_prefix_cache()
+    start = time.perf_counter()
+    outputs = llm.generate(load.prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    tokens = sum(len(out.outputs[0].token_ids) for out in outputs)
+    assert tokens == sum(load.max_tokens)
+    return seconds, tokens
+
+
+def child(model: str, born: float, workloads: list[str], options: dict[str, Any]) -> dict[str, float]:
+    """Everything that one process measures."""
+    from benchmarks.workloads import MODELS, write_model
+    from sidestep import DEFAULT_MODEL, LLM
+
+    path = write_model(model, tempfile.mkdtemp())
+    with LLM(path, tokenizer=DEFAULT_MODEL, load_format="dummy", **options) as llm:
+        result = {"start": time.time() - born}
+        if workloads:
+            measure(llm, "single", 1000)
+        for name in workloads:
+            before = llm.get_stats()
+            runs = [measure(llm, name, MODELS[model]["vocab_size"]) for _ in range(2 if "single" in name else 1)]
+            after = llm.get_stats()
+            seconds, tokens = min(runs)
+            result[name] = seconds / tokens * 1e3 if name == "single" else tokens / seconds
+            busy, idle = (after[k] - before[k] for k in ("device_busy_s", "device_idle_s"))
+            result[f"{name} idle"] = idle / (busy + idle)
+        return result
+
+
+def run_child(model: str, cache: str, workloads: tuple[str, ...], options: list[str]) -> dict[str, float]:
+    command = [sys.executable, __file__, "--child", model, "--born", repr(time.time()), "--workloads", *workloads]
+    for option in options:
+        command += ["--option", option]
+    done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{model}: the run failed")
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def print_table(model: str, result: dict[str, float]) -> None:
+    for kind in ("cold", "warm"):
+        print(f"{model:14} start, {kind:9} {result[kind]:9.1f} s           reach {START_TARGETS[kind]:8.1f}")
+    for name in WORKLOADS:
+        if name in result:
+            peer, reach = TARGETS[model][name]
+            unit = "ms/token" if name == "single" else "tokens/s"
+            print(f"{model:14} {name:16} {result[name]:9.4g} {unit}    vLLM {peer:8g}    reach {reach:8g}    "
+                  f"GPU idle {result[name + ' idle']:5.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(TARGETS))
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
+    parser.add_argument("--option", action="append", default=[], help="name=value, for the engine")
+    parser.add_argument("--json", help="also write the figures to a file")
+    parser.add_argument("--child")
+    parser.add_argument("--born", type=float)
+    args = parser.parse_args()
+    if args.child:
+        options = {name: json.loads(value) for name, _, value in (o.partition("=") for o in args.option)}
+        print(json.dumps(child(args.child, args.born, args.workloads, options)))
+        return
+    results = {}
+    with tempfile.TemporaryDirectory() as root:
+        for model in args.models:
+            cache = os.path.join(root, model)
+            cold = run_child(model, cache, (), args.option)
+            results[model] = run_child(model, cache, tuple(args.workloads), args.option)
+            results[model] |= {"cold": cold["start"], "warm": results[model]["start"]}
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+    for model, result in results.items():
+        print_table(model, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Workloads for comparing engines: the same seeds, token ids and lengths for every engine that is measured.
+
+All requests of an offline workload are submitted at once, with ignore_eos and without detokenisation. An online one has
+Poisson arrivals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+        "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
+        "bos_token_id": 151643, "eos_token_id": 151645, "use_sliding_window": False, "sliding_window": None},
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
+        "vocab_size": 128256, "tie_word_embeddings": False, "rope_theta": 500000.0,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False,
+        "mlp_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that are submitted together."""
+
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    temperature: float
+
+
+def write_model(name: str, root: str) -> str:
+    """A folder with the model's config.json, for random weights."""
+    path = os.path.join(root, name)
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, "config.json"), "w") as file:
+        json.dump(MODELS[name], file)
+    return path
+
+
+def prompts(count: int, length: Callable[[random.Random], int], vocab_size: int, seed: int) -> list[list[int]]:
+    """Random token ids."""
+    rng = random.Random(seed)
+    return [[rng.randrange(10, min(vocab_size, 100000)) for _ in range(length(rng))] for _ in range(count)]
+
+
+def offline(name: str, vocab_size: int) -> Workload:
+    """The named workload."""
+    rng = random.Random(7)
+    if name == "mixed256":  # 100 to 1024 tokens in, as many out
+        return Workload(prompts(256, lambda r: r.randint(100, 1024), vocab_size, 0),
+                        [rng.randint(100, 1024) for _ in range(256)], 0.6)
+    if name == "fixed512":
+        return Workload(prompts(512, lambda r: 1024, vocab_size, 1), [256] * 512, 0.0)
+    if name == "single":  # decode latency
+        return Workload(prompts(1, lambda r: 512, vocab_size, 2), [512], 0.0)
+    if name == "single8":
+        return Workload(prompts(8, lambda r: 512, vocab_size, 3), [512] * 8, 0.0)
+    raise KeyError(name)
+
+
+def online(rate: float, count: int, vocab_size: int, seed: int = 11) -> list[tuple[float, list[int], int]]:
+    """Poisson arrivals: (seconds, prompt, max_tokens)."""
+    rng = random.Random(seed)
+    now, arrivals = 0.0, []
+    for prompt in prompts(count, lambda r: r.randint(64, 1024), vocab_size, seed + 1):
+        now += rng.expovariate(rate)
+        arrivals.append((now, prompt, rng.randint(32, 256)))
+    return arrivals

@@ -1,0 +1,72 @@
+"""Attention by our own Triton kernels: the default on a GPU. A step is two kernels a layer (one more with prompts), all
+of them with grids that depend on sizes alone, so that steps can be captured."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, Norms, StepBatch
+from sidestep.kernels.decode_attention_triton import DecodeScratch, decode_attention, decode_config, plan_attention
+from sidestep.kernels.prefill_attention_triton import prefill_attention, prefill_config
+from sidestep.kernels.qkv_rope_triton import qkv_rope
+
+_FEW_ROWS = 16
+"""Kernels are compiled for at most this many rows and for any number, not for each."""
+
+
+class TritonAttention(AttentionBackend):
+    """Cache layout: [layers, blocks, 2 KVH, block size, D], the keys' heads first."""
+
+    graph_safe = True
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        return None if device.type == "cuda" or triton.knobs.runtime.interpret else "it needs a GPU"
+
+    def __init__(self, setup: AttentionSetup) -> None:
+        shape = self._shape = setup.shape
+        self._setup = setup
+        self._scale = shape.head_dim**-0.5
+        # Not cleared: no kernel reads a place that was not written.
+        self.cache = torch.empty(shape.num_layers, setup.num_blocks, 2 * shape.num_kv_heads, setup.block_size,
+                                 shape.head_dim, dtype=setup.dtype, device=setup.device)
+        self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
+        self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
+        self._scratch = DecodeScratch(shape.num_heads, shape.num_kv_heads, shape.head_dim, setup.max_rows,
+                                      setup.device, decode_config(shape.head_dim, setup.dtype.itemsize))
+        many = triton.next_power_of_2(max(_FEW_ROWS, setup.max_rows))
+        self._plans = {(window, size): (torch.zeros(size, dtype=torch.int32, device=setup.device),
+                                        torch.zeros(size, dtype=torch.int32, device=setup.device))
+                       for window in set(shape.windows) for size in {_FEW_ROWS, many}}
+        self._sizes = (_FEW_ROWS, many)
+
+    def begin_step(self, batch: StepBatch) -> None:
+        assert batch.rows is not None, "this backend needs rows on the device"
+        self._batch, self._rows = batch, batch.rows
+        size = self._sizes[0] if len(batch.rows.slots) <= _FEW_ROWS else self._sizes[1]
+        self._plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
+        for window, (decode_ends, prefill_ends) in self._plan.items():
+            plan_attention(batch.rows.seq_lens, batch.rows.query_starts, batch.rows.header, decode_ends, prefill_ends,
+                           tile=self._scratch.config.tile, tokens=self._tokens, window=window)
+
+    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+        shape, rows, setup = self._shape, self._rows, self._setup
+        cache, window = self.cache[layer], shape.windows[layer]
+        decode_ends, prefill_ends = self._plan[window]
+        qkv_rope(qkv, self._batch.positions, self._batch.places, setup.rotary.cos, setup.rotary.sin, norms,
+                 setup.norm_eps, cache, shape.num_heads)
+        out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
+        if rows.max_decode_rows:
+            decode_attention(qkv, cache, rows.block_tables, rows.slots, rows.seq_lens, decode_ends, out, self._scratch,
+                             num_heads=shape.num_heads, window=window, scale=self._scale)
+        if rows.max_prompt_rows:
+            self._attend_prompts(rows, qkv, cache, prefill_ends, out, window)
+        return out
+
+    def _attend_prompts(self, rows: DeviceRows, qkv: Tensor, cache: Tensor, tile_ends: Tensor, out: Tensor,
+                        window: int) -> None:
+        prefill_attention(qkv, cache, rows.block_tables, rows.slots, rows.seq_lens, rows.query_starts, tile_ends, out,
+                          self._prefill, num_heads=self._shape.num_heads, max_tokens=qkv.shape[0],
+                          max_rows=rows.max_prompt_rows, window=window, scale=self._scale)

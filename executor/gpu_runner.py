@@ -1,0 +1,233 @@
+"""Runs a model's steps on a GPU: packs a step, launches it, and never waits for it.
+
+Order of side effects in `execute`: the step's differences are applied to the host's tables and packed; one copy takes
+the message to the device; the kernels of the step follow on the same stream, most often as one captured graph. So steps
+run in the order they came, and the copy of one step's message waits until the step before has read its own. Sampled ids
+stay on the device for the next step; the last kernel also writes them to pinned memory, where whoever waits for the
+step's event finds them.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, StepBatch
+from sidestep.executor.base import WorkerReady
+from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
+from sidestep.executor.input_batch import HostBatch, make_batch
+from sidestep.executor.kv_cache_size import gpu_kv_blocks
+from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
+from sidestep.executor.models.decoder import attention_shape
+from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.request_state import RequestState
+from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
+from sidestep.executor.step_packer import ROTATION, StepPacker
+from sidestep.ipc.errors import EngineStartError
+from sidestep.ipc.step import Int32, StepInput, StepOutput
+from sidestep.kernels.launch import has_pdl
+from sidestep.kernels.mask_logits_triton import mask_logits
+from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
+from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
+
+_BLOCK_SIZE = 64
+_MARGIN = 512 << 20
+"""Bytes left to the driver, to graphs and to libraries' own buffers."""
+
+
+class GpuOutput(PendingOutput):
+    """A step on the device, or behind others in its queue."""
+
+    def __init__(self, step_id: int, ids: Int32, samples: np.ndarray[tuple[int], np.dtype[np.bool_]],
+                 started: torch.cuda.Event, done: torch.cuda.Event, launched_ns: int) -> None:
+        self._step_id = step_id
+        self._ids = ids
+        self._samples = samples
+        self._started = started
+        self._done = done
+        self._launched_ns = launched_ns
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._done.query())
+
+    def wait(self) -> StepOutput:
+        self._done.synchronize()
+        end = time.monotonic_ns()
+        start = max(self._launched_ns, end - int(self._started.elapsed_time(self._done) * 1e6))
+        return StepOutput(self._step_id, start, end, self._ids[:len(self._samples)][self._samples])
+
+
+class GpuRunner(Runner):
+    """A torch model on one NVIDIA GPU."""
+
+    def __init__(self, args: WorkerArgs) -> None:
+        self._args = args
+        self._device = pick_device(args)
+        self._dtype = pick_dtype(args, self._device)
+        self._block_size = args.cache.block_size or _BLOCK_SIZE
+        if self._block_size % 16:
+            raise EngineStartError(f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}")
+        torch.cuda.set_device(self._device)
+        self._parallel = Parallel(args.rank, args.parallel.tensor_parallel_size, rendezvous=args.rendezvous, cuda=True)
+        self._num_steps = 0
+        self._graphs: CudaGraphs | None = None
+
+    # Loading.
+
+    @torch.inference_mode()
+    def load(self) -> WorkerReady:
+        backend = pick_attention(self._args, self._device)
+        try:
+            self._model = load_model(self._args, self._parallel, self._dtype, self._device)
+            self._rotary = load_rotary(self._args, self._device)
+            self._make_tables()
+            num_blocks = self._size_cache(backend)
+            self._attention = self._make_attention(backend, num_blocks)
+            self._reset()
+            if backend.graph_safe and not self._args.parallel.enforce_eager:
+                self._graphs = self._capture()
+        except torch.OutOfMemoryError as error:
+            raise EngineStartError(
+                f"gpu_memory_utilization: the GPU has too little memory: {str(error).splitlines()[0]} Lower "
+                "kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, stop other programs on this GPU, or "
+                "use a larger tensor_parallel_size") from None
+        torch.cuda.synchronize()
+        return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size,
+                           device=torch.cuda.get_device_name(self._device))
+
+    def _make_tables(self) -> None:
+        args, slots, device = self._args, self._args.num_slots, self._device
+        max_blocks = -(-args.max_model_len // self._block_size)
+        self._layout = StepLayout(args.max_num_seqs, args.max_num_batched_tokens)
+        self._packer = StepPacker(self._layout, max_blocks)
+        self._message = torch.zeros(self._packer.capacity, dtype=torch.int32, device=device)
+        self._tables = SlotTables(
+            block_tables=torch.zeros(slots, max_blocks, dtype=torch.int32, device=device),
+            last_sampled=torch.zeros(slots, dtype=torch.int32, device=device),
+            temperature=torch.zeros(slots, device=device), top_p=torch.ones(slots, device=device),
+            min_p=torch.zeros(slots, device=device), top_k=torch.zeros(slots, dtype=torch.int32, device=device),
+            seed=torch.zeros(slots, dtype=torch.int64, device=device))
+        self._scratch = torch.empty(scratch_size(args.max_num_seqs, args.spec.vocab_size), dtype=torch.float32,
+                                    device=device)
+        self._out_ids = torch.zeros(ROTATION, args.max_num_seqs, dtype=torch.int32, pin_memory=True)
+        self._host_ids = self._out_ids.numpy()
+        self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
+                        for _ in range(ROTATION)]
+
+    def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
+        return backend(AttentionSetup(
+            shape=attention_shape(self._args.spec, self._parallel), num_blocks=num_blocks,
+            block_size=self._block_size, dtype=self._dtype, device=self._device, rotary=self._rotary,
+            norm_eps=self._args.spec.rms_norm_eps, max_rows=self._args.max_num_seqs))
+
+    def _reset(self) -> None:
+        """No request has been seen."""
+        self._state = RequestState(self._args.num_slots, self._args.max_model_len, self._block_size)
+        self._message.zero_()
+
+    def _size_cache(self, backend: type[AttentionBackend]) -> int:
+        """Runs the largest step on a cache of one block, and gives the cache what that leaves."""
+        shape = attention_shape(self._args.spec, self._parallel)
+        self._attention = self._make_attention(backend, 1)
+        self._reset()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.execute(largest_step(self._args, self._block_size)).wait()
+        working = torch.cuda.max_memory_allocated() - before
+        del self._attention
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
+        graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
+        blocks = gpu_kv_blocks(self._args, shape.bytes_per_token(self._dtype), self._block_size, free=free, total=total,
+                               working=working + graphs + _MARGIN)
+        # Block ids are common to all ranks, so the rank with the least room decides.
+        return self._parallel.minimum(blocks)
+
+    def _capture(self) -> CudaGraphs:
+        """Runs each kind of step once on no rows, which compiles what it needs, then captures the ladder."""
+        args = self._args
+        graphs = CudaGraphs(self._launch)
+        decode = [StepSizes(n, n, n, 0) for n in decode_ladder(args.max_num_seqs)]
+        mixed = mixed_ladder(args.max_num_seqs, args.max_num_batched_tokens)
+        for sizes in [*mixed[-1:], *mixed[:1], *decode]:
+            self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
+        torch.cuda.synchronize()
+        # The largest first: the others then fit into the memory it took.
+        for sizes in [*reversed(mixed), *reversed(decode)]:
+            graphs.capture(sizes)
+        return graphs
+
+    # Steps.
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> PendingOutput:
+        launched = time.monotonic_ns()
+        position = self._num_steps % ROTATION
+        self._num_steps += 1
+        # 1. What is new, and how this step's tokens lie.
+        self._state.apply(step)
+        batch = make_batch(self._state, step, self._block_size)
+        rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
+        found = self._graphs.find(rows, tokens) if self._graphs is not None else None
+        layout = found.layout if found is not None else self._layout
+        # 2. One message to the device.
+        used = self._packer.pack(position, layout, batch, step)
+        started, done = self._events[position]
+        started.record()
+        self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
+        # 3. The whole step: inputs, model, sampling.
+        if found is not None:
+            found.graph.replay()
+        else:
+            self._launch(StepSizes(rows, tokens, decodes, rows - decodes), layout, batch)
+        done.record()
+        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, started, done, launched)
+
+    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None) -> None:
+        """Launches every kernel of a step whose message is on the device."""
+        message, tables, device = self._message, self._tables, self._device
+
+        def column(name: str, extra: int = 0) -> Tensor:
+            return message[layout.at(name):layout.at(name) + sizes.rows + extra]
+
+        token_ids, positions, places = (torch.empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3))
+        last_tokens = torch.empty(sizes.rows, dtype=torch.int32, device=device)
+        prepare_step(message, layout, tables, token_ids, positions, places, last_tokens, self._block_size)
+        slots, seq_lens = column("slots"), column("seq_lens")
+        self._attention.begin_step(StepBatch(positions=positions, places=places, host=host, rows=DeviceRows(
+            header=message[:HEADER], slots=slots, seq_lens=seq_lens, query_starts=column("query_starts", 1),
+            block_tables=tables.block_tables, max_decode_rows=sizes.max_decode_rows,
+            max_prompt_rows=sizes.max_prompt_rows)))
+        logits = self._model(token_ids, self._attention, None if sizes.decode_only else last_tokens)
+        mask_logits(logits, message, message[MASKED:])
+        sample_tokens(
+            logits, header=message[SAMPLING:], slots=slots, seq_lens=seq_lens, samples=column("samples"),
+            temperature=tables.temperature, top_k=tables.top_k, top_p=tables.top_p, min_p=tables.min_p,
+            seed=tables.seed, scratch=self._scratch, last_sampled=tables.last_sampled, out_ids=self._out_ids,
+            pdl=has_pdl(device))
+
+
+def largest_step(args: WorkerArgs, block_size: int) -> StepInput:
+    """A step with as many rows and tokens as any may have; all of it lies in block 0."""
+    rows = min(args.max_num_seqs, args.max_num_batched_tokens)
+    counts = np.ones(rows, np.int32)
+    left = args.max_num_batched_tokens - rows
+    for row in range(rows - 1, -1, -1):
+        more = min(left, args.max_model_len - 1)
+        counts[row] += more
+        left -= more
+    blocks = -(-counts // block_size)
+    zeros, slots = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32)
+    return StepInput(
+        step_id=0, slots=slots, num_tokens=counts, num_new_blocks=blocks, block_ids=np.zeros(blocks.sum(), np.int32),
+        new_slots=slots, new_num_known=counts, new_num_prompt=counts, new_num_computed=zeros,
+        new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
+        new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
+        new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
+        new_stop_ids=np.empty(0, np.int32))

@@ -1,0 +1,78 @@
+"""From WorkerArgs to a model on a device: which device, which type, the weights."""
+
+from __future__ import annotations
+
+import torch
+
+from sidestep.executor.attention.base import AttentionBackend
+from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.weight_loader import DummyWeights, SafetensorsWeights
+from sidestep.ipc import registry
+from sidestep.ipc.errors import EngineStartError
+
+
+def pick_device(args: WorkerArgs) -> torch.device:
+    """The GPU of this rank, or the CPU. Raises EngineStartError where a GPU is asked for and there is none."""
+    wanted = args.parallel.device
+    have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
+    if wanted == "cpu" or (wanted == "auto" and have == 0):
+        return torch.device("cpu")
+    if have < args.parallel.tensor_parallel_size:
+        raise EngineStartError(f"tensor_parallel_size: {args.parallel.tensor_parallel_size} ranks need as many GPUs, "
+                               f"torch sees {have}; use device 'cpu' or fewer ranks")
+    return torch.device("cuda", args.rank)
+
+
+def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
+    """What was asked for; or the checkpoint's type, but float32 on a CPU that would have to emulate it."""
+    if args.model.dtype != "auto":
+        return getattr(torch, args.model.dtype)
+    dtype: torch.dtype = getattr(torch, args.spec.dtype)
+    if device.type == "cpu" and not (dtype == torch.bfloat16 and cpu_has_bfloat16()):
+        return torch.float32
+    return dtype
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = file.read()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:
+    """The backend asked for, or the device's default. Raises EngineStartError if it cannot run there."""
+    name = args.parallel.attention_backend
+    if name == "auto":
+        name = "torch" if device.type == "cpu" else "triton"
+    backend: type[AttentionBackend] = registry.load(registry.ATTENTION_BACKENDS[name])
+    reason = backend.missing(device)
+    if reason is not None:
+        raise EngineStartError(f"attention_backend: {name!r} cannot run here: {reason}")
+    return backend
+
+
+def load_model(args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DecoderForCausalLM:
+    """The model with its weights. Raises EngineStartError naming what is wrong with them."""
+    spec = args.spec
+    build = registry.load(registry.MODELS[spec.architecture])
+    if args.model.load_format == "dummy":
+        return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel)
+    with SafetensorsWeights(spec.path, dtype, device) as weights:
+        if spec.tie_word_embeddings:
+            weights.ignore("lm_head.weight")
+        model: DecoderForCausalLM = build(spec, weights, parallel)
+        weights.finish()
+    return model
+
+
+def load_rotary(args: WorkerArgs, device: torch.device) -> RotaryTable:
+    """cos and sin of every position that a request may reach."""
+    spec = args.spec
+    return RotaryTable(spec.rope, spec.head_dim, spec.max_position_embeddings, args.max_model_len, device)

@@ -1,0 +1,265 @@
+"""Decode attention over the paged cache: one query token a row, rows of any length, in one launch.
+
+All rows' keys are cut into tiles and the tiles, row after row, are dealt out evenly: each program of a head takes the
+same number of consecutive tiles, whichever rows they belong to (stream-K, Osama et al. 2023; for attention, Sanovar et
+al. 2024). So the number of splits of a row follows from its length and the batch, on the device, the grid is fixed, and
+no program has more to do than another. A row that lies within one program is written directly; parts of a split row go
+to scratch, and the last program to arrive combines them (the softmax of parts: Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sidestep.kernels.launch import num_processors, pdl
+
+_COMBINED = 4096
+"""Numbers of the parts that are combined at a time."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What was tuned by benchmarks/gpu_kernels.py."""
+
+    tile: int = 32
+    num_warps: int = 2
+    num_stages: int = 4
+    programs_per_processor: int = 4
+    min_tiles: int = 1
+    prefetch: bool = True
+
+
+def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
+    """For a head size and the width of the cache's type."""
+    if head_dim * itemsize > 512:
+        return DecodeConfig(tile=32, num_warps=4, num_stages=2, programs_per_processor=2)
+    if head_dim * itemsize > 256:
+        return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_processor=2)
+    return DecodeConfig()
+
+
+class DecodeScratch:
+    """What a launch needs beside its inputs; the counters are zero between launches."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device,
+                 config: DecodeConfig) -> None:
+        self.config = config
+        self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
+        group = triton.next_power_of_2(num_heads // num_kv_heads)
+        # Two parts a program: of the row it begins within, and of the row it ends within.
+        slots = self.parts * num_kv_heads * 2
+        self.partial = torch.empty(slots, group, max(16, triton.next_power_of_2(head_dim)), device=device)
+        self.stats = torch.empty(slots, 2, group, device=device)
+        self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _prefetch_tile(cache, table, first, length, head, block_stride, KVH: tl.constexpr, D: tl.constexpr,
+                   PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Asks for the keys and values of a tile to be brought into L2 (sm_90)."""
+    keys = tl.minimum(first * TILE + tl.arange(0, TILE), length - 1)
+    block = tl.load(table + keys // PAGE).to(tl.int64)
+    source = cache + block * block_stride + head * (PAGE * D) + (keys % PAGE) * D
+    both = source[:, None] + tl.arange(0, 2)[None, :] * (KVH * PAGE * D)
+    tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+                              [both, D * (cache.dtype.element_ty.primitive_bitwidth // 8)], dtype=tl.int32,
+                              is_pure=False, pack=1)
+
+
+@triton.jit
+def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The block of a tile, or of each of its keys where a tile has several."""
+    if PAGE % TILE == 0:
+        block = tl.load(table + index * TILE // PAGE)
+    else:
+        keys = index * TILE + within
+        block = tl.load(table + keys // PAGE, mask=keys < length, other=0)
+    return block.to(tl.int64)
+
+
+@triton.jit
+def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, stats, counters, q_stride, table_stride,
+            block_stride, out_stride, scale, KVH: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+            D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+            ROWS: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr, COMBINED: tl.constexpr,
+            PRECISION: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
+    head = tl.program_id(0) % KVH
+    part = tl.program_id(0) // KVH
+    # 1. This program's share of the tiles. The plan was written several kernels ago (see kernels.launch).
+    ends = tl.load(tile_ends + tl.arange(0, ROWS))
+    total = tl.max(ends, 0)
+    quota = tl.maximum(tl.cdiv(total, PARTS), MIN_TILES)
+    tile = part * quota
+    last = tl.minimum(tile + quota, total)
+    # Idle programs go at once; one waits in any case, so that no later kernel overtakes the one before.
+    if (tile >= last) & (part > 0):
+        return
+    row = tl.sum((ends <= tile).to(tl.int32), 0)
+    row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    within = tl.arange(0, TILE)
+    if PDL:
+        if PREFETCH:
+            # Its first keys and values are on their way to L2 while the kernel before still runs. That kernel may
+            # write some of them: into L2 too, so what is read after the wait is right.
+            first_length = tl.load(seq_lens + row, mask=tile < last, other=1)
+            first_slot = tl.load(slots + row, mask=tile < last, other=0).to(tl.int64)
+            first_tile = tile - row_begin
+            if WINDOW:
+                first_tile += tl.maximum(first_length - WINDOW, 0) // TILE
+            _prefetch_tile(cache, block_tables + first_slot * table_stride, first_tile, first_length, head,
+                           block_stride, KVH, D, PAGE, TILE)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tile >= last:
+        return
+    m = tl.arange(0, M)
+    dims = tl.arange(0, DIM)
+    group = tl.arange(0, GROUP)
+    dtype = cache.dtype.element_ty
+    while tile < last:
+        # 2. One row, or the part of it that lies in this share.
+        row_end = tl.load(tile_ends + row)
+        stop = tl.minimum(row_end, last)
+        length = tl.load(seq_lens + row)
+        table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
+        visible = 0
+        if WINDOW:
+            visible = tl.maximum(length - WINDOW, 0)
+        shift = visible // TILE - row_begin
+        query = tl.load(q + row * q_stride + (head * G + m)[:, None] * D + dims[None, :],
+                        mask=(m < G)[:, None] & (dims < D)[None, :], other=0.0)
+        top = tl.full([M], float("-inf"), tl.float32)
+        mass = tl.zeros([M, TILE], tl.float32)
+        acc = tl.zeros([M, DIM], tl.float32)
+        blocks = _blocks_of(table, tile + shift, within, length, PAGE, TILE)
+        for index in range(tile + shift, stop + shift):
+            keys = index * TILE + within
+            # The next tile's blocks are known a turn ahead, so that its keys can be asked for without waiting.
+            following = _blocks_of(table, tl.minimum(index + 1, stop + shift - 1), within, length, PAGE, TILE)
+            place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
+            source = cache + place[:, None] + dims[None, :]
+            # What lies behind the last token is not read: it may be anything, and 0 x NaN would spread.
+            readable = (keys < length)[:, None] & (dims < D)[None, :]
+            key = tl.load(source, mask=readable, other=0.0)
+            value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+            attended = (keys < length) & (keys >= visible)
+            scores = tl.where(attended[None, :], scores, float("-inf"))
+            highest = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - highest[:, None])
+            fade = tl.exp2(top - highest)
+            mass = mass * fade[:, None] + weights
+            acc = tl.dot(weights.to(dtype), value, acc * fade[:, None], input_precision=PRECISION)
+            top = highest
+            blocks = following
+        total_mass = tl.sum(mass, 1)
+        target = out + row * out_stride + head * (G * D)
+        begins_here = tile == row_begin
+        if begins_here & (stop == row_end):
+            # 3. The whole row was here.
+            tl.store(target + m[:, None] * D + dims[None, :], (acc / total_mass[:, None]).to(out.dtype.element_ty),
+                     mask=(m < G)[:, None] & (dims < D)[None, :])
+        else:
+            # 4. Leave the part, and see whether all others have left theirs.
+            slot = (part * KVH + head) * 2 + begins_here.to(tl.int32)
+            tl.store(partial + slot * (GROUP * DIM) + m[:, None] * DIM + dims[None, :], acc, mask=(m < G)[:, None])
+            tl.store(stats + slot * (2 * GROUP) + m, top, mask=m < G)
+            tl.store(stats + slot * (2 * GROUP) + GROUP + m, total_mass, mask=m < G)
+            first_part = row_begin // quota
+            last_part = (row_end - 1) // quota
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters + row * KVH + head, 1, sem="acq_rel")
+            if arrived == last_part - first_part:
+                tl.store(counters + row * KVH + head, 0)
+                top_all = tl.full([GROUP], float("-inf"), tl.float32)
+                mass_all = tl.zeros([GROUP], tl.float32)
+                acc_all = tl.zeros([GROUP, DIM], tl.float32)
+                for start in range(first_part, last_part + 1, COMBINED):
+                    parts = start + tl.arange(0, COMBINED)
+                    there = parts <= last_part
+                    slots_of = (parts * KVH + head) * 2 + (parts == first_part).to(tl.int32)
+                    stat = stats + slots_of[:, None] * (2 * GROUP) + group[None, :]
+                    inside = there[:, None] & (group < G)[None, :]
+                    tops = tl.load(stat, mask=inside, other=float("-inf"), cache_modifier=".cg")
+                    masses = tl.load(stat + GROUP, mask=inside, other=0.0, cache_modifier=".cg")
+                    highest_all = tl.maximum(top_all, tl.max(tops, 0))
+                    # Heads that are padding have no mass anywhere.
+                    safe = tl.where(group < G, highest_all, 0.0)
+                    share = tl.exp2(tops - safe[None, :])
+                    fade_all = tl.exp2(top_all - safe)
+                    values = tl.load(
+                        partial + slots_of[:, None, None] * (GROUP * DIM) + group[None, :, None] * DIM
+                        + dims[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+                    mass_all = mass_all * fade_all + tl.sum(masses * share, 0)
+                    acc_all = acc_all * fade_all[:, None] + tl.sum(values * share[:, :, None], 0)
+                    top_all = highest_all
+                mass_all = tl.where(group < G, mass_all, 1.0)
+                tl.store(target + group[:, None] * D + dims[None, :],
+                         (acc_all / mass_all[:, None]).to(out.dtype.element_ty),
+                         mask=(group < G)[:, None] & (dims < D)[None, :])
+        tile = stop
+        row_begin = row_end
+        row += 1
+
+
+@triton.jit
+def _plan(seq_lens, query_starts, header, decode_ends, prefill_ends, TILE: tl.constexpr, TOKENS: tl.constexpr,
+          WINDOW: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.arange(0, ROWS)
+    num_rows = tl.load(header)
+    num_decode = tl.load(header + 1)
+    inside = rows < CAPACITY
+    decodes = inside & (rows < num_decode)
+    length = tl.load(seq_lens + rows, mask=decodes, other=0)
+    tiles = tl.cdiv(length, TILE)
+    if WINDOW:
+        tiles -= tl.maximum(length - WINDOW, 0) // TILE
+    tl.store(decode_ends + rows, tl.cumsum(tl.where(decodes, tiles, 0), 0))
+    prefills = inside & (rows >= num_decode) & (rows < num_rows)
+    start = tl.load(query_starts + rows, mask=prefills, other=0)
+    stop = tl.load(query_starts + rows + 1, mask=prefills, other=0)
+    tl.store(prefill_ends + rows, tl.cumsum(tl.where(prefills, tl.cdiv(stop - start, TOKENS), 0), 0))
+
+
+def plan_attention(seq_lens: Tensor, query_starts: Tensor, header: Tensor, decode_ends: Tensor, prefill_ends: Tensor,
+                   *, tile: int, tokens: int, window: int) -> None:
+    """Counts, cumulatively by row, the tiles of keys of decode rows and the tiles of query tokens of the others.
+
+    seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] rows, header[1] of them decode, and come
+    first; decode_ends, prefill_ends int32, written: a power of two of entries, at least R.
+    """
+    capacity = seq_lens.shape[0]
+    _plan[(1,)](seq_lens, query_starts, header, decode_ends, prefill_ends, tile, tokens, window,
+                decode_ends.shape[0], capacity, num_warps=4, **pdl(seq_lens))
+
+
+def decode_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tensor, seq_lens: Tensor,
+                     tile_ends: Tensor, out: Tensor, scratch: DecodeScratch, *, num_heads: int, window: int,
+                     scale: float) -> None:
+    """Each decode row's query over all its keys, or the last `window` of them (0: all).
+
+    q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D]; block_tables int32
+    [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention with the scratch's tile; out
+    [R.., H * D], written for decode rows only.
+    """
+    _, twice_kv_heads, page, dim = cache.shape
+    kv_heads, config = twice_kv_heads // 2, scratch.config
+    group = num_heads // kv_heads
+    padded = triton.next_power_of_2(group)
+    combined = max(2, min(32, _COMBINED // (padded * triton.next_power_of_2(dim))))
+    prefetch = config.prefetch and dim * cache.element_size() % 16 == 0
+    _decode[(scratch.parts * kv_heads,)](
+        q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.partial, scratch.stats, scratch.counters,
+        q.stride(0), block_tables.stride(0), cache.stride(0), out.stride(0), scale * 1.4426950408889634,
+        kv_heads, group, padded, max(16, padded), dim,
+        max(16, triton.next_power_of_2(dim)), page, config.tile, window, tile_ends.shape[0], scratch.parts,
+        config.min_tiles, combined, "ieee", prefetch, num_warps=config.num_warps, num_stages=config.num_stages,
+        **pdl(q))

@@ -1,0 +1,38 @@
+"""How kernels are launched: programmatic dependent launch where the GPU has it.
+
+With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. The rules that every Triton
+kernel here keeps, so that this changes no result:
+
+- `gdc_wait` comes before the first access to what another kernel wrote or still reads; weights, which nothing writes,
+  may be loaded before it;
+- `gdc_launch_dependents` comes after `gdc_wait`. So when a kernel starts, all kernels but the one just before it have
+  ended, and what they wrote (a step's tables, say) may be read before the wait too.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels on this device may be launched programmatically dependent."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+_OFF: dict[str, bool] = {"PDL": False}
+_ON: dict[str, bool] = {"PDL": True, "launch_pdl": True}
+
+
+def pdl(x: Tensor) -> dict[str, bool]:
+    """Keyword arguments of a launch on x's device: the kernel's own PDL flag, and the launcher's."""
+    return _ON if has_pdl(x.device) else _OFF
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors; a small number where there is no GPU and kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,74 @@
+"""What lies between the QKV projection and attention, in one kernel: the norm of each head's query and key (where a
+model has it), the rotary embedding, and the write of keys and values into the paged cache. The references are
+kernels.rms_norm, kernels.rotary and kernels.kv_write."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sidestep.kernels.launch import pdl
+
+
+@triton.jit
+def _qkv_rope(qkv, positions, places, cos, sin, q_weight, k_weight, cache, qkv_stride, block_stride, eps,
+              H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+              PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, HALF)[None, :]
+    # The step's tables were written several kernels ago, so they need no wait (see kernels.launch).
+    position = tl.load(positions + token).to(tl.int64)
+    place = tl.load(places + token).to(tl.int64)
+    half_dim = dims < D // 2
+    c = tl.load(cos + position * (D // 2) + dims, mask=half_dim, other=0.0)
+    s = tl.load(sin + position * (D // 2) + dims, mask=half_dim, other=0.0)
+    inside = half_dim & (heads < H + 2 * KVH)
+    is_query = heads < H
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    source = qkv + token * qkv_stride + heads * D + dims
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
+    a, b = low, high
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+        dtype = qkv.dtype.element_ty
+        q_low = tl.load(q_weight + dims, mask=half_dim, other=0.0).to(tl.float32)
+        q_high = tl.load(q_weight + D // 2 + dims, mask=half_dim, other=0.0).to(tl.float32)
+        k_low = tl.load(k_weight + dims, mask=half_dim, other=0.0).to(tl.float32)
+        k_high = tl.load(k_weight + D // 2 + dims, mask=half_dim, other=0.0).to(tl.float32)
+        # Rounded where the models' own code rounds.
+        a = ((low * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_low, k_low)).to(dtype).to(tl.float32)
+        b = ((high * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_high, k_high)).to(dtype).to(tl.float32)
+    is_value = heads >= H + KVH
+    out_low = tl.where(is_value, low, a * c - b * s).to(qkv.dtype.element_ty)
+    out_high = tl.where(is_value, high, b * c + a * s).to(qkv.dtype.element_ty)
+    tl.store(source, out_low, mask=inside & is_query)
+    tl.store(source + D // 2, out_high, mask=inside & is_query)
+    target = cache + (place // PAGE) * block_stride + (heads - H) * (PAGE * D) + (place % PAGE) * D + dims
+    # A token that is padding writes no head.
+    last = tl.where(place >= 0, H + 2 * KVH, 0)
+    writes = half_dim & (heads >= H) & (heads < last)
+    tl.store(target, out_low, mask=writes)
+    tl.store(target + D // 2, out_high, mask=writes)
+
+
+def qkv_rope(qkv: Tensor, positions: Tensor, places: Tensor, cos: Tensor, sin: Tensor,
+             norms: tuple[Tensor, Tensor] | None, eps: float, cache: Tensor, num_heads: int) -> None:
+    """Turns qkv's queries in place, and writes its keys (turned) and values to the cache.
+
+    qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; places int32 [T], block id * block size + offset, or
+    negative for a token that is padding; cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys;
+    cache [blocks, 2 KVH, block size, D], the keys' heads first.
+    """
+    _, twice_kv_heads, page, dim = cache.shape
+    tokens, heads = qkv.shape[0], num_heads + twice_kv_heads
+    half = triton.next_power_of_2(dim // 2)
+    per_program = min(triton.next_power_of_2(heads), max(1, 512 // half))
+    q_weight, k_weight = norms if norms is not None else (cos, cos)
+    _qkv_rope[(tokens, triton.cdiv(heads, per_program))](
+        qkv, positions, places, cos, sin, q_weight, k_weight, cache, qkv.stride(0), cache.stride(0), eps,
+        num_heads, twice_kv_heads // 2, dim, half, per_program, page, norms is not None, num_warps=4, **pdl(qkv))

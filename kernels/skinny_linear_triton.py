@@ -1,0 +1,228 @@
+"""x W^T for a few rows of x, where reading W is all the work.
+
+One row: each program reads a few whole rows of W, multiplies and adds on the plain cores. Two to 16 rows: the same
+through the tensor cores, x padded to 16 rows. W is asked for before the kernel waits for x (programmatic dependent
+launch): the first columns into registers, more of them into L2, so the memory does not pause while the kernel before
+ends. Both can end in the gated activation, so that what lies between the halves of an MLP is never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sidestep.kernels.launch import pdl
+
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """Rows of W of one program, columns of one turn of its loop, columns that are brought into L2 before the wait."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    prefetch: int = 0
+    tensor_cores: bool = True
+
+
+@triton.jit
+def prefetch_rows(pointer, rows, stride_bytes, row_bytes):
+    """Asks for the first row_bytes of each of up to a warp's worth of rows to be brought into L2 (sm_90).
+
+    Pointer, stride and bytes are multiples of 16. One thread a row asks, the memory does the rest.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; setp.lt.u32 p, t, $2; "
+        "mad.wide.u32 a, t, $3, $1; @p cp.async.bulk.prefetch.L2.global [a], $4; mov.u32 $0, 0; }",
+        "=r,l,r,r,r", [pointer, rows, stride_bytes, row_bytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _activate(gate, up, dtype):
+    gate = gate.to(dtype).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return activated * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _prefetch_weight(weight, N, K: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """The first COLUMNS of this program's rows."""
+    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    if COLUMNS > 0 and K * BYTES % 16 == 0:
+        first = tl.program_id(0) * BLOCK_N
+        rows = tl.minimum(N - first, BLOCK_N)
+        source = weight + first.to(tl.int64) * K
+        prefetch_rows(source, rows, K * BYTES, min(COLUMNS, K) * BYTES)
+        if GATED:
+            prefetch_rows(source + N.to(tl.int64) * K, rows, K * BYTES, min(COLUMNS, K) * BYTES)
+
+
+@triton.jit
+def _gemv(x, weight, bias, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+          GATED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_K)
+    inside = rows < N
+    source = weight + rows[:, None].to(tl.int64) * K + columns[None, :]
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    w = tl.load(source, mask=inside[:, None] & (EVEN | (columns < K)[None, :]), other=0.0,
+                eviction_policy="evict_first")
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if GATED:
+        second = source + N.to(tl.int64) * K
+        u = tl.load(second, mask=inside[:, None] & (EVEN | (columns < K)[None, :]), other=0.0,
+                    eviction_policy="evict_first")
+        acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if PDL:
+        _prefetch_weight(weight, N, K, BLOCK_N, PREFETCH, GATED)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for start in tl.static_range(0, K, BLOCK_K):
+        # Loaded as wide as W: each thread gets the columns it needs, and the warps need not wait for one another.
+        given = tl.broadcast_to((x + start + columns)[None, :], [BLOCK_N, BLOCK_K])
+        value = tl.load(given, mask=EVEN | (start + columns < K)[None, :], other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * value
+        if GATED:
+            acc_up += u.to(tl.float32) * value
+        if start + BLOCK_K < K:
+            there = inside[:, None] & (EVEN | (start + BLOCK_K + columns < K)[None, :])
+            w = tl.load(source + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                u = tl.load(second + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
+    result = tl.sum(acc, 1)
+    if BIAS:
+        result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        result = _activate(result, tl.sum(acc_up, 1), out.dtype.element_ty)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rows_of(index, HALVES: tl.constexpr, WARPS: tl.constexpr):
+    """See _operand: the matrix row of each row of a tile."""
+    return index // (8 * WARPS) % HALVES * 8 + index % 8
+
+
+@triton.jit
+def _columns_of(index, HALVES: tl.constexpr, WARPS: tl.constexpr):
+    """See _operand: the matrix columns of each row of a tile."""
+    first = (index // (8 * WARPS * HALVES) * WARPS + index // 8 % WARPS) * 32
+    return first[:, None] + tl.arange(0, 32)[None, :]
+
+
+@triton.jit
+def _operand(tile, STEPS: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr):
+    """A tile as it was read, [STEPS * HALVES * WARPS * 8, 32], as an operand: [WARPS, HALVES * 8, STEPS * 32].
+
+    A warp reads 8 rows of 64 bytes at once, 16 bytes a thread. Its columns go into the product in an order that leaves
+    them in the threads, and in the registers, in which a 16-bit product of tensor cores wants them: both operands in
+    the same order, so the product is the same, and nothing passes through shared memory.
+    """
+    tile = tl.reshape(tile, [STEPS, HALVES, WARPS, 8, 4, 2, 2, 2])
+    tile = tl.permute(tile, [2, 1, 3, 0, 5, 6, 4, 7])
+    return tl.reshape(tile, [WARPS, HALVES * 8, STEPS * 32])
+
+
+@triton.jit
+def _read(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr):
+    """A tile; columns beyond K are zero."""
+    if EVEN:
+        return tl.load(source + start, eviction_policy=POLICY)
+    else:
+        return tl.load(source + start, mask=start + columns < K, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _skinny(x, weight, bias, out, T, N, x_stride, out_stride, K: tl.constexpr, ROWS: tl.constexpr,
+            BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+            PREFETCH: tl.constexpr, PDL: tl.constexpr):
+    HALVES: tl.constexpr = BLOCK_N // 8
+    GIVEN: tl.constexpr = ROWS // 8
+    TURN: tl.constexpr = STEPS * WARPS * 32
+    EVEN: tl.constexpr = K % TURN == 0
+    LAST: tl.constexpr = (K - 1) // TURN * TURN
+    # 1. The first columns of W, whose warps each take a part of K. Rows behind the last are read as the last.
+    index = tl.arange(0, STEPS * HALVES * WARPS * 8)
+    row = tl.minimum(tl.program_id(0) * BLOCK_N + _rows_of(index, HALVES, WARPS), N - 1)
+    columns = _columns_of(index, HALVES, WARPS)
+    source = weight + row[:, None].to(tl.int64) * K + columns
+    second = source + N.to(tl.int64) * K
+    w = _read(source, 0, columns, K, EVEN, "evict_first")
+    u = w
+    if GATED:
+        u = _read(second, 0, columns, K, EVEN, "evict_first")
+    index = tl.arange(0, STEPS * GIVEN * WARPS * 8)
+    token = tl.minimum(_rows_of(index, GIVEN, WARPS), T - 1)
+    x_columns = _columns_of(index, GIVEN, WARPS)
+    values = x + token[:, None] * x_stride + x_columns
+    acc = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
+    acc_up = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
+    if PDL:
+        _prefetch_weight(weight, N, K, BLOCK_N, PREFETCH, GATED)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # 2. The next columns are asked for before those at hand are used.
+    for start in range(0, LAST, TURN):
+        value = _read(values, start, x_columns, K, EVEN, "")
+        next_w = _read(source, start + TURN, columns, K, EVEN, "evict_first")
+        value = tl.permute(_operand(value, STEPS, GIVEN, WARPS), [0, 2, 1])
+        if GATED:
+            next_u = _read(second, start + TURN, columns, K, EVEN, "evict_first")
+            acc_up = tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee")
+            u = next_u
+        acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
+        w = next_w
+    value = tl.permute(_operand(_read(values, LAST, x_columns, K, EVEN, ""), STEPS, GIVEN, WARPS), [0, 2, 1])
+    acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
+    # 3. The warps' parts together.
+    result = tl.sum(acc, 0)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, ROWS)
+    if BIAS:
+        result += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc_up = tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee")
+        result = _activate(result, tl.sum(acc_up, 0), out.dtype.element_ty)
+    tl.store(out + tokens[None, :] * out_stride + rows[:, None], result.to(out.dtype.element_ty),
+             mask=(tokens < T)[None, :] & (rows < N)[:, None])
+
+
+def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
+    """For one row."""
+    block_k = min(1024, triton.next_power_of_2(num_inputs))
+    return SkinnyConfig(4 if gated else 8, block_k, 8, tensor_cores=False)
+
+
+def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
+    """For 2 to 16 rows."""
+    return SkinnyConfig(16, 512, 4)
+
+
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
+                  config: SkinnyConfig | None = None) -> Tensor:
+    """x W^T + b for x [T, K], T <= MAX_ROWS, and W [N, K], contiguous; returns [T, N].
+
+    gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x up^T).
+    """
+    tokens, num_inputs = x.shape
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty(tokens, num_outputs, dtype=x.dtype, device=x.device)
+    b = weight if bias is None else bias
+    choose = gemv_config if tokens == 1 else skinny_config
+    c = config or choose(num_outputs, num_inputs, gated)
+    grid = (triton.cdiv(num_outputs, c.block_n),)
+    if not c.tensor_cores:
+        _gemv[grid](x, weight, b, out, num_outputs, num_inputs, c.block_n, c.block_k, bias is not None, gated,
+                    c.prefetch, num_warps=c.num_warps, **pdl(x))
+        return out
+    _skinny[grid](
+        x, weight, b, out, tokens, num_outputs, x.stride(0), num_outputs, num_inputs, 8 if tokens <= 8 else MAX_ROWS,
+        c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps, bias is not None, gated, c.prefetch,
+        num_warps=c.num_warps, **pdl(x))
+    return out

@@ -1,0 +1,92 @@
+"""The GPU runner driven step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sidestep.executor import gpu_runner
+from sidestep.executor.gpu_runner import GpuRunner
+from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.model_spec import load_model_spec
+from tests.e2e.models import load_reference, random_prompts, write_model
+from tests.unit.executor.steps import Request, schedule
+
+pytestmark = pytest.mark.gpu
+VOCAB = 257
+
+
+def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
+    runner = GpuRunner(WorkerArgs(
+        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype=dtype),
+        cache=CacheConfig(block_size=16, num_kv_blocks=600), parallel=ParallelConfig(device="cuda", **parallel),
+        num_slots=128, max_num_batched_tokens=256, max_num_seqs=64, max_model_len=256))
+    runner.load()
+    return runner
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """What each eager step gave to the sampler."""
+    seen: list[torch.Tensor] = []
+    sample = gpu_runner.sample_tokens
+
+    def spy(values: torch.Tensor, **others: Any) -> None:
+        seen.append(values.float().clone())
+        sample(values, **others)
+
+    monkeypatch.setattr(gpu_runner, "sample_tokens", spy)
+    yield seen
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
+def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path, logits: list[torch.Tensor]) -> None:
+    """The distance from float32 arithmetic on the same weights."""
+    path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
+    theirs, exact = load_reference(path, torch.bfloat16).cuda(), load_reference(path).cuda()
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.bfloat16())
+    runner = make_runner(path, "bfloat16", enforce_eager=True)
+    ours = []
+    for prompt in prompts:
+        for step, _ in schedule([Request(prompt, 1)], 64, 16):
+            runner.execute(step).wait()
+        ours.append(logits[-1])
+    with torch.inference_mode():
+        expected = torch.cat([exact(torch.tensor([p]).cuda()).logits[0, -1:] for p in prompts])
+        reference = torch.cat([theirs(torch.tensor([p]).cuda()).logits[0, -1:].float() for p in prompts])
+    assert (torch.cat(ours) - expected).square().mean() < 1.2 * (reference - expected).square().mean()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_steps_may_all_be_launched_before_any_output_is_read(eager: bool, tmp_path: Path) -> None:
+    """Two in flight, as the engine runs them; ids never leave the device in between."""
+    path = write_model("qwen2", tmp_path)
+    prompts = random_prompts(20, VOCAB)
+    answers = []
+    for depth in (1, 2):
+        runner = make_runner(path, "float32", enforce_eager=eager)
+        requests = [Request(p, 9, temperature=[0.0, 0.9][i % 2], seed=i) for i, p in enumerate(prompts)]
+        flying: list[Any] = []
+        for step, sampling in schedule(requests, 90, 16):
+            flying.append((runner.execute(step), sampling))
+            if len(flying) == depth:
+                collect(*flying.pop(0))
+        for pending in flying:
+            collect(*pending)
+        answers.append([r.output for r in requests])
+    assert answers[0] == answers[1]
+    assert all(len(output) == 9 for output in answers[0])
+
+
+def collect(pending: Any, sampling: list[Request]) -> None:
+    output = pending.wait()
+    assert output.start_ns <= output.end_ns
+    for request, token in zip(sampling, output.token_ids.tolist(), strict=True):
+        request.output.append(token)
