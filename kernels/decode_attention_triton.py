@@ -18,9 +18,6 @@ from torch import Tensor
 
 from sidestep.kernels.launch import num_processors, pdl
 
-_COMBINED = 4096
-"""Numbers of the parts that are combined at a time."""
-
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -28,10 +25,11 @@ class DecodeConfig:
 
     tile: int = 32
     num_warps: int = 2
-    num_stages: int = 4
+    num_stages: int = 3
     programs_per_processor: int = 4
     min_tiles: int = 1
-    prefetch: bool = True
+    combined: int = 4096
+    late: bool = False
 
 
 def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
@@ -59,19 +57,6 @@ class DecodeScratch:
 
 
 @triton.jit
-def _prefetch_tile(cache, table, first, length, head, block_stride, KVH: tl.constexpr, D: tl.constexpr,
-                   PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Asks for the keys and values of a tile to be brought into L2 (sm_90)."""
-    keys = tl.minimum(first * TILE + tl.arange(0, TILE), length - 1)
-    block = tl.load(table + keys // PAGE).to(tl.int64)
-    source = cache + block * block_stride + head * (PAGE * D) + (keys % PAGE) * D
-    both = source[:, None] + tl.arange(0, 2)[None, :] * (KVH * PAGE * D)
-    tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-                              [both, D * (cache.dtype.element_ty.primitive_bitwidth // 8)], dtype=tl.int32,
-                              is_pure=False, pack=1)
-
-
-@triton.jit
 def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.constexpr):
     """The block of a tile, or of each of its keys where a tile has several."""
     if PAGE % TILE == 0:
@@ -87,7 +72,7 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
             block_stride, out_stride, scale, KVH: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
             D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
             ROWS: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr, COMBINED: tl.constexpr,
-            PRECISION: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
+            PRECISION: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0) % KVH
     part = tl.program_id(0) // KVH
     # 1. This program's share of the tiles. The plan was written several kernels ago (see kernels.launch).
@@ -103,18 +88,9 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
     row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
     within = tl.arange(0, TILE)
     if PDL:
-        if PREFETCH:
-            # Its first keys and values are on their way to L2 while the kernel before still runs. That kernel may
-            # write some of them: into L2 too, so what is read after the wait is right.
-            first_length = tl.load(seq_lens + row, mask=tile < last, other=1)
-            first_slot = tl.load(slots + row, mask=tile < last, other=0).to(tl.int64)
-            first_tile = tile - row_begin
-            if WINDOW:
-                first_tile += tl.maximum(first_length - WINDOW, 0) // TILE
-            _prefetch_tile(cache, block_tables + first_slot * table_stride, first_tile, first_length, head,
-                           block_stride, KVH, D, PAGE, TILE)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     if tile >= last:
         return
     m = tl.arange(0, M)
@@ -205,25 +181,26 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
         tile = stop
         row_begin = row_end
         row += 1
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def _plan(seq_lens, query_starts, header, decode_ends, prefill_ends, TILE: tl.constexpr, TOKENS: tl.constexpr,
-          WINDOW: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr):
+          WINDOW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
     num_rows = tl.load(header)
     num_decode = tl.load(header + 1)
-    inside = rows < CAPACITY
-    decodes = inside & (rows < num_decode)
+    decodes = rows < num_decode
     length = tl.load(seq_lens + rows, mask=decodes, other=0)
     tiles = tl.cdiv(length, TILE)
     if WINDOW:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
     tl.store(decode_ends + rows, tl.cumsum(tl.where(decodes, tiles, 0), 0))
-    prefills = inside & (rows >= num_decode) & (rows < num_rows)
+    prefills = (rows >= num_decode) & (rows < num_rows)
     start = tl.load(query_starts + rows, mask=prefills, other=0)
     stop = tl.load(query_starts + rows + 1, mask=prefills, other=0)
     tl.store(prefill_ends + rows, tl.cumsum(tl.where(prefills, tl.cdiv(stop - start, TOKENS), 0), 0))
@@ -236,9 +213,8 @@ def plan_attention(seq_lens: Tensor, query_starts: Tensor, header: Tensor, decod
     seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] rows, header[1] of them decode, and come
     first; decode_ends, prefill_ends int32, written: a power of two of entries, at least R.
     """
-    capacity = seq_lens.shape[0]
     _plan[(1,)](seq_lens, query_starts, header, decode_ends, prefill_ends, tile, tokens, window,
-                decode_ends.shape[0], capacity, num_warps=4, **pdl(seq_lens))
+                decode_ends.shape[0], num_warps=4, **pdl(seq_lens))
 
 
 def decode_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tensor, seq_lens: Tensor,
@@ -254,12 +230,11 @@ def decode_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tens
     kv_heads, config = twice_kv_heads // 2, scratch.config
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(group)
-    combined = max(2, min(32, _COMBINED // (padded * triton.next_power_of_2(dim))))
-    prefetch = config.prefetch and dim * cache.element_size() % 16 == 0
+    combined = max(2, min(32, config.combined // (padded * triton.next_power_of_2(dim))))
     _decode[(scratch.parts * kv_heads,)](
         q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.partial, scratch.stats, scratch.counters,
         q.stride(0), block_tables.stride(0), cache.stride(0), out.stride(0), scale * 1.4426950408889634,
         kv_heads, group, padded, max(16, padded), dim,
         max(16, triton.next_power_of_2(dim)), page, config.tile, window, tile_ends.shape[0], scratch.parts,
-        config.min_tiles, combined, "ieee", prefetch, num_warps=config.num_warps, num_stages=config.num_stages,
+        config.min_tiles, combined, "ieee", config.late, num_warps=config.num_warps, num_stages=config.num_stages,
         **pdl(q))

@@ -1,7 +1,7 @@
 """How kernels are launched: programmatic dependent launch where the GPU has it.
 
-With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. The rules that every Triton
-kernel here keeps, so that this changes no result:
+With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. The rules that every
+Triton kernel here keeps, so that this changes no result:
 
 - `gdc_wait` comes before the first access to what another kernel wrote or still reads; weights, which nothing writes,
   may be loaded before it;

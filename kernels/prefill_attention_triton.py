@@ -21,11 +21,11 @@ from sidestep.kernels.launch import pdl
 class PrefillConfig:
     """What was tuned by benchmarks/gpu_kernels.py: rows and keys of a tile."""
 
-    rows: int = 128
+    rows: int = 64
     keys: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
-    bulk: bool = False
+    bulk: bool = True
     registers: int | None = None
 
     def tokens(self, group: int) -> int:
@@ -103,8 +103,9 @@ def _attend(query, acc, top, mass, cache, rows_of_cache, table, positions, begin
 @triton.jit
 def _prefill(q, cache, rows_of_cache, block_tables, slots, seq_lens, query_starts, tile_ends, out, q_stride,
              table_stride, block_stride, out_stride, scale, KVH: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-             DIM: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
-             ROWS: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):
+             DIM: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
+             WINDOW: tl.constexpr, ROWS: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
+             PDL: tl.constexpr):
     # 1. Which tile: the last ones, which see most keys, first.
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     index = tl.max(ends, 0) - 1 - tl.program_id(1)
@@ -178,8 +179,9 @@ def prefill_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Ten
     bulk = config.bulk and page % config.keys == 0 and dim == triton.next_power_of_2(dim) and cache.is_contiguous()
     rows_of_cache = (TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [config.keys, dim]) if bulk
                      else cache)
+    limit = {} if config.registers is None else {"maxnreg": config.registers}
     _prefill[grid](
         q, cache, rows_of_cache, block_tables, slots, seq_lens, query_starts, tile_ends, out, q.stride(0),
         block_tables.stride(0), cache.stride(0), out.stride(0), scale * 1.4426950408889634, kv_heads, group, dim,
-        max(16, triton.next_power_of_2(dim)), page, rows, config.keys, tokens, window, tile_ends.shape[0], bulk, "ieee", num_warps=config.num_warps,
-        num_stages=config.num_stages, maxnreg=config.registers, **pdl(q))
+        max(16, triton.next_power_of_2(dim)), page, rows, config.keys, tokens, window, tile_ends.shape[0], bulk,
+        "ieee", num_warps=config.num_warps, num_stages=config.num_stages, **limit, **pdl(q))

@@ -12,6 +12,7 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_LOW = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -21,12 +22,33 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """32 random bits for each token, int64 [R, V], from int64 seeds [R] and positions [R].
+
+    64-bit products are slow on a GPU, so only a row's two keys are made with them. A token's bits are the 32-bit mixer
+    with three products and the least bias that Wellons' search found (2018, "Prospecting for hash functions"), with one
+    key put in before it and the other before its second product: rows of equal first keys still differ. Integers alone,
+    so every device and kernels.sampling_triton get the same bits.
+    """
+    keys = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)[:, None]  # not 0 from seed 0, position 0
+    x = torch.arange(vocab_size, device=seeds.device) ^ (keys & _LOW)
+    x ^= x >> 17
+    x *= 0xED5AD4BB
+    x &= _LOW
+    x ^= x >> 11
+    x ^= (keys >> 32) & _LOW
+    x *= 0xAC4C1B51
+    x &= _LOW
+    x ^= x >> 15
+    x *= 0x31848BAB
+    x &= _LOW
+    x ^= x >> 14
+    return x
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, float32 [R, V], from int64 seeds [R] and positions [R]."""
-    rows = _mix(_mix(seeds) + positions * _GOLDEN)
-    tokens = torch.arange(vocab_size, device=seeds.device) * _GOLDEN
-    bits = (_mix(rows[:, None] + tokens) >> 32) & 0xFFFFFFFF
-    uniform = (bits.float() + 0.5) * 2.0**-32
+    uniform = (noise_bits(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
     # -log(1 - u) is an exponential variate whose small values, those that win, are exact. u may round to 1: that gives
     # infinite time, noise of minus infinity, and is never chosen.
     return torch.log1p(-uniform).neg_().log_().neg_()
@@ -46,17 +68,18 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 def mask_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits with -inf for what each row's filters leave out: all but the top_k most probable tokens (0: all stay); of
     those all but the smallest set whose probability reaches top_p; and tokens less probable than min_p times the
-    most probable one. At least one token stays.
+    most probable one. At least one token stays. Of equally probable tokens the lower ids stay.
 
     logits float32 [R, V], already divided by the temperature; top_k int64 [R]; top_p, min_p float32 [R].
     """
     vocab_size = logits.shape[-1]
-    values, order = logits.sort(-1, descending=True)
+    values, order = logits.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(vocab_size, device=logits.device)
     keep = rank < torch.where(top_k > 0, top_k, vocab_size)[:, None]
     probs = values.masked_fill(~keep, -torch.inf).softmax(-1)
-    # A token stays if those before it do not reach top_p yet.
-    keep &= probs.cumsum(-1) - probs < top_p[:, None]
+    # A token stays if those before it do not reach top_p yet. Rounded sums may reach 1 before the last token, which is
+    # no reason to leave it out where there is no top_p.
+    keep &= (probs.cumsum(-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
     keep &= probs >= min_p[:, None] * probs[:, :1]
     keep[:, 0] = True
     return logits.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), -torch.inf)

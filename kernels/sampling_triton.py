@@ -10,21 +10,20 @@ Two kernels, whose grids follow from the padded shapes alone, so that a CUDA gra
 Draws are exponential races: argmax(logits / T - log E), E standard exponential, is argmin(E * exp((best - logit) / T)),
 which needs one exponential function and one logarithm a token instead of two logarithms.
 
-What a filtered row costs. top_k and top_p keep all logits above a threshold (and the first of those that equal it), and
-it is found by bisecting the floats, as ordered integers, with a count or a sum of probabilities in each step. Over a row
-of 152k bf16 logits such a pass takes one multiprocessor 5 to 8 us (300 KB from L2 at 64 bytes a clock: 3 us; some 12
-instructions a logit for three thresholds at once: 8 us at most), and two bits a pass make 8 of them for bf16, twice that
-for float32. A histogram of digits would take fewer passes of far more instructions: its counters lie in shared memory,
-where nearly all logits hit the same few. So the full passes are kept for rows that need them, which are few: what the
-first kernel knows of each tile, at no cost, bounds the threshold from below,
+What a filtered row costs. A pass of one program over a row of 152k bf16 logits takes it 10 us or so (300 KB from L2 at
+64 bytes a clock are 3 us; the rest are some 15 instructions a logit), and finding a threshold takes several: no sort,
+but a bisection of the floats, as ordered integers, with four counts or sums of probabilities in each pass, which makes
+7 of them for bf16 and twice that for float32. (A histogram of digits would take fewer passes of far more instructions:
+its counters lie in shared memory, and nearly all logits hit the same few.) So the row as a whole is searched only where
+it must be. Mostly, what the first kernel knows of each tile bounds the threshold from below:
 
-- top_k: k tiles have a logit that is no less than the k-th best of the tiles' best ones;
+- top_k: k tiles hold a logit that is no less than the k-th best of the tiles' best ones;
 - top_p: the tiles bound what lies below any value, so what is surely left out is known;
 - min_p is itself a threshold,
 
-and the tokens above that bound, mostly some tens or hundreds, are gathered in one pass (8 us). Then every step of the
-search reads only them, in about half a microsecond. Rows whose bound lets through more than _CAPACITY tokens (flat
-distributions; top_k larger than the number of tiles) are searched as a whole, in the same way.
+and the tokens above that bound, some tens or hundreds, lie in few tiles and are gathered in a few steps. Up to _FEW are
+then compared each with each, which settles their order, and all filters, at once; up to _CAPACITY are searched like a
+row. Only rows with more of them (flat distributions; a top_k larger than the number of tiles) take the long way.
 
 All sums are taken in a fixed order and no float is added atomically: the same row gives the same token every time.
 """
@@ -39,9 +38,11 @@ from torch import Tensor
 _TILE = 1024
 """Tokens that a program of the first kernel scores."""
 _STEP = 8192
-"""Tokens that the second kernel reads at a time."""
+"""Tokens that the second kernel reads at a time; a multiple of _TILE."""
 _CAPACITY = 8192
 """Tokens of a filtered row that are gathered at most."""
+_FEW = 512
+"""Tokens that are compared each with each at most."""
 
 # bf16 and fp16 leave the low bits of their float32 form zero: a search among them has as many steps less.
 _LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -49,12 +50,13 @@ _LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 _NONE = tl.constexpr(2**31 - 1)
 _INFINITY = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(3.4028234663852886e38)
+_SOME = tl.constexpr(1e-30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def scratch_size(rows: int, vocab: int) -> int:
     """int32 elements of scratch that sample_tokens needs for logits [rows, vocab]."""
-    return rows * 2 * (triton.next_power_of_2(triton.cdiv(vocab, _TILE)) + min(vocab, _CAPACITY))
+    return rows * (3 * triton.next_power_of_2(triton.cdiv(vocab, _TILE)) + 2 * _CAPACITY)
 
 
 def sample_tokens(logits: Tensor, *, header: Tensor, slots: Tensor, seq_lens: Tensor, samples: Tensor,
@@ -84,7 +86,7 @@ def sample_tokens(logits: Tensor, *, header: Tensor, slots: Tensor, seq_lens: Te
     _score_tiles[(rows, tiles)](logits, *tables, logits.stride(0), vocab, **sizes, num_warps=2, **options)
     _choose_tokens[(rows,)](
         logits, *tables, last_sampled, out_ids, logits.stride(0), out_ids.stride(0), vocab, **sizes,
-        CAPACITY=min(vocab, _CAPACITY), STEP=_STEP, LOW_BITS=low_bits, num_warps=16, **options)
+        CAPACITY=_CAPACITY, FEW=_FEW, STEP=_STEP, LOW_BITS=low_bits, num_warps=16, **options)
 
 
 # --- Noise -----------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def _mix(x):
 @triton.jit
 def _noise_keys(seed, position):
     """A row's two uint32 keys, from its int64 seed and int32 position."""
-    keys = _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+    keys = _mix(_mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
     return keys.to(tl.uint32), (keys >> 32).to(tl.uint32)
 
 
@@ -217,18 +219,71 @@ def _score_tiles(logits, header, slots, seq_lens, samples, temperature, top_k, t
             score = best / t - tl.log(shortest)
     else:
         second = tl.min(tl.where(inside & (x == score), ids, _NONE), 0)
-    target = scratch + row * 2 * TILES + tile
+    target = scratch + row * 3 * TILES + tile
     tl.store(target, score.to(tl.int32, bitcast=True))
     tl.store(target + TILES, second)
 
 
-# --- The search for a filter's threshold -----------------------------------------------------------------------------
+# --- Filters: what may stay -------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _cuts(low, high, WAYS: tl.constexpr):
-    """WAYS keys between low and high, which are at least two apart; some are equal if there are not as many."""
-    return low + tl.maximum((high - low) * (1 + tl.arange(0, WAYS)) // (WAYS + 1), 1)
+def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
+    """For each of x, found at `place` in `values`: how many of these are higher, or as high and before it; what they
+    weigh. Nothing of what is not in `values` has a meaning."""
+    number = tl.zeros(x.shape, tl.int32)
+    mass = tl.zeros(x.shape, tl.float32)
+    for start in tl.range(0, count, CHUNK):
+        other = start + tl.arange(0, CHUNK)[:, None]
+        y = _load(values, other, other < count)
+        first = (y > x[None, :]) | ((y == x[None, :]) & (other < place[None, :]))
+        number += tl.sum(first.to(tl.int32), 0)
+        mass += tl.sum(tl.where(first, _weight(y, best, scale), 0.0), 0)
+    return number, mass
+
+
+@triton.jit
+def _nucleus_floor(scores, masses, tiles, budget, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """A value of which it is sure that the tokens below it weigh no more than `budget`, or minus infinity.
+
+    Below a value lies all of a tile whose best logit is below it, and of another tile at most all but its best token,
+    and at most as much as if all its tokens were just below the value. Tried for 256 values, e^(1/8) apart in weight.
+    """
+    floors = best - tl.arange(0, 256) * (0.125 * _LOG2_E / scale)
+    most = TILE * _weight(floors, best, scale)
+    below = tl.zeros([256], tl.float32)
+    for start in tl.range(0, tiles, CHUNK):
+        tile = start + tl.arange(0, CHUNK)[:, None]
+        score = tl.load(scores + tile, mask=tile < tiles, other=-_INFINITY)
+        weight = _weight(score, best, scale)
+        mass = tl.load(masses + tile, mask=tile < tiles, other=0.0) * weight
+        rest = tl.minimum(tl.maximum(mass - weight, 0.0), most[None, :])
+        below += tl.sum(tl.where(score < floors[None, :], mass, rest), 0)
+    return tl.max(tl.where(below <= budget, floors, -_INFINITY), 0)
+
+
+@triton.jit
+def _gather(row, values, ids, tile_list, count, floor, vocab, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+            GROUP: tl.constexpr):
+    """Writes the first CAPACITY logits of the listed tiles that are not below `floor`, and their ids, both in the order
+    of the ids. Returns how many there are in all."""
+    number = 0
+    for start in tl.range(0, count, GROUP):
+        index = start + tl.arange(0, GROUP)
+        tile = tl.load(tile_list + index, mask=index < count, other=0)
+        offsets = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        x = _load(row, offsets, (index < count)[:, None] & (offsets < vocab))
+        taken = (x >= floor).to(tl.int32)
+        numbers = tl.sum(taken, 1)
+        place = number + (tl.cumsum(numbers, 0) - numbers)[:, None] + tl.cumsum(taken, 1) - 1
+        fits = (taken != 0) & (place < CAPACITY)
+        tl.store(values + place, x, mask=fits)
+        tl.store(ids + place, offsets, mask=fits)
+        number += tl.sum(numbers, 0)
+    return number
+
+
+# --- Filters: the search for a threshold ------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -245,63 +300,22 @@ def _measures(values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.c
 
 @triton.jit
 def _threshold(values, count, target, low, high, best, scale, MASS: tl.constexpr, LOW_BITS: tl.constexpr,
-               WAYS: tl.constexpr, STEP: tl.constexpr):
+               STEP: tl.constexpr):
     """The largest key in [low, high) from which up there is a measure of `target`, or low; and the measure above it.
 
     Nothing is as high as `high`. A sum of fewer of the same floats, in the same order, is never larger, so that the
-    measures fall from one floor to the next in spite of rounding.
+    measures fall from one cut to the next in spite of rounding.
     """
     above = 0.0
     while high - low > 1:
-        cuts = _cuts(low, high, WAYS)
-        measures = _measures(values, count, _from_key(cuts, LOW_BITS), best, scale, MASS, WAYS, STEP)
+        # Four cuts, some of them equal if there are not as many keys.
+        cuts = low + tl.maximum((high - low) * (1 + tl.arange(0, 4)) // 5, 1)
+        measures = _measures(values, count, _from_key(cuts, LOW_BITS), best, scale, MASS, 4, STEP)
         reached = measures >= target
         low = tl.max(tl.where(reached, cuts, low), 0)
         high = tl.min(tl.where(reached, high, cuts), 0)
         above = tl.maximum(above, tl.max(tl.where(reached, 0.0, measures), 0))
     return low, above
-
-
-@triton.jit
-def _nucleus_floor(tile_best, tile_mass, tile_weight, budget, low, high, best, scale, TILE: tl.constexpr,
-                   LOW_BITS: tl.constexpr, WAYS: tl.constexpr):
-    """The largest key of which it is sure that the tokens below it weigh no more than `budget`.
-
-    Below a value lies all of a tile whose best logit is below it, and of another tile at most all but its best token,
-    and at most as much as if all its tokens were just below the value.
-    """
-    rest = tl.maximum(tile_mass - tile_weight, 0.0)
-    while high - low > 1:
-        cuts = _cuts(low, high, WAYS)
-        floors = _from_key(cuts, LOW_BITS)
-        most = TILE * _weight(floors, best, scale)
-        below = tl.where(tile_best[None, :] < floors[:, None], tile_mass[None, :],
-                         tl.minimum(rest[None, :], most[:, None]))
-        sure = tl.sum(below, 1) <= budget
-        low = tl.max(tl.where(sure, cuts, low), 0)
-        high = tl.min(tl.where(sure, high, cuts), 0)
-    return low
-
-
-@triton.jit
-def _gather(row, values, ids, floor, vocab, CAPACITY: tl.constexpr, STEP: tl.constexpr):
-    """Writes the first CAPACITY logits from `floor` up, and their ids, in the order of these; counts all of them."""
-    count = 0
-    for start in tl.range(0, vocab, STEP):
-        offsets = start + tl.arange(0, STEP)
-        x = _load(row, offsets, offsets < vocab)
-        taken = (x >= floor).to(tl.int32)
-        number = tl.sum(taken, 0)
-        if number > 0:
-            place = count + tl.cumsum(taken, 0) - 1
-            fits = (taken != 0) & (place < CAPACITY)
-            tl.store(values + place, x, mask=fits)
-            tl.store(ids + place, offsets, mask=fits)
-        count += number
-    return count
-
-
-# --- The second kernel -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -330,22 +344,22 @@ def _race(values, ids, count, threshold, room, minimum, best, scale, first_key, 
 
 @triton.jit
 def _filter_and_race(values, ids, count, low, high, k, p, minimum, mass, best, scale, first_key, second_key,
-                     GATHERED: tl.constexpr, LOW_BITS: tl.constexpr, WAYS: tl.constexpr, STEP: tl.constexpr):
+                     GATHERED: tl.constexpr, LOW_BITS: tl.constexpr, STEP: tl.constexpr):
     """Draws what the filters keep of `count` logits, outside of which there is nothing that they keep.
 
     low, high: keys between which the logits lie (high is above all). mass: the weight of all of the row.
     """
     room = tl.full((), _INFINITY, tl.float32)
     if k > 0:
-        low, above = _threshold(values, count, k, low, high, best, scale, False, LOW_BITS, WAYS, STEP)
+        low, above = _threshold(values, count, k, low, high, best, scale, False, LOW_BITS, STEP)
         room = k - above
         next_up = tl.full([1], 0.0, tl.float32) + _from_key(low + 1, LOW_BITS)
         mass = tl.sum(_measures(values, count, next_up, best, scale, True, 1, STEP), 0)
         mass += room * _weight(_from_key(low, LOW_BITS), best, scale)
     if p < 1:
         # Never 0, so that the best token stays.
-        target = tl.maximum(p * mass, 1e-30)
-        cut, above = _threshold(values, count, target, low, high, best, scale, True, LOW_BITS, WAYS, STEP)
+        target = tl.maximum(p * mass, _SOME)
+        cut, above = _threshold(values, count, target, low, high, best, scale, True, LOW_BITS, STEP)
         # Of the tokens that weigh as much as this one, those stay before which there is less than the target.
         fitting = tl.ceil((target - above) / _weight(_from_key(cut, LOW_BITS), best, scale))
         room = tl.where(cut > low, fitting, tl.minimum(fitting, room))
@@ -355,9 +369,32 @@ def _filter_and_race(values, ids, count, low, high, k, p, minimum, mass, best, s
 
 
 @triton.jit
+def _filter_few(values, ids, count, k, p, minimum, mass, best, scale, first_key, second_key, FEW: tl.constexpr):
+    """The same for no more than FEW logits, all at once."""
+    place = tl.arange(0, FEW)
+    kept = place < count
+    x = _load(values, place, kept)
+    token = tl.load(ids + place, mask=kept, other=0)
+    number, mass_before = _before(values, count, x, place, best, scale, 32)
+    if k > 0:
+        kept = kept & (number < k)
+        mass = tl.sum(tl.where(kept, _weight(x, best, scale), 0.0), 0)
+    kept = kept & (x >= minimum)
+    if p < 1:
+        kept = kept & (mass_before < tl.maximum(p * mass, _SOME))
+    time = _exponential(first_key, second_key, token) * tl.exp2((best - x) * scale)
+    time = tl.where(kept, time, _INFINITY)
+    return tl.min(tl.where(kept & (time == tl.min(time, 0)), token, _NONE), 0)
+
+
+# --- The second kernel -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
 def _choose_tokens(logits, header, slots, seq_lens, samples, temperature, top_k, top_p, min_p, seed, scratch,
                    last_sampled, out_ids, row_stride, out_stride, vocab, TILES: tl.constexpr, TILE: tl.constexpr,
-                   CAPACITY: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, PDL: tl.constexpr):
+                   CAPACITY: tl.constexpr, FEW: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
+                   PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -375,54 +412,55 @@ def _choose_tokens(logits, header, slots, seq_lens, samples, temperature, top_k,
     tiles = tl.cdiv(vocab, TILE)
     tile = tl.arange(0, TILES)
     present = tile < tiles
-    source = scratch + row * 2 * TILES + tile
-    score = tl.load(source, mask=present, other=0).to(tl.float32, bitcast=True)
-    score = tl.where(present, score, -_INFINITY)
-    second = tl.load(source + TILES, mask=present, other=0)
+    known = scratch + row * 3 * TILES
+    scores = known.to(tl.pointer_type(tl.float32), bitcast=True)
+    score = tl.load(scores + tile, mask=present, other=-_INFINITY)
+    second = tl.load(known + TILES + tile, mask=present, other=0)
     top = tl.max(score, 0)
     if _is_filtered(t, k, p, m, vocab):
-        # 2. A row with a filter: a floor below which nothing stays.
+        # 2. A row with a filter: a floor below which nothing stays, as far as one is known.
         k = tl.where(k < vocab, k, 0)
         best = _finite(top)
         scale = _LOG2_E / t
-        weight = tl.where(present, _weight(score, best, scale), 0.0)
-        tile_mass = second.to(tl.float32, bitcast=True) * weight
-        mass = tl.sum(tile_mass, 0)
+        mass = tl.sum(second.to(tl.float32, bitcast=True) * _weight(score, best, scale), 0)
         minimum = tl.where(m > 0, best + tl.minimum(tl.log(m) * t, 0.0), -_INFINITY)
-        low = _to_key(tl.full((), -_INFINITY, tl.float32), LOW_BITS)
-        high = _to_key(best, LOW_BITS) + 1
-        floor = low
+        floor = tl.full((), -_INFINITY, tl.float32)
         if k > 0:
             if k <= tiles:
-                scores = (scratch + row * 2 * TILES).to(tl.pointer_type(tl.float32), bitcast=True)
-                floor, _ = _threshold(scores, tiles, k, low, high, best, scale, False, LOW_BITS, 16, TILE)
+                better, _ = _before(scores, tiles, score, tile, best, scale, 32)
+                floor = tl.max(tl.where(better == k - 1, score, -_INFINITY), 0)
         elif p < 1:
             # The margin is for what sums in float32 leave uncertain.
             budget = tl.maximum(1 - p - 4e-6, 0.0) * mass
-            floor = _nucleus_floor(score, tile_mass, weight, budget, low, high, best, scale, TILE, LOW_BITS, 16)
+            floor = _nucleus_floor(scores, scores + TILES, tiles, budget, best, scale, TILE, 32)
         # Where top_p follows top_k, what min_p leaves out still counts among the k.
         if (k == 0) | (p >= 1):
-            floor = tl.maximum(floor, _to_key(minimum, LOW_BITS))
-        # 3. What is not below it.
+            floor = tl.maximum(floor, minimum)
+        # 3. What is not below it, out of the tiles that hold some of it.
         first_key, second_key = _noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
         logits += row.to(tl.int64) * row_stride
-        ids = scratch + tl.num_programs(0) * 2 * TILES + row.to(tl.int64) * 2 * CAPACITY
+        ids = scratch + tl.num_programs(0) * 3 * TILES + row.to(tl.int64) * 2 * CAPACITY
         values = (ids + CAPACITY).to(tl.pointer_type(tl.float32), bitcast=True)
-        count = tl.cast(vocab, tl.int32)
-        gathered = False
-        if floor > low:
-            number = _gather(logits, values, ids, _from_key(floor, LOW_BITS), vocab, CAPACITY, STEP)
-            gathered = number <= CAPACITY
-            # What follows reads what other threads of this program wrote.
+        number = CAPACITY + 1
+        if floor > -_INFINITY:
+            listed = (score >= floor).to(tl.int32)
+            tl.store(known + 2 * TILES + tl.cumsum(listed, 0) - 1, tile, mask=listed != 0)
+            # The next steps read what other threads of this program wrote.
             tl.debug_barrier()
-            count = tl.where(gathered, number, vocab)
-        # 4. The thresholds, and the token.
-        if gathered:
-            token = _filter_and_race(values, ids, count, floor, high, k, p, minimum, mass, best, scale, first_key,
-                                     second_key, True, LOW_BITS, 16, TILE)
+            number = _gather(logits, values, ids, known + 2 * TILES, tl.sum(listed, 0), floor, vocab, CAPACITY, TILE,
+                             STEP // TILE)
+            tl.debug_barrier()
+        # 4. The filters, and the token.
+        low = _to_key(floor, LOW_BITS)
+        high = _to_key(best, LOW_BITS) + 1
+        if number <= FEW:
+            token = _filter_few(values, ids, number, k, p, minimum, mass, best, scale, first_key, second_key, FEW)
+        elif number <= CAPACITY:
+            token = _filter_and_race(values, ids, number, low, high, k, p, minimum, mass, best, scale, first_key,
+                                     second_key, True, LOW_BITS, 2048)
         else:
-            token = _filter_and_race(logits, ids, count, floor, high, k, p, minimum, mass, best, scale, first_key,
-                                     second_key, False, LOW_BITS, 4, STEP)
+            token = _filter_and_race(logits, ids, vocab, low, high, k, p, minimum, mass, best, scale, first_key,
+                                     second_key, False, LOW_BITS, STEP)
     else:
         token = tl.min(tl.where(present & (score == top), second, _NONE), 0)
     token = tl.minimum(token, vocab - 1)

@@ -1,9 +1,9 @@
 """x W^T for a few rows of x, where reading W is all the work.
 
 One row: each program reads a few whole rows of W, multiplies and adds on the plain cores. Two to 16 rows: the same
-through the tensor cores, x padded to 16 rows. W is asked for before the kernel waits for x (programmatic dependent
-launch): the first columns into registers, more of them into L2, so the memory does not pause while the kernel before
-ends. Both can end in the gated activation, so that what lies between the halves of an MLP is never written.
+through the tensor cores, x padded to 8 or 16 rows, from registers alone. W's first columns are asked for before the
+kernel waits for x (programmatic dependent launch), so the memory does not pause while the kernel before ends. Both can
+end in the gated activation, so that what lies between the halves of an MLP is never written.
 """
 
 from __future__ import annotations
@@ -22,25 +22,13 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Rows of W of one program, columns of one turn of its loop, columns that are brought into L2 before the wait."""
+    """Rows of W of one program, columns of one turn of its loop; whether through the tensor cores."""
 
     block_n: int
     block_k: int
     num_warps: int
-    prefetch: int = 0
     tensor_cores: bool = True
-
-
-@triton.jit
-def prefetch_rows(pointer, rows, stride_bytes, row_bytes):
-    """Asks for the first row_bytes of each of up to a warp's worth of rows to be brought into L2 (sm_90).
-
-    Pointer, stride and bytes are multiples of 16. One thread a row asks, the memory does the rest.
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; setp.lt.u32 p, t, $2; "
-        "mad.wide.u32 a, t, $3, $1; @p cp.async.bulk.prefetch.L2.global [a], $4; mov.u32 $0, 0; }",
-        "=r,l,r,r,r", [pointer, rows, stride_bytes, row_bytes], dtype=tl.int32, is_pure=False, pack=1)
+    late: bool = False
 
 
 @triton.jit
@@ -51,21 +39,8 @@ def _activate(gate, up, dtype):
 
 
 @triton.jit
-def _prefetch_weight(weight, N, K: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr):
-    """The first COLUMNS of this program's rows."""
-    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    if COLUMNS > 0 and K * BYTES % 16 == 0:
-        first = tl.program_id(0) * BLOCK_N
-        rows = tl.minimum(N - first, BLOCK_N)
-        source = weight + first.to(tl.int64) * K
-        prefetch_rows(source, rows, K * BYTES, min(COLUMNS, K) * BYTES)
-        if GATED:
-            prefetch_rows(source + N.to(tl.int64) * K, rows, K * BYTES, min(COLUMNS, K) * BYTES)
-
-
-@triton.jit
 def _gemv(x, weight, bias, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
-          GATED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
+          GATED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     inside = rows < N
@@ -80,9 +55,9 @@ def _gemv(x, weight, bias, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
                     eviction_policy="evict_first")
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if PDL:
-        _prefetch_weight(weight, N, K, BLOCK_N, PREFETCH, GATED)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     for start in tl.static_range(0, K, BLOCK_K):
         # Loaded as wide as W: each thread gets the columns it needs, and the warps need not wait for one another.
         given = tl.broadcast_to((x + start + columns)[None, :], [BLOCK_N, BLOCK_K])
@@ -95,6 +70,8 @@ def _gemv(x, weight, bias, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
             w = tl.load(source + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
             if GATED:
                 u = tl.load(second + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     result = tl.sum(acc, 1)
     if BIAS:
         result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
@@ -141,7 +118,7 @@ def _read(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, POLICY: t
 @triton.jit(do_not_specialize=["T"])
 def _skinny(x, weight, bias, out, T, N, x_stride, out_stride, K: tl.constexpr, ROWS: tl.constexpr,
             BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-            PREFETCH: tl.constexpr, PDL: tl.constexpr):
+            LATE: tl.constexpr, PDL: tl.constexpr):
     HALVES: tl.constexpr = BLOCK_N // 8
     GIVEN: tl.constexpr = ROWS // 8
     TURN: tl.constexpr = STEPS * WARPS * 32
@@ -164,9 +141,9 @@ def _skinny(x, weight, bias, out, T, N, x_stride, out_stride, K: tl.constexpr, R
     acc = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
     acc_up = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
     if PDL:
-        _prefetch_weight(weight, N, K, BLOCK_N, PREFETCH, GATED)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     # 2. The next columns are asked for before those at hand are used.
     for start in range(0, LAST, TURN):
         value = _read(values, start, x_columns, K, EVEN, "")
@@ -180,6 +157,8 @@ def _skinny(x, weight, bias, out, T, N, x_stride, out_stride, K: tl.constexpr, R
         w = next_w
     value = tl.permute(_operand(_read(values, LAST, x_columns, K, EVEN, ""), STEPS, GIVEN, WARPS), [0, 2, 1])
     acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     # 3. The warps' parts together.
     result = tl.sum(acc, 0)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -219,10 +198,10 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate
     grid = (triton.cdiv(num_outputs, c.block_n),)
     if not c.tensor_cores:
         _gemv[grid](x, weight, b, out, num_outputs, num_inputs, c.block_n, c.block_k, bias is not None, gated,
-                    c.prefetch, num_warps=c.num_warps, **pdl(x))
+                    c.late, num_warps=c.num_warps, **pdl(x))
         return out
     _skinny[grid](
         x, weight, b, out, tokens, num_outputs, x.stride(0), num_outputs, num_inputs, 8 if tokens <= 8 else MAX_ROWS,
-        c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps, bias is not None, gated, c.prefetch,
+        c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps, bias is not None, gated, c.late,
         num_warps=c.num_warps, **pdl(x))
     return out

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.sampling import gumbel_noise, mask_top_k_top_p_min_p, sample
+from sidestep.kernels.sampling import gumbel_noise, mask_top_k_top_p_min_p, noise_bits, sample
 
 
 def draws(logits: Tensor, temperature: float, count: int, seed: int = 11) -> Tensor:
@@ -47,6 +47,66 @@ def test_noise_is_standard_gumbel_and_never_infinite_in_favour() -> None:
     assert not (noise == torch.inf).any()
 
 
+def neighbours(of: str, count: int) -> tuple[Tensor, Tensor]:
+    """Seeds and positions of `count` rows of which one grows by one from row to row."""
+    steps, fixed = torch.arange(count), torch.full((count,), 1234)
+    return (steps, fixed) if of == "seeds" else (fixed, steps)
+
+
+def test_the_noise_of_a_seed_stays_what_it_is() -> None:
+    """A change here changes the text of every seeded request."""
+    bits = noise_bits(torch.tensor([0, 42, 2**63 - 1]), torch.tensor([0, 7, 100_000]), 152_000)
+    assert bits[:, [0, 1, 151_999]].tolist() == [
+        [3376722931, 4094217779, 3608794193],
+        [1202792580, 1343471184, 3112822682],
+        [1857432118, 1124711293, 1018888433]]
+
+
+@pytest.mark.parametrize("of", ["seeds", "positions"])
+def test_bytes_of_the_noise_are_uniform(of: str) -> None:
+    """Over the tokens of a row, and over neighbouring rows for one token."""
+    bits = noise_bits(*neighbours(of, 4096), 4096)
+    for some in (bits[0], bits[1], bits[4095], bits[:, 0], bits[:, 1], bits[:, 4095], bits[:64, :64].flatten()):
+        for byte in range(4):
+            # 255 degrees of freedom: above 377 by chance once in a million.
+            observed = torch.bincount((some >> 8 * byte) & 255, minlength=256)
+            assert chi_square(observed, torch.full((256,), 1 / 256)) < 377
+
+
+@pytest.mark.parametrize("of", ["seeds", "positions"])
+def test_rows_of_neighbouring_seeds_and_positions_are_not_correlated(of: str) -> None:
+    """Nor are their tokens, in any pair of rows or of tokens, with each other or shifted by some tokens."""
+    count = 4096
+    noise = gumbel_noise(*neighbours(of, 64), count).double()
+    # Of n independent pairs the correlation is about 1 / sqrt(n); 6 times that is not seen by chance.
+    assert noise.corrcoef().fill_diagonal_(0).abs().max() < 6 / count**0.5
+    for shift in (1, 2, 3, 8, 16, 17, 256, 1024):
+        shifted = torch.cat([noise, noise.roll(shift, 1)]).corrcoef()[:64, 64:]
+        assert shifted.abs().max() < 6 / count**0.5
+    tokens = gumbel_noise(*neighbours(of, count), 64).double().T
+    assert tokens.corrcoef().fill_diagonal_(0).abs().max() < 6 / count**0.5
+
+
+@pytest.mark.parametrize("of", ["token", "seed", "position"])
+def test_one_bit_of_the_input_flips_half_of_the_noise(of: str) -> None:
+    """The avalanche criterion: any bit of the input flips any bit of the noise in half of all cases."""
+    rows = 512
+    generator = torch.Generator().manual_seed(8)
+    seeds = torch.randint(0, 2**63 - 1, (rows,), generator=generator)
+    positions = torch.randint(0, 2**17, (rows,), generator=generator)
+    vocab_size = 2**10 if of == "token" else 8
+    bits = noise_bits(seeds, positions, vocab_size)
+    for i in range({"token": 10, "seed": 63, "position": 17}[of]):
+        if of == "token":
+            flipped = bits[:, torch.arange(vocab_size) ^ (1 << i)]
+        elif of == "seed":
+            flipped = noise_bits(seeds ^ (1 << i), positions, vocab_size)
+        else:
+            flipped = noise_bits(seeds, positions ^ (1 << i), vocab_size)
+        rates = torch.stack([((bits ^ flipped) >> j & 1).double().mean() for j in range(32)])
+        assert (rates - 0.5).abs().max() < 6 * 0.5 / (rows * vocab_size / 2)**0.5
+
+
 def test_a_row_is_the_same_in_any_batch_and_at_any_place_in_it() -> None:
     torch.manual_seed(2)
     logits = torch.randn(16, 331)
@@ -71,6 +131,19 @@ def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.zeros(10)
     logits[3:] = -torch.inf
     assert int(draws(logits, 1.0, 5000)[3:].sum()) == 0
+
+
+def test_of_equal_logits_the_lower_ids_stay() -> None:
+    equal = [0.0] * 40
+    assert kept([-9.0, *equal, -9.0], top_k=3) == [1, 2, 3]
+    assert kept([-9.0, *equal], top_p=0.06) == [1, 2, 3]
+    assert kept([*equal, 1.0], top_k=2) == [0, 40]
+
+
+def test_without_top_p_no_token_is_left_out() -> None:
+    """Though the rounded sum of the probabilities of those before the last reaches 1."""
+    torch.manual_seed(5)
+    assert len(kept((torch.randn(50_000) * 4).tolist())) == 50_000
 
 
 def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:

@@ -1,0 +1,188 @@
+"""Compiles the kernels for a GPU that need not be there, with the arguments that their own launchers give them.
+
+`python -m tests.triton.compile_kernels CAPABILITY MODEL BLOCK_SIZE WINDOW GROUP...` prints a line of JSON a kernel. It
+is a program of its own because a process has either Triton's interpreter or its compiler. The launchers get tensors
+without memory (torch's meta device) and a driver that says which GPU to compile for; each launch ends once compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from sidestep.kernels import (
+    block_copy_triton,
+    decode_attention_triton,
+    launch,
+    mask_logits_triton,
+    prefill_attention_triton,
+    prepare_step_triton,
+    qkv_rope_triton,
+    rms_norm_triton,
+    silu_mul_triton,
+    skinny_linear_triton,
+)
+
+PROCESSORS = 132
+ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
+SKINNY_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    normed: bool = False
+    """Whether heads have norms of queries and keys."""
+
+
+MODELS = {
+    "Qwen3-0.6B": Model(1024, 16, 8, 128, 3072, normed=True),
+    "Llama-3.1-8B": Model(4096, 32, 8, 128, 14336),
+    "Qwen2.5-0.5B": Model(896, 14, 2, 64, 4864),
+    "Gemma-like": Model(2304, 8, 4, 256, 9216),
+    "Phi-like": Model(2560, 20, 4, 80, 10240),
+}
+
+
+class Driver:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(capability: int) -> list[Any]:
+    """From now on launches compile for this capability, and the list returned grows by what they compile."""
+    triton.runtime.driver.set_active(Driver(capability))
+    launch.has_pdl = lambda device: capability >= 90
+    decode_attention_triton.num_processors = lambda device: PROCESSORS
+    run, compiled = JITFunction.run, []
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    JITFunction.run = warm_up
+    return compiled
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def i32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def launch_common(model: Model, page: int, window: int) -> None:
+    """What is much the same for every model."""
+    x, weight = bf16(TOKENS, model.hidden), bf16(model.hidden)
+    rms_norm_triton.rms_norm(x, weight, 1e-6)
+    rms_norm_triton.add_rms_norm(x, x, weight, 1e-6)
+    silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
+    block_copy_triton.copy_blocks(bf16(28, BLOCKS, 2 * model.kv_heads, page, model.dim), i32(5), i32(5))
+    mask_logits_triton.mask_logits(bf16(ROWS, 128_256), i32(10_000), i32(2))
+    layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
+    tables = prepare_step_triton.SlotTables(i32(SLOTS, 600), i32(SLOTS), f32(SLOTS), f32(SLOTS), f32(SLOTS), i32(SLOTS),
+                                            torch.empty(SLOTS, dtype=torch.int64, device="meta"))
+    prepare_step_triton.prepare_step(i32(100_000), layout, tables, i32(TOKENS), i32(TOKENS), i32(TOKENS), i32(ROWS),
+                                     page)
+
+
+def launch_attention(model: Model, page: int, window: int) -> None:
+    norms = (bf16(model.dim), bf16(model.dim)) if model.normed else None
+    qkv_rope_triton.qkv_rope(
+        bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim), i32(TOKENS), i32(TOKENS),
+        f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6,
+        bf16(BLOCKS, 2 * model.kv_heads, page, model.dim), model.heads)
+    q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
+    cache, out = bf16(BLOCKS, 2 * model.kv_heads, page, model.dim), bf16(TOKENS, model.heads * model.dim)
+    tables, rows, starts = i32(SLOTS, 600), i32(ROWS), i32(ROWS + 1)
+    decode = decode_attention_triton.decode_config(model.dim, 2)
+    prefill = prefill_attention_triton.prefill_config(model.dim, 2)
+    scratch = decode_attention_triton.DecodeScratch(model.heads, model.kv_heads, model.dim, ROWS, q.device, decode)
+    decode_attention_triton.plan_attention(rows, starts, i32(16), rows, rows, tile=decode.tile,
+                                           tokens=prefill.tokens(model.heads // model.kv_heads), window=window)
+    decode_attention_triton.decode_attention(q, cache, tables, rows, rows, rows, out, scratch, num_heads=model.heads,
+                                             window=window, scale=0.1)
+    prefill_attention_triton.prefill_attention(
+        q, cache, tables, rows, rows, starts, rows, out, prefill, num_heads=model.heads, max_tokens=TOKENS,
+        max_rows=ROWS, window=window, scale=0.1)
+
+
+def launch_products(model: Model, page: int, window: int) -> None:
+    qkv = (model.heads + 2 * model.kv_heads) * model.dim
+    for rows in (1, SKINNY_ROWS):
+        skinny_linear_triton.skinny_linear(bf16(rows, model.hidden), bf16(qkv, model.hidden), bf16(qkv))
+        skinny_linear_triton.skinny_linear(bf16(rows, model.inner), bf16(model.hidden, model.inner))
+        skinny_linear_triton.skinny_linear(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden), gated=True)
+
+
+def disassembler() -> Path | None:
+    """Triton's package has one, or not, by platform."""
+    found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return found if found.exists() else None
+
+
+def usage_of(kernel: Any) -> dict[str, int]:
+    """Registers and bytes of stack of each thread; empty where nothing can say so."""
+    program = disassembler()
+    if program is None:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(count) for name, count in re.findall(r"\b(REG|STACK):(\d+)", said)}
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    """shared: bytes of a program. wgmma: instructions of the tensor cores that only Hopper has."""
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    return {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
+            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), **usage_of(kernel)}
+
+
+GROUPS: dict[str, Callable[[Model, int, int], None]] = {
+    "common": launch_common, "attention": launch_attention, "products": launch_products}
+
+
+def main(capability: int, model: Model, page: int, window: int, groups: list[str]) -> None:
+    compiled = compile_only(capability)
+    for group in groups:
+        GROUPS[group](model, page, window)
+    for kernel in compiled:
+        print(json.dumps(describe(kernel)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), MODELS[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

@@ -1,0 +1,41 @@
+"""Filters for warnings, which are errors elsewhere; what is slow only when asked for; a faster interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.triton.support import INTERPRETED
+
+# The interpreter computes with numpy, which speaks up where a GPU just computes: lanes that are padding (heads that
+# fill up a tile, say) divide 0 by 0 and subtract infinity from infinity; their results are masked when stored.
+_NUMPY = "ignore:invalid value encountered in (divide|subtract):RuntimeWarning:triton.runtime.interpreter"
+# The interpreter of Triton 3.6 makes scalars of one-element arrays in a way that numpy 2.4 refuses.
+_SCALAR = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning:triton.runtime.interpreter"
+# Triton 3.9 announces that 3.10 will fuse multiply and add no longer by default. The kernels rely on neither.
+_FUSION = "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning:triton.knobs"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes minutes; runs when asked for with -m slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        # Put first, so that filters which a test has itself come after these and prevail.
+        item.add_marker(pytest.mark.filterwarnings(_NUMPY, _SCALAR, _FUSION), append=False)
+        if "slow" in item.keywords and "slow" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="slow: not asked for"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_without_overflow_checks() -> None:
+    """It would do each integer operation twice, for an assertion that never fires in the interpreter."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import interpreter_builder
+
+        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)

@@ -1,0 +1,143 @@
+"""What the kernel tests share: the device, poisoned memory between guarded margins, seeded values, tolerances.
+
+With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter, which is right for
+float32 and float16 alone: bfloat16 is silently wrong in it, so that is tested on a GPU only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+"""For tests of what does not depend on the type: each further type would be another compilation on a GPU."""
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+
+_MARGIN = 1024
+"""Elements: as many as kernels write at a time, so that a mask that is missing fails a test and does not end it all."""
+# Each tensor has a poison of its own, none the NaN that arithmetic makes: NaN read behind one tensor and stored behind
+# another keeps its bits, and would otherwise pass for what was there before.
+_POISON = {torch.float32: (0x7FC0BAD1, 2**16), torch.float16: (0x7E01, 500), torch.bfloat16: (0x7FC1, 60),
+           torch.int32: (-1234567, 2**16), torch.int64: (-123456789012345, 2**16)}
+"""The first of them, as bits, and how many."""
+_poisons = itertools.count()
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNINITIALISED = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
+                  torch.ops.aten.empty_strided)
+
+
+class Values:
+    """Seeded values, the same on every device."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self._generator) * scale).to(DEVICE, dtype)
+
+    def integers(self, low: int, high: int, count: int) -> list[int]:
+        """Each from low to high - 1."""
+        return torch.randint(low, high, (count,), generator=self._generator).tolist()
+
+    def different(self, count: int, below: int) -> list[int]:
+        """`count` different ones of 0 .. below - 1, in any order."""
+        return torch.randperm(below, generator=self._generator)[:count].tolist()
+
+
+def int32(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The same memory as integers, in which NaN equals itself."""
+    return x.contiguous().view(_INTEGERS[x.element_size()])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device = DEVICE) -> Tensor:
+    """A contiguous tensor whose elements, and those before and behind it, are NaN, or an odd integer."""
+    size = torch.Size(shape).numel()
+    buffer = torch.zeros(size + 2 * _MARGIN, dtype=dtype, device=device)
+    first, different = _POISON[dtype]
+    # Two apart for integers, which stay odd.
+    step = 1 if dtype.is_floating_point else 2
+    buffer.view(_INTEGERS[dtype.itemsize]).fill_(first + next(_poisons) % different * step)
+    return buffer[_MARGIN:_MARGIN + size].view(shape)
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy of x between poisoned margins."""
+    return poisoned(*x.shape, dtype=x.dtype).copy_(x)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """x with its margins, as bits."""
+    kind = _INTEGERS[x.element_size()]
+    return torch.empty(0, dtype=kind, device=x.device).set_(x.untyped_storage())
+
+
+def assert_untouched(x: Tensor, what: str) -> None:
+    """All of x, a part of a tensor from `poisoned`, is poison still."""
+    assert bool((bits(x) == _whole(x)[0]).all()), f"wrote to {what}"
+
+
+def assert_margins_untouched(*tensors: Tensor) -> None:
+    """For tensors from `poisoned` and `guarded`, and such as begin and end with them."""
+    for x in tensors:
+        whole = _whole(x)
+        poison, first = int(whole[0]), _POISON[x.dtype][0]
+        assert abs(poison - first) <= 2 * _POISON[x.dtype][1], "no poison before it"
+        assert bool((whole[:_MARGIN] == poison).all()), f"wrote before a tensor of shape {tuple(x.shape)}"
+        assert bool((whole[-_MARGIN:] == poison).all()), f"wrote behind a tensor of shape {tuple(x.shape)}"
+
+
+@contextmanager
+def unchanged(**tensors: Tensor) -> Iterator[None]:
+    """None of these is written to."""
+    before = {name: x.clone() for name, x in tensors.items()}
+    yield
+    for name, x in tensors.items():
+        assert same(x, before[name]), f"wrote to {name}"
+
+
+class PoisonedAllocations(TorchDispatchMode):
+    """What is allocated uninitialised comes poisoned and between margins; these are looked at on leaving."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _UNINITIALISED and result.numel():
+            result = poisoned(*result.shape, dtype=result.dtype, device=result.device)
+            self.given.append(result)
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            assert_margins_untouched(*self.given)
+
+
+def assert_close(actual: Tensor, exact: Tensor, ulps: float = 4, float32_ulps: float = 16) -> None:
+    """actual against what was computed in float64, in units of actual's precision at its size (or at 1 if smaller).
+
+    float32 is given more of them: there the order of a long sum shows, in 16 bits only the last rounding does.
+    """
+    assert exact.dtype == torch.float64
+    tolerance = torch.finfo(actual.dtype).eps * (float32_ulps if actual.dtype == torch.float32 else ulps)
+    torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=tolerance)
