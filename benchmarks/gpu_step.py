@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.workloads import MODELS, write_model
 from sidestep.executor.gpu_runner import GpuRunner
 from sidestep.executor.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec
 from sidestep.ipc.step import StepInput
 
@@ -55,7 +55,7 @@ def make_runner(model: str, rows: int, context: int, options: dict[str, Any]) ->
         rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, load_format="dummy"),
         cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
         parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
-        num_slots=2 * rows, max_num_batched_tokens=2048, max_num_seqs=rows, max_model_len=context + 400))
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=2048), max_model_len=context + 400))
     runner.load()
     cache = getattr(runner._attention, "cache", None)
     if cache is not None:

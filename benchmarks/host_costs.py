@@ -60,8 +60,8 @@ def params(max_tokens: int) -> SamplingParams:
 def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
     """The core's and the worker's part; returns the messages for the frontend."""
     config = SchedulerConfig(max_num_seqs=requests, max_num_batched_tokens=max(2048, PROMPT * requests))
-    scheduler = Scheduler(config, KVCacheManager(requests * 64, 16), max_model_len=1024, eos_token_ids=(),
-                          clock=time.monotonic)
+    scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(requests * 64, 16), max_model_len=1024,
+                          eos_token_ids=(), clock=time.monotonic)
     rng = random.Random(0)
     for handle in range(requests):
         prompt = [rng.randrange(4000) for _ in range(PROMPT)]

@@ -24,7 +24,7 @@ from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.request import Request, Status
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
-from sidestep.ipc.config import SchedulerConfig
+from sidestep.ipc.config import SchedulerConfig, StepLimits
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
 from sidestep.ipc.step import StepInput, StepOutput
 
@@ -44,9 +44,10 @@ class _Outbox:
 class Scheduler:
     """Decides what each step runs, and keeps every request's state."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int,
+    def __init__(self, config: SchedulerConfig, limits: StepLimits, kv: KVCacheManager, *, max_model_len: int,
                  eos_token_ids: Iterable[int], clock: Callable[[], float]) -> None:
         self._config = config
+        self._limits = limits
         self.kv = kv
         # A request alone can always run to its end: so nothing that was admitted can get stuck.
         self._max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
@@ -58,7 +59,7 @@ class Scheduler:
         """Most important first: in the order of admission, or of priority."""
         self._leaving: dict[Request, None] = {}
         """Ended or preempted, but steps in flight still touch them."""
-        self._free_slots = list(range(config.num_slots))
+        self._free_slots = list(range(limits.num_slots))
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
         self._outboxes: dict[int, _Outbox] = {}
@@ -189,8 +190,8 @@ class Scheduler:
         """Raises AssertionError when the state contradicts itself."""
         held = [*self._running, *self._leaving]
         slots = [r.slot for r in held]
-        assert sorted(slots + self._free_slots) == list(range(self._config.num_slots)), "slots leak or are shared"
-        assert sum(not r.will_be_complete for r in self._running) <= self._config.max_num_seqs
+        assert sorted(slots + self._free_slots) == list(range(self._limits.num_slots)), "slots leak or are shared"
+        assert sum(not r.will_be_complete for r in self._running) <= self._limits.max_num_seqs
         assert len(self._queue) == len(set(self._queue)), "the queue's count is wrong"
         in_flight = [r for plan in self._plans for r in plan.rows]
         for request in {*self._requests.values(), *held}:
@@ -207,7 +208,7 @@ class Scheduler:
 
     def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
         """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
-        budget, block_size = self._config.max_num_batched_tokens, self.kv.block_size
+        budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         # Not those whose last token is on its way: they need no row any more, so their seats are free already.
         live = [r for r in self._running if len(r.token_ids) + r.num_placeholders < r.max_total]
         later = len(live)
@@ -227,7 +228,7 @@ class Scheduler:
             budget -= count
             if count > 1:
                 self.kv.remember(request)
-        return budget, self._config.max_num_seqs - len(live)
+        return budget, self._limits.max_num_seqs - len(live)
 
     def _admit(self, step: StepBuilder, budget: int, seats: int) -> None:
         """Rows for waiting requests while seats, slots, blocks and budget last."""
@@ -279,7 +280,7 @@ class Scheduler:
         urgent = self._queue.peek()
         if urgent is None or not self._running or next(reversed(self._running)).priority <= urgent.priority:
             return
-        seats = self._config.max_num_seqs - sum(not r.will_be_complete for r in self._running)
+        seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running)
         room = self.kv.pool.num_free + self._num_blocks_coming_back() - self.kv.blocks_for(len(urgent.token_ids))
         victims: list[Request] = []
         for request in reversed(self._running):

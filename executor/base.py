@@ -15,6 +15,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     block_size: int
     """Tokens in a KV block."""
+    device_type: str
+    """'cuda', 'cpu' or 'fake'."""
     device: str
     """For people: 'cpu (2 threads)', 'NVIDIA H200', 'fake'."""
 

@@ -85,7 +85,7 @@ class FakeRunner(Runner):
         self._num_blocks = args.cache.num_kv_blocks or DEFAULT_BLOCKS
         self._device = FakeDevice(args.parallel.fake_step_ms / 1e3)
         self._instant = args.parallel.fake_step_ms == 0
-        slots = args.num_slots
+        slots = args.scheduler.limits("fake").num_slots
         self._cache = [[0] * self._block_size for _ in range(self._num_blocks)]
         self._known: list[list[int]] = [[] for _ in range(slots)]
         self._blocks: list[list[int]] = [[] for _ in range(slots)]
@@ -94,7 +94,8 @@ class FakeRunner(Runner):
         self._seed = [0] * slots
 
     def load(self) -> WorkerReady:
-        return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device="fake")
+        return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device_type="fake",
+                           device="fake")
 
     def execute(self, step: StepInput) -> PendingOutput:
         self._enter(step)

@@ -26,7 +26,9 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.executor.step_packer import ROTATION, StepPacker
+from sidestep.ipc.config import StepLimits
 from sidestep.ipc.errors import EngineStartError
+from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.step import Int32, StepInput, StepOutput
 from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
@@ -34,6 +36,11 @@ from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotT
 from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
 
 _BLOCK_SIZE = 64
+_PAD = 64
+"""Eager steps are filled up to a multiple of this, so that the allocator meets the same sizes again."""
+_LAUNCH_LAYER_S = 130e-6
+_FLOPS = 5e14
+"""Seconds that the host takes to launch a layer's kernels one by one; operations a second of large products."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
 
@@ -73,6 +80,7 @@ class GpuRunner(Runner):
             raise EngineStartError(f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}")
         torch.cuda.set_device(self._device)
         self._parallel = Parallel(args.rank, args.parallel.tensor_parallel_size, rendezvous=args.rendezvous, cuda=True)
+        self._limits = args.scheduler.limits("cuda")
         self._num_steps = 0
         self._graphs: CudaGraphs | None = None
 
@@ -96,13 +104,14 @@ class GpuRunner(Runner):
                 "kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, stop other programs on this GPU, or "
                 "use a larger tensor_parallel_size") from None
         torch.cuda.synchronize()
-        return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size,
+        return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cuda",
                            device=torch.cuda.get_device_name(self._device))
 
     def _make_tables(self) -> None:
-        args, slots, device = self._args, self._args.num_slots, self._device
+        args, limits, device = self._args, self._limits, self._device
+        slots = limits.num_slots
         max_blocks = -(-args.max_model_len // self._block_size)
-        self._layout = StepLayout(args.max_num_seqs, args.max_num_batched_tokens)
+        self._layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._packer = StepPacker(self._layout, max_blocks)
         self._message = torch.zeros(self._packer.capacity, dtype=torch.int32, device=device)
         self._tables = SlotTables(
@@ -111,9 +120,9 @@ class GpuRunner(Runner):
             temperature=torch.zeros(slots, device=device), top_p=torch.ones(slots, device=device),
             min_p=torch.zeros(slots, device=device), top_k=torch.zeros(slots, dtype=torch.int32, device=device),
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
-        self._scratch = torch.empty(scratch_size(args.max_num_seqs, args.spec.vocab_size), dtype=torch.float32,
+        self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
-        self._out_ids = torch.zeros(ROTATION, args.max_num_seqs, dtype=torch.int32, pin_memory=True)
+        self._out_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_ids = self._out_ids.numpy()
         self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
                         for _ in range(ROTATION)]
@@ -122,11 +131,11 @@ class GpuRunner(Runner):
         return backend(AttentionSetup(
             shape=attention_shape(self._args.spec, self._parallel), num_blocks=num_blocks,
             block_size=self._block_size, dtype=self._dtype, device=self._device, rotary=self._rotary,
-            norm_eps=self._args.spec.rms_norm_eps, max_rows=self._args.max_num_seqs))
+            norm_eps=self._args.spec.rms_norm_eps, max_rows=self._limits.max_num_seqs))
 
     def _reset(self) -> None:
         """No request has been seen."""
-        self._state = RequestState(self._args.num_slots, self._args.max_model_len, self._block_size)
+        self._state = RequestState(self._limits.num_slots, self._args.max_model_len, self._block_size)
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
@@ -137,25 +146,27 @@ class GpuRunner(Runner):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        self.execute(largest_step(self._args, self._block_size)).wait()
+        self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size)).wait()
         working = torch.cuda.max_memory_allocated() - before
         del self._attention
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
-        blocks = gpu_kv_blocks(self._args, shape.bytes_per_token(self._dtype), self._block_size, free=free, total=total,
-                               working=working + graphs + _MARGIN)
+        blocks = gpu_kv_blocks(self._args, self._limits, shape.bytes_per_token(self._dtype), self._block_size,
+                               free=free, total=total, working=working + graphs + _MARGIN)
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
 
     def _capture(self) -> CudaGraphs:
         """Runs each kind of step once on no rows, which compiles what it needs, then captures the ladder."""
-        args = self._args
+        limits = self._limits
         graphs = CudaGraphs(self._launch)
-        decode = [StepSizes(n, n, n, 0) for n in decode_ladder(args.max_num_seqs)]
-        mixed = mixed_ladder(args.max_num_seqs, args.max_num_batched_tokens)
-        for sizes in [*mixed[-1:], *mixed[:1], *decode]:
+        decode = [StepSizes(n, n, n, 0) for n in decode_ladder(limits.max_num_seqs)]
+        most = min(limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec))
+        mixed = mixed_ladder(limits.max_num_seqs, most)
+        few = StepSizes(1, limits.max_num_batched_tokens, 1, 1)
+        for sizes in [few, *mixed[-1:], *mixed[:1], *decode]:
             self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
         torch.cuda.synchronize()
         # The largest first: the others then fit into the memory it took.
@@ -185,9 +196,13 @@ class GpuRunner(Runner):
         if found is not None:
             found.graph.replay()
         else:
-            self._launch(StepSizes(rows, tokens, decodes, rows - decodes), layout, batch)
+            self._launch(StepSizes(rows, self._padded(tokens), decodes, rows - decodes), layout, batch)
         done.record()
         return GpuOutput(step.step_id, self._host_ids[position], batch.samples, started, done, launched)
+
+    def _padded(self, tokens: int) -> int:
+        """Tokens of an eager step; a backend that works from the host's view knows no padding."""
+        return min(-(-tokens // _PAD) * _PAD, self._layout.tokens) if self._attention.graph_safe else tokens
 
     def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None) -> None:
         """Launches every kernel of a step whose message is on the device."""
@@ -213,13 +228,22 @@ class GpuRunner(Runner):
             pdl=has_pdl(device))
 
 
-def largest_step(args: WorkerArgs, block_size: int) -> StepInput:
+def worthwhile_tokens(spec: ModelSpec) -> int:
+    """Up to how many tokens a step with prompts gains from a graph: beyond, launching its kernels one by one takes the
+    host no longer than the arithmetic takes the device, and then padding is what costs."""
+    launches_s = spec.num_layers * _LAUNCH_LAYER_S
+    layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads) \
+        + 3 * spec.hidden_size * spec.intermediate_size
+    return int(launches_s * _FLOPS / (2 * spec.num_layers * layer))
+
+
+def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> StepInput:
     """A step with as many rows and tokens as any may have; all of it lies in block 0."""
-    rows = min(args.max_num_seqs, args.max_num_batched_tokens)
+    rows = limits.max_num_seqs
     counts = np.ones(rows, np.int32)
-    left = args.max_num_batched_tokens - rows
+    left = limits.max_num_batched_tokens - rows
     for row in range(rows - 1, -1, -1):
-        more = min(left, args.max_model_len - 1)
+        more = min(left, max_model_len - 1)
         counts[row] += more
         left -= more
     blocks = -(-counts // block_size)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 
 from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.config import StepLimits
 from sidestep.ipc.errors import EngineStartError
 
 _CPU_LIMIT = 2 << 30
 
 
-def cpu_kv_blocks(args: WorkerArgs, bytes_per_token: int, block_size: int) -> int:
+def cpu_kv_blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int) -> int:
     """What was asked for, or a share of the machine's memory. Raises EngineStartError when not one block fits."""
-    return _blocks(args, bytes_per_token, block_size, min(_CPU_LIMIT, _physical_memory() // 4),
+    return _blocks(args, limits, bytes_per_token, block_size, min(_CPU_LIMIT, _physical_memory() // 4),
                    "raise kv_cache_memory_bytes or lower block_size")
 
 
-def gpu_kv_blocks(args: WorkerArgs, bytes_per_token: int, block_size: int, *, free: int, total: int,
-                  working: int) -> int:
+def gpu_kv_blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int, *, free: int,
+                  total: int, working: int) -> int:
     """What was asked for, or what the wanted share of the GPU leaves.
 
     free, total: bytes of the GPU, with the model loaded; working: bytes that the largest step needs beside it. Raises
@@ -26,21 +27,22 @@ def gpu_kv_blocks(args: WorkerArgs, bytes_per_token: int, block_size: int, *, fr
     budget = int(free - (1 - args.cache.gpu_memory_utilization) * total) - working
     gib = 1 << 30
     return _blocks(
-        args, bytes_per_token, block_size, max(0, budget),
+        args, limits, bytes_per_token, block_size, max(0, budget),
         f"of {total / gib:.1f} GiB, {(total - free) / gib:.1f} are taken by weights and other programs and "
         f"{working / gib:.1f} by the largest step; raise gpu_memory_utilization ({args.cache.gpu_memory_utilization}), "
-        f"lower max_num_batched_tokens ({args.max_num_batched_tokens}) or max_num_seqs ({args.max_num_seqs}), or use a "
-        "larger tensor_parallel_size")
+        f"lower max_num_batched_tokens ({limits.max_num_batched_tokens}) or max_num_seqs ({limits.max_num_seqs}), or "
+        "use a larger tensor_parallel_size")
 
 
-def _blocks(args: WorkerArgs, bytes_per_token: int, block_size: int, budget: int, advice: str) -> int:
+def _blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int, budget: int,
+            advice: str) -> int:
     """Never more than all slots at full length could use."""
     if args.cache.num_kv_blocks is not None:
         return args.cache.num_kv_blocks
     block_bytes = bytes_per_token * block_size
     if args.cache.kv_cache_memory_bytes is not None:
         budget, advice = args.cache.kv_cache_memory_bytes, "raise it or lower block_size"
-    useful = args.max_num_seqs * -(-args.max_model_len // block_size)
+    useful = limits.max_num_seqs * -(-args.max_model_len // block_size)
     blocks = min(budget // block_bytes, useful)
     if blocks < 1:
         raise EngineStartError(f"kv_cache_memory_bytes: {budget} bytes do not hold one block of {block_size} tokens "

@@ -30,6 +30,7 @@ class ModelRunner(Runner):
     def __init__(self, args: WorkerArgs) -> None:
         self._args = args
         self._dtype = pick_dtype(args, _CPU)
+        self._limits = args.scheduler.limits("cpu")
         self._block_size = args.cache.block_size or _BLOCK_SIZE
         self._parallel = Parallel(args.rank, args.parallel.tensor_parallel_size, rendezvous=args.rendezvous)
 
@@ -40,14 +41,15 @@ class ModelRunner(Runner):
         shape = attention_shape(args.spec, self._parallel)
         # Block ids are common to all ranks, so the rank with the least room decides.
         num_blocks = self._parallel.minimum(
-            cpu_kv_blocks(args, shape.bytes_per_token(self._dtype), self._block_size))
+            cpu_kv_blocks(args, self._limits, shape.bytes_per_token(self._dtype), self._block_size))
         self._attention = pick_attention(args, _CPU)(AttentionSetup(
             shape=shape, num_blocks=num_blocks, block_size=self._block_size, dtype=self._dtype, device=_CPU,
-            rotary=load_rotary(args, _CPU), norm_eps=args.spec.rms_norm_eps, max_rows=args.max_num_seqs))
-        self._state = RequestState(args.num_slots, args.max_model_len, self._block_size)
-        self._last_sampled = torch.zeros(args.num_slots, dtype=torch.int64)
+            rotary=load_rotary(args, _CPU), norm_eps=args.spec.rms_norm_eps, max_rows=self._limits.max_num_seqs))
+        self._state = RequestState(self._limits.num_slots, args.max_model_len, self._block_size)
+        self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
         self._sampler = Sampler(self._state)
-        return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device=self._describe())
+        return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cpu",
+                           device=self._describe())
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> PendingOutput:

@@ -44,7 +44,7 @@ class MultiprocExecutor(Executor):
             self._steps = RingWriter(steps)
             ready = [self._wait_ready(rank) for rank in range(self._world)]
         return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), block_size=ready[0].block_size,
-                           device=ready[0].device)
+                           device_type=ready[0].device_type, device=ready[0].device)
 
     def submit(self, step: StepInput) -> None:
         assert self._steps is not None, "start() comes first"
@@ -93,15 +93,14 @@ class MultiprocExecutor(Executor):
         config = self._config
         return WorkerArgs(
             rank=rank, spec=config.spec,
-            model=config.model, cache=config.cache, parallel=config.parallel, num_slots=config.scheduler.num_slots,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs, max_model_len=config.max_model_len, rendezvous=rendezvous)
+            model=config.model, cache=config.cache, parallel=config.parallel, scheduler=config.scheduler,
+            max_model_len=config.max_model_len, rendezvous=rendezvous)
 
     def _cpu_threads(self) -> int:
         return self._config.parallel.cpu_threads or max(1, available_cores() // self._world)
 
     def _environment(self) -> dict[str, str]:
-        """What a CPU rank's libraries must know before they are loaded."""
+        """What a rank's libraries must know before they are loaded."""
         return {
             "OMP_NUM_THREADS": str(self._cpu_threads()),
             # Bounded spinning: by default OpenMP's threads spin at each barrier, and where the frontend and the core
@@ -110,6 +109,9 @@ class MultiprocExecutor(Executor):
             # Keep freed memory: else each large temporary is mapped, faulted in page by page and unmapped again.
             "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
             "MALLOC_TOP_PAD_": str(1 << 26),
+            # On a GPU that the KV cache fills: steps of ever new sizes must not end in a search for free pieces, for
+            # which the device would have to stop.
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
 
     def _wait_ready(self, rank: int) -> WorkerReady:

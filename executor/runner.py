@@ -6,7 +6,7 @@ import abc
 from dataclasses import dataclass
 
 from sidestep.executor.base import WorkerReady
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.step import StepInput, StepOutput
 
@@ -20,10 +20,7 @@ class WorkerArgs:
     model: ModelConfig
     cache: CacheConfig
     parallel: ParallelConfig
-    num_slots: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    """Most rows of one step."""
+    scheduler: SchedulerConfig
     max_model_len: int
     rendezvous: str | None = None
     """A file for torch.distributed to meet in; None with one rank."""

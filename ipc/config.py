@@ -112,12 +112,29 @@ class CacheConfig:
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be in (0, 1]")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """How large steps and tables may become."""
+
+    max_num_seqs: int
+    """Most rows of one step."""
+    max_num_batched_tokens: int
+    """Most tokens of one step."""
+    num_slots: int
+    """Rows of a worker's tables."""
+
+
+_LIMITS, _GPU_LIMITS = (256, 2048), (512, 8192)
+"""Default max_num_seqs and max_num_batched_tokens."""
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """What runs in one step."""
 
-    max_num_seqs: int = option(256, "Most requests that run at once.")
-    max_num_batched_tokens: int = option(2048, "Token budget of one step; longer prompts are computed in chunks.")
+    max_num_seqs: int | None = option(None, "Most requests that run at once. Default: 512 on a GPU, else 256.")
+    max_num_batched_tokens: int | None = option(
+        None, "Token budget of one step; longer prompts are computed in chunks. Default: 8192 on a GPU, else 2048.")
     scheduling_policy: str = option("fcfs", "Order of waiting requests; 'priority' takes the lowest number first.",
                                     choices=POLICIES)
     async_scheduling: bool = option(True, "Schedule step N+1 while step N runs.")
@@ -125,20 +142,25 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _require_choice(self, "scheduling_policy")
         _require_positive_int(self, "max_num_seqs", "max_num_batched_tokens")
-        _require(self.max_num_batched_tokens >= self.max_num_seqs, "max_num_batched_tokens",
-                 f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs}): a decode step of all "
-                 "running requests would not fit; raise it or lower max_num_seqs")
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        _require(seqs is None or tokens is None or tokens >= seqs, "max_num_batched_tokens",
+                 f"{tokens} is less than max_num_seqs ({seqs}): a decode step of all running requests would not fit; "
+                 "raise it or lower max_num_seqs")
 
     @property
     def max_steps_in_flight(self) -> int:
         """Two with overlap (one runs, one is queued behind it), one without."""
         return 2 if self.async_scheduling else 1
 
-    @property
-    def num_slots(self) -> int:
-        """Rows of a worker's tables. A slot is reused only after the last step that touches it has come back, so
-        with overlap a full batch may end while another full batch enters."""
-        return self.max_num_seqs * self.max_steps_in_flight
+    def limits(self, device: str) -> StepLimits:
+        """What was asked for, filled up with the defaults of a device ('cuda', 'cpu' or 'fake'). One default gives way
+        to a limit that was asked for: a decode step of all running requests fits in any case."""
+        default = _GPU_LIMITS if device == "cuda" else _LIMITS
+        seqs = self.max_num_seqs or min(default[0], self.max_num_batched_tokens or default[0])
+        tokens = self.max_num_batched_tokens or max(default[1], seqs)
+        # A slot is reused only after the last step that touches it has come back, so with overlap a full batch may end
+        # while another full batch enters.
+        return StepLimits(max_num_seqs=seqs, max_num_batched_tokens=tokens, num_slots=seqs * self.max_steps_in_flight)
 
 
 @dataclass(frozen=True)

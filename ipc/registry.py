@@ -30,6 +30,7 @@ EXECUTORS: dict[str, str] = {
 """How the core reaches its workers."""
 
 ATTENTION_BACKENDS: dict[str, str] = {
+    "flashinfer": "sidestep.executor.attention.flashinfer_backend:FlashInferAttention",
     "torch": "sidestep.executor.attention.torch_backend:TorchAttention",
     "triton": "sidestep.executor.attention.triton_backend:TritonAttention",
 }

@@ -55,8 +55,8 @@ def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: i
     """A scheduler over a small cache; its invariants are checked after the test."""
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, scheduling_policy=policy,
                              async_scheduling=overlap)
-    scheduler = Scheduler(config, KVCacheManager(num_blocks, block_size, prefix_caching), max_model_len=max_model_len,
-                          eos_token_ids=eos, clock=clock or Clock())
+    scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(num_blocks, block_size, prefix_caching),
+                          max_model_len=max_model_len, eos_token_ids=eos, clock=clock or Clock())
     _made.add(scheduler)
     return scheduler
 
@@ -72,12 +72,10 @@ def invariants_hold() -> object:
 
 def make_runner(scheduler: Scheduler) -> FakeRunner:
     """A fake device with the scheduler's sizes."""
-    config = scheduler._config
     cache = CacheConfig(block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks)
     return FakeRunner(WorkerArgs(
         rank=0, spec=SPEC, model=ModelConfig(), cache=cache, parallel=ParallelConfig(device="fake"),
-        num_slots=config.num_slots, max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs, max_model_len=4096))
+        scheduler=scheduler._config, max_model_len=4096))
 
 
 @dataclass
@@ -117,8 +115,8 @@ class Engine:
 
     def _check_contract(self, step: StepInput) -> None:
         """What every worker relies on."""
-        config, counts, slots = self.scheduler._config, step.num_tokens.tolist(), step.slots.tolist()
-        assert 0 < sum(counts) <= config.max_num_batched_tokens and len(counts) <= config.max_num_seqs
+        limits, counts, slots = self.scheduler._limits, step.num_tokens.tolist(), step.slots.tolist()
+        assert 0 < sum(counts) <= limits.max_num_batched_tokens and len(counts) <= limits.max_num_seqs
         assert min(counts) > 0 and len(set(slots)) == len(slots)
         first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"

@@ -86,6 +86,10 @@ class AttentionBackend(abc.ABC):
 
     graph_safe: ClassVar[bool] = False
     """Whether a step needs nothing but `StepBatch.rows`, so that it can be captured in a CUDA graph."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    """Types that it computes in."""
+    head_dims: ClassVar[tuple[int, ...]] = ()
+    """Sizes of heads that it takes, the most usual first; none named: all even ones."""
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from sidestep.executor import gpu_runner
 from sidestep.executor.gpu_runner import GpuRunner
 from sidestep.executor.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model_spec import load_model_spec
 from tests.e2e.models import load_reference, random_prompts, write_model
 from tests.unit.executor.steps import Request, schedule
@@ -25,7 +25,7 @@ def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
     runner = GpuRunner(WorkerArgs(
         rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype=dtype),
         cache=CacheConfig(block_size=16, num_kv_blocks=600), parallel=ParallelConfig(device="cuda", **parallel),
-        num_slots=128, max_num_batched_tokens=256, max_num_seqs=64, max_model_len=256))
+        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256), max_model_len=256))
     runner.load()
     return runner
 

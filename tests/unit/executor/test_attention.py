@@ -1,6 +1,7 @@
 """Every attention backend over random batches, block tables and windows, against float64 without pages or batches.
 
-On a GPU, or on the CPU: there Triton's kernels run in its interpreter, and backends that need a GPU are skipped.
+On a GPU, or on the CPU: there Triton's kernels run in its interpreter, and backends that need a GPU are skipped. A
+backend that does not compute in float32 is tested in bfloat16, one that does not take a size of heads with its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ FAST = DEVICE.type == "cuda"
 """Triton's interpreter takes seconds for what a GPU does at once."""
 ON_GPU = pytest.mark.skipif(not FAST, reason="slow without a GPU")
 EPS = 1e-5
+TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2}}
+pytestmark = pytest.mark.timeout(600)
+"""A backend may compile its kernels when they are first used."""
 
 
 @pytest.fixture(params=registry.ATTENTION_BACKENDS)
@@ -67,6 +71,8 @@ class Sequences:
 
     def __init__(self, backend: type[AttentionBackend], rows: int, heads: int, kv_heads: int, dim: int,
                  block_size: int, windows: tuple[int, ...], longest: int = 200, seed: int = 0) -> None:
+        dim = dim if not backend.head_dims or dim in backend.head_dims else backend.head_dims[0]
+        self.dtype = torch.float32 if torch.float32 in backend.dtypes else torch.bfloat16
         self.rng, self.block_size, self.heads, self.kv_heads, self.dim = (
             random.Random(seed), block_size, heads, kv_heads, dim)
         torch.manual_seed(seed)
@@ -74,7 +80,7 @@ class Sequences:
         shape = AttentionShape(num_layers=len(windows), num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
                                windows=windows)
         self.backend = backend(AttentionSetup(
-            shape=shape, num_blocks=rows * per_row, block_size=block_size, dtype=torch.float32, device=DEVICE,
+            shape=shape, num_blocks=rows * per_row, block_size=block_size, dtype=self.dtype, device=DEVICE,
             rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, longest, DEVICE), norm_eps=EPS, max_rows=rows))
         self.windows, self.longest = windows, longest
         self.state = RequestState(rows, longest, block_size)
@@ -98,13 +104,17 @@ class Sequences:
         batch = make_batch(self.state, step, self.block_size)
         self.backend.begin_step(self.on_device(batch))
         for layer, window in enumerate(self.windows):
-            norms = None if layer % 2 else (torch.rand(self.dim) + 0.5, torch.rand(self.dim) + 0.5)
-            qkv = torch.randn(batch.total_tokens, self.heads + 2 * self.kv_heads, self.dim)
+            norms = None if layer % 2 else (self.rounded(torch.rand(self.dim) + 0.5),
+                                            self.rounded(torch.rand(self.dim) + 0.5))
+            qkv = self.rounded(torch.randn(batch.total_tokens, self.heads + 2 * self.kv_heads, self.dim))
             on_device = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
             got = self.backend.attend(layer, qkv.flatten(1).clone().to(DEVICE), on_device).cpu().double()
             for row, (start, stop) in zip(order, batch.token_ranges, strict=True):
                 expected = self.expected(row, layer, window, qkv[start:stop].double(), norms)
-                torch.testing.assert_close(got[start:stop], expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(got[start:stop], expected, **TOLERANCE[self.dtype])
+
+    def rounded(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype)
 
     def expected(self, row: int, layer: int, window: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None) -> Tensor:
         """[N, H * D] for a row's new tokens."""

@@ -11,7 +11,7 @@ import torch
 
 from sidestep.executor.model_runner import ModelRunner
 from sidestep.executor.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import load_model_spec
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
@@ -35,8 +35,8 @@ def make_runner(path: str, block_size: int = 16, num_kv_blocks: int | None = 120
     args: dict[str, Any] = {
         "rank": 0, "spec": load_model_spec(path), "model": ModelConfig(model=path, **model),
         "cache": CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks),
-        "parallel": ParallelConfig(device="cpu"), "num_slots": 64, "max_num_batched_tokens": 512, "max_num_seqs": 64,
-        "max_model_len": 256}
+        "parallel": ParallelConfig(device="cpu"), "max_model_len": 256,
+        "scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512)}
     runner = ModelRunner(WorkerArgs(**{**args, **changes}))
     runner.load()
     return runner
@@ -127,8 +127,8 @@ def test_the_cache_is_as_large_as_asked_useful_or_possible(tmp_path: Path) -> No
 
     def blocks(**cache: Any) -> int:
         args = WorkerArgs(rank=0, spec=spec, model=ModelConfig(model=path, dtype="float32"),
-                          cache=CacheConfig(**cache), parallel=ParallelConfig(device="cpu"), num_slots=4,
-                          max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100)
+                          cache=CacheConfig(**cache), parallel=ParallelConfig(device="cpu"), max_model_len=100,
+                          scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))
         return ModelRunner(args).load().num_kv_blocks
 
     assert blocks(num_kv_blocks=5) == 5

@@ -63,7 +63,8 @@ def test_unknown_flags_and_values_are_refused(words: list[str], capsys: pytest.C
 
 @pytest.mark.parametrize(("words", "line"), [
     (["--temperature", "9", "x"], "sidestep: temperature: must be between 0 and 2, not 9.0\n"),
-    (["--max-num-batched-tokens", "1", "x"], "sidestep: max_num_batched_tokens: 1 is less than max_num_seqs"),
+    (["--max-num-batched-tokens", "1", "--max-num-seqs", "2", "x"],
+     "sidestep: max_num_batched_tokens: 1 is less than max_num_seqs"),
     (["--model", "./nowhere", "x"], "sidestep: model: './nowhere' is not a folder, nor a hub name")])
 def test_what_the_user_can_mend_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *words]) == 1

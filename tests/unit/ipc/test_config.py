@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sidestep.ipc.config import EngineArgs, parse_bytes, parse_length
+from sidestep.ipc.config import EngineArgs, SchedulerConfig, parse_bytes, parse_length
 from sidestep.ipc.errors import EngineStartError, ValidationError
 
 LLAMA: dict[str, Any] = {
@@ -40,6 +40,15 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 def test_budget_below_batch_is_refused() -> None:
     with pytest.raises(ValidationError, match="max_num_batched_tokens: 10 is less than max_num_seqs"):
         EngineArgs(max_num_batched_tokens=10, max_num_seqs=20)
+
+
+@pytest.mark.parametrize(("given", "device", "expected"), [
+    ({}, "cpu", (256, 2048, 512)), ({}, "fake", (256, 2048, 512)), ({}, "cuda", (512, 8192, 1024)),
+    ({"max_num_seqs": 9000}, "cuda", (9000, 9000, 18000)), ({"max_num_batched_tokens": 100}, "cpu", (100, 100, 200)),
+    ({"max_num_seqs": 4, "async_scheduling": False}, "cuda", (4, 8192, 4))], ids=str)
+def test_limits_that_were_not_asked_for_follow_the_device(given: Any, device: str, expected: tuple[int, ...]) -> None:
+    limits = SchedulerConfig(**given).limits(device)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_slots) == expected
 
 
 @pytest.mark.parametrize(("size", "changes"), [

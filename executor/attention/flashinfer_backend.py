@@ -1,0 +1,215 @@
+"""Attention by FlashInfer (Ye et al. 2025), for those who have the package `flashinfer-python`: --attention-backend
+flashinfer. Half precision, and the usual sizes of heads.
+
+FlashInfer plans each step on the host, so steps are launched kernel by kernel, never as CUDA graphs. Norms, rotary
+embedding and the write to the cache are our own kernel's.
+
+Unless its package of compiled kernels (flashinfer-jit-cache) is installed, FlashInfer compiles those of a model when
+they are first needed, which takes nvcc, ninja and some minutes, and keeps them in ~/.cache/flashinfer. Here that is
+before the first step, while the engine starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
+from sidestep.executor.input_batch import HostBatch
+from sidestep.ipc.errors import EngineStartError
+from sidestep.ipc.step import Int32
+from sidestep.kernels.qkv_rope_triton import qkv_rope
+
+_LAYOUT = "HND"
+_LEAST_WORKSPACE = 128 << 20
+"""Bytes, as FlashInfer advises."""
+_GROUPED = 4
+"""Query heads for each key head from which tensor cores are worth it; its other kernel does not know all numbers."""
+
+
+class FlashInferAttention(AttentionBackend):
+    """Cache layout: [layers, blocks, 2, KVH, block size, D], the keys' heads first."""
+
+    dtypes = (torch.bfloat16, torch.float16)
+    head_dims = (128, 64, 256)
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "it needs a GPU"
+        if importlib.util.find_spec("flashinfer") is None:
+            return "the package flashinfer-python is not installed (pip install 'sidestep[flashinfer]')"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or newer"
+        return None
+
+    def __init__(self, setup: AttentionSetup) -> None:
+        """Raises EngineStartError for a type or a head size that FlashInfer does not compute."""
+        _check(setup)
+        shape = setup.shape
+        self._setup, self._shape = setup, shape
+        # Zeros: what lies behind a row's last token may be read and masked, and 0 x NaN would spread.
+        self.cache = torch.zeros(shape.num_layers, setup.num_blocks, 2, shape.num_kv_heads, setup.block_size,
+                                 shape.head_dim, dtype=setup.dtype, device=setup.device)
+        self._wrappers: Wrappers | None = None
+
+    def begin_step(self, batch: StepBatch) -> None:
+        host = batch.host
+        assert host is not None, "this backend needs the host's view of a step"
+        if self._wrappers is None:
+            # Not when the cache is made: the engine gives the cache what its first step leaves, workspace included.
+            self._wrappers = load_wrappers(self._setup)
+        self._batch, self._num_decode = batch, host.num_decode_rows
+        self._wrappers.plan(host)
+
+    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+        shape, setup, rows, wrappers = self._shape, self._setup, self._num_decode, self._wrappers
+        assert wrappers is not None, "begin_step comes first"
+        cache, window = self.cache[layer], shape.windows[layer]
+        qkv_rope(qkv, self._batch.positions, self._batch.places, setup.rotary.cos, setup.rotary.sin, norms,
+                 setup.norm_eps, cache.flatten(1, 2), shape.num_heads)
+        q = qkv.view(len(qkv), -1, shape.head_dim)[:, :shape.num_heads]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if rows:
+            wrappers.decode[window].run(q[:rows], cache, out=out[:rows])
+        if rows < len(q):
+            wrappers.prompts[window].run(q[rows:], cache, out=out[rows:])
+        return out.flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pages:
+    """Where some rows' tokens lie, as FlashInfer's plans take it. R rows."""
+
+    query_starts: Int32
+    """[R + 1] Where each row's tokens begin among these rows' tokens."""
+    page_starts: Int32
+    """[R + 1] Where each row's pages begin in `pages`."""
+    pages: Int32
+    """Block ids of all tokens in the cache, row after row."""
+    last_page_lens: Int32
+    """[R] Tokens in each row's last page."""
+    seq_lens: Int32
+    """[R] Tokens in the cache after this step."""
+
+
+def pages_of(host: HostBatch, first: int, stop: int) -> Pages:
+    """Those of rows first..stop, of which there is at least one."""
+    seq_lens = host.seq_lens[first:stop]
+    counts = -(-seq_lens // host.block_size)
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    tables = host.block_tables[first:stop, :int(counts.max())]
+    queries = host.query_starts[first:stop + 1]
+    return Pages(
+        query_starts=(queries - queries[0]).astype(np.int32), page_starts=starts,
+        pages=tables[np.arange(tables.shape[1]) < counts[:, None]],
+        last_page_lens=seq_lens - (counts - 1) * host.block_size, seq_lens=seq_lens)
+
+
+class Wrappers:
+    """FlashInfer's state for each window, decode rows and prompt rows apart, and the workspace that all share: kernels
+    that use it run one after the other.
+
+    A plan is written to pinned memory of the wrapper's own and copied from there behind the kernels of the step before.
+    The next plan may not overwrite it until then, which is what `_copied` is for. With two steps in flight there is no
+    wait: when a step comes, the one before the last is over, and that is all that the last one's copies stood behind.
+    """
+
+    def __init__(self, setup: AttentionSetup, flashinfer: Any) -> None:
+        self._setup = setup
+        shape, windows = setup.shape, set(setup.shape.windows)
+        workspace = torch.zeros(workspace_size(setup), dtype=torch.uint8, device=setup.device)
+        grouped = shape.num_heads // shape.num_kv_heads >= _GROUPED
+        self.decode = {window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, _LAYOUT, use_tensor_cores=grouped) for window in windows}
+        self.prompts = {window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
+                        for window in windows}
+        self._copied = torch.cuda.Event()
+
+    def plan(self, host: HostBatch) -> None:
+        """Prepares every wrapper that the step needs."""
+        rows, decodes = len(host.seq_lens), host.num_decode_rows
+        self._copied.synchronize()
+        if decodes:
+            self._plan_decode(pages_of(host, 0, decodes))
+        if decodes < rows:
+            self._plan_prompts(pages_of(host, decodes, rows))
+        self._copied.record()
+
+    def compile(self) -> None:
+        """Plans a row of one token, which loads the kernels or compiles them."""
+        zero, one, ends = np.zeros(1, np.int32), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
+        row = Pages(query_starts=ends, page_starts=ends, pages=zero, last_page_lens=one, seq_lens=one)
+        self._plan_decode(row)
+        self._plan_prompts(row)
+        self._copied.record()
+
+    def _plan_decode(self, rows: Pages) -> None:
+        columns = [pinned(column) for column in (rows.page_starts, rows.pages, rows.last_page_lens)]
+        seq_lens = pinned(rows.seq_lens)
+        for window, wrapper in self.decode.items():
+            wrapper.plan(*columns, *self._sizes(), seq_lens=seq_lens, **self._options(window))
+
+    def _plan_prompts(self, rows: Pages) -> None:
+        columns = [pinned(column) for column in (rows.query_starts, rows.page_starts, rows.pages, rows.last_page_lens)]
+        seq_lens = pinned(rows.seq_lens)
+        for window, wrapper in self.prompts.items():
+            wrapper.plan(*columns, *self._sizes(), causal=True, seq_lens=seq_lens, **self._options(window))
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        shape = self._setup.shape
+        return shape.num_heads, shape.num_kv_heads, shape.head_dim, self._setup.block_size
+
+    def _options(self, window: int) -> dict[str, Any]:
+        # FlashInfer does not count the token itself as part of the window, and -1 is none.
+        return {"window_left": window - 1, "q_data_type": self._setup.dtype, "kv_data_type": self._setup.dtype,
+                "sm_scale": self._setup.shape.head_dim**-0.5}
+
+
+def load_wrappers(setup: AttentionSetup) -> Wrappers:
+    """Wrappers whose kernels are loaded. Raises EngineStartError if FlashInfer cannot be imported or cannot compile."""
+    try:
+        import flashinfer
+
+        wrappers = Wrappers(setup, flashinfer)
+        wrappers.compile()
+    except torch.OutOfMemoryError:
+        raise  # whoever made room for the cache knows what to change
+    except Exception as error:
+        cause = (str(error).strip().splitlines() or [""])[0]
+        raise EngineStartError(
+            f"attention_backend: flashinfer did not start ({type(error).__name__}: {cause}). It compiles its kernels "
+            "when they are first used, which needs nvcc and ninja on the path; install those, or the package "
+            "flashinfer-jit-cache of the same version, or choose another backend") from error
+    return wrappers
+
+
+def workspace_size(setup: AttentionSetup) -> int:
+    """Bytes for partial results where a row's keys are split. FlashInfer splits until two programs run on each
+    multiprocessor, each of them with a tile of queries of one key head, and keeps a float32 [D] and a sum for each."""
+    shape = setup.shape
+    programs = 2 * torch.cuda.get_device_properties(setup.device).multi_processor_count
+    tile = min(128, 16384 // shape.head_dim)
+    group = shape.num_heads // shape.num_kv_heads
+    return max(_LEAST_WORKSPACE, 4 * programs * group * tile * (shape.head_dim + 1))
+
+
+def pinned(column: Int32) -> Tensor:
+    """From pinned memory a copy to the device waits for nothing; torch keeps it until the copy is done."""
+    return torch.from_numpy(np.ascontiguousarray(column)).pin_memory()
+
+
+def _check(setup: AttentionSetup) -> None:
+    if setup.dtype not in FlashInferAttention.dtypes:
+        raise EngineStartError(f"dtype: attention_backend 'flashinfer' computes in bfloat16 or float16, not "
+                               f"{str(setup.dtype).removeprefix('torch.')}; change one of the two")
+    if setup.shape.head_dim not in FlashInferAttention.head_dims:
+        sizes = ", ".join(map(str, sorted(FlashInferAttention.head_dims)))
+        raise EngineStartError(f"attention_backend: 'flashinfer' takes heads of size {sizes}, this model's have "
+                               f"{setup.shape.head_dim}; choose another backend")
