@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import multiprocessing
@@ -29,13 +30,16 @@ from triton.runtime.errors import OutOfResources
 from sidestep.kernels.decode_attention_triton import (
     DecodeConfig,
     DecodeScratch,
+    Rope,
     decode_attention,
     decode_config,
     plan_attention,
 )
+from sidestep.kernels.linear import add_linear, gated_linear, linear
 from sidestep.kernels.prefill_attention_triton import PrefillConfig, prefill_attention, prefill_config
 from sidestep.kernels.qkv_rope_triton import qkv_rope
-from sidestep.kernels.rms_norm_triton import add_rms_norm, rms_norm
+from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm_triton import rms_norm
 from sidestep.kernels.silu_mul_triton import silu_mul
 from sidestep.kernels.skinny_linear_triton import SkinnyConfig, skinny_linear
 
@@ -316,14 +320,12 @@ class Layers:
         self.paged = Paged(model, [context] * rows, [1] * rows, 64, model.kept)
         self.weights = [{name: torch.randn(n * (1 + gated), k, dtype=DTYPE, device=DEVICE) * k ** -0.5
                          for name, (n, k, gated) in model.linears().items()} for _ in range(model.kept)]
-        self.norm = torch.ones(model.hidden, dtype=DTYPE, device=DEVICE)
-        self.head_norms = (torch.ones(model.head_dim, dtype=DTYPE, device=DEVICE),) * 2
-        self.cos, self.sin = torch.randn(2, context, model.head_dim // 2, device=DEVICE).sign()
-        self.positions = torch.full((rows,), context - 1, dtype=torch.int32, device=DEVICE)
-        last = self.paged.tables[:, (context - 1) // 64] * 64 + (context - 1) % 64
-        self.places = last.int().contiguous()
+        self.norm = RmsNorm(torch.ones(model.hidden, dtype=DTYPE, device=DEVICE), 1e-6)
+        head_norm = torch.ones(model.head_dim, dtype=DTYPE, device=DEVICE)
+        cos, sin = torch.randn(2, context, model.head_dim // 2, device=DEVICE).sign()
+        self.rope = Rope(cos, sin, (head_norm, head_norm) if model is MODELS[0] else None, 1e-6)
         self.x = torch.randn(rows, model.hidden, dtype=DTYPE, device=DEVICE)
-        self.set_decode(decode or decode_config(model.head_dim, 2))
+        self.set_decode(decode or decode_config(model.head_dim, 2, model.heads))
 
     def set_decode(self, config: DecodeConfig) -> None:
         """Takes another configuration of decode attention."""
@@ -338,31 +340,32 @@ class Layers:
         return weights + sum(self.paged.lengths) * 2 * m.kv_heads * m.head_dim * 2
 
     def run(self, configs: Configs, skip: str = "") -> Tensor:
-        """All layers; `configs` by matrix, None for the library's product; `skip` names what is left out."""
+        """All layers; `configs` by matrix, None for the library's product, as shipped where none is named; `skip` names
+        what is left out."""
         m, b = self.model, self.paged
 
-        def linear(x: Tensor, name: str) -> Tensor:
+        def product(x: Tensor, name: str, norm: RmsNorm | None = None) -> Tensor:
             weight, gated = weights[name], name == "gate_up"
-            if name in configs and configs[name] is None:
-                y = F.linear(x, weight)
-                return silu_mul(y) if gated else y
-            if name == "gate_up" and "apart" in configs:
-                return silu_mul(skinny_linear(x, weight, config=configs["apart"]))
-            return skinny_linear(x, weight, gated=gated, config=configs.get(name))
+            residual = hidden if norm is None else None
+            if name not in configs:
+                return add_linear(residual, x, weight, None) if residual is not None else \
+                    gated_linear(x, weight, None, norm) if gated else linear(x, weight, None, norm)
+            if configs[name] is not None:
+                return skinny_linear(x, weight, norm=norm, gated=gated, residual=residual, config=configs[name])
+            if residual is not None:
+                return residual.addmm_(x, weight.t())
+            y = F.linear(self.norm(x), weight)
+            return silu_mul(y) if gated else y
 
-        residual = self.x.clone()
-        x, out = self.x, torch.empty(self.rows, m.heads * m.head_dim, dtype=DTYPE, device=DEVICE)
-        for layer, (weights, cache) in enumerate(zip(self.weights, b.caches, strict=True)):
-            x = add_rms_norm(x, residual, self.norm, 1e-6) if layer else rms_norm(x, self.norm, 1e-6)
-            qkv = linear(x, "qkv")
-            qkv_rope(qkv, self.positions, self.places, self.cos, self.sin, self.head_norms, 1e-6, cache, m.heads)
+        hidden, out = self.x.clone(), torch.empty(self.rows, m.heads * m.head_dim, dtype=DTYPE, device=DEVICE)
+        for weights, cache in zip(self.weights, b.caches, strict=True):
+            qkv = product(hidden, "qkv", self.norm)
             if skip != "attention":
                 decode_attention(qkv, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, out, self.scratch,
-                                 num_heads=m.heads, window=0, scale=m.head_dim ** -0.5)
-            x = linear(out, "o")
-            x = add_rms_norm(x, residual, self.norm, 1e-6)
-            x = linear(linear(x, "gate_up"), "down")
-        return x
+                                 num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=self.rope)
+            hidden = product(out, "o")
+            hidden = product(product(hidden, "gate_up", self.norm), "down")
+        return hidden
 
     def time(self, configs: Configs, skip: str = "") -> float:
         """Microseconds a layer."""
@@ -383,7 +386,7 @@ class Layers:
         return same
 
     def _alone(self, configs: Configs) -> Tensor:
-        names = ("add_rms_norm", "rms_norm", "skinny_linear", "qkv_rope", "decode_attention")
+        names = ("linear", "gated_linear", "add_linear", "decode_attention")
         originals = {name: globals()[name] for name in names}
 
         def separated(function: Callable[..., object]) -> Callable[..., object]:
@@ -402,14 +405,18 @@ class Layers:
 
 # What --tune tries. -------------------------------------------------------------------------------------------------
 
+TUNED_ROWS = (1, 8, 16)
+"""One of each class that kernels.tuned_products tells apart."""
+
+
 def decode_configs() -> Iterator[DecodeConfig]:
-    """Tiles of 64 keys and of 32."""
+    """Tiles of 32 keys and of 64."""
     for late in (False, True):
-        for warps, stages, programs in ((2, 3, 4), (2, 4, 4), (4, 3, 4)):
-            yield DecodeConfig(32, warps, stages, programs, late=late)
-        yield DecodeConfig(32, 2, 3, 4, combined=8192, late=late)
-        yield DecodeConfig(32, 2, 3, 4, min_tiles=2, late=late)
-        yield DecodeConfig(64, 4, 3, 3, late=late)
+        yield DecodeConfig(late=late)
+        yield DecodeConfig(late=late, min_tiles=1)
+        yield DecodeConfig(late=late, min_tiles=4)
+    yield DecodeConfig(combined=8192)
+    yield DecodeConfig(tile=64, num_warps=4, programs_per_processor=3)
 
 
 def prefill_configs() -> Iterator[PrefillConfig]:
@@ -420,42 +427,49 @@ def prefill_configs() -> Iterator[PrefillConfig]:
     yield PrefillConfig(64, 64, 4, 3, False)
 
 
-def gemv_configs(inputs: int, gated: bool) -> Iterator[SkinnyConfig]:
+def gemv_configs(inputs: int) -> Iterator[SkinnyConfig]:
     """For one row."""
-    for block_n, block_k, warps in ((4, 512, 4), (2, 512, 2), (1, 512, 2), (1, 1024, 4), (4, 1024, 8), (2, 1024, 4),
-                                    (2, 2048, 8), (1, 2048, 4), (4, 2048, 8), (1, 4096, 8), (2, 4096, 8)):
+    for block_n, block_k, warps in ((1, 512, 2), (1, 1024, 4), (1, 2048, 4), (1, 4096, 8), (2, 1024, 4), (2, 2048, 8),
+                                    (4, 512, 4), (8, 512, 8)):
         if block_k < 2 * inputs:
             yield SkinnyConfig(block_n, block_k, warps, False)
-            yield SkinnyConfig(block_n, block_k, warps, False, True)
 
 
-def skinny_configs(inputs: int, gated: bool) -> Iterator[SkinnyConfig]:
-    """For 2 to 16 rows."""
-    for block_n, block_k, warps in ((16, 512, 4), (16, 1024, 8), (16, 512, 8), (16, 256, 2), (16, 512, 2),
-                                    (16, 1024, 4), (8, 1024, 8), (32, 256, 4), (32, 512, 8), (32, 512, 4),
-                                    (64, 128, 4), (32, 256, 8)):
-        yield SkinnyConfig(block_n, block_k, warps)
-        yield SkinnyConfig(block_n, block_k, warps, late=True)
+def skinny_configs(normed: bool) -> Iterator[SkinnyConfig]:
+    """For 2 to 16 rows; of a normed input, with the norm in the same kernel or before it."""
+    for block_n, block_k, warps in ((8, 1024, 8), (16, 512, 4), (16, 1024, 4), (16, 1024, 8)):
+        for fused in (False, True) if normed else (False,):
+            yield SkinnyConfig(block_n, block_k, warps, fused_norm=fused)
+
+
+def product_configs(name: str, inputs: int, rows: int) -> list[SkinnyConfig]:
+    """For one of a layer's matrices."""
+    return list(gemv_configs(inputs) if rows == 1 else skinny_configs(name in ("qkv", "gate_up")))
+
+
+@functools.lru_cache
+def _one_layer(model: Model, rows: int) -> Layers:
+    return Layers(dataclasses.replace(model, kept=1), rows, 65)
 
 
 def _compilations(sections: set[str]) -> Iterator[Call]:
     """A call for each kernel that --tune will launch."""
     for model in MODELS:
-        for rows in (1, 8, 64, 256):
-            if "decode" in sections and model is MODELS[0] or "layers" in sections and rows <= 8:
-                for config in decode_configs():
-                    yield lambda m=model, c=config, r=rows: Decode(m, [65] * r, copies=1).calls(c)[0]()
+        if "decode" in sections and model is MODELS[0]:
+            for config, rows in itertools.product(decode_configs(), (1, 8, 64, 256)):
+                yield lambda m=model, c=config, r=rows: Decode(m, [65] * r, copies=1).calls(c)[0]()
         if "prefill" in sections:
             for config in prefill_configs():
                 for lengths in ([8192], [512] * 16):
                     yield lambda m=model, c=config, n=lengths: Prefill(m, n).calls(c)[0]()
-        if "layers" in sections:
-            for (n, k, gated), rows in itertools.product(model.linears().values(), (1, 8, 16)):
-                if rows > 1 and gated:
-                    for linear in skinny_configs(k, gated):
-                        yield lambda n=n, k=k, r=rows, c=linear: check_linear(2 * n, k, False, r, c)
-                for linear in (gemv_configs if rows == 1 else skinny_configs)(k, gated):
-                    yield lambda n=n, k=k, g=gated, r=rows, c=linear: check_linear(n, k, g, r, c)
+        for rows in TUNED_ROWS if "layers" in sections else ():
+            for config in decode_configs():
+                yield lambda m=model, r=rows, c=config: (_one_layer(m, r).set_decode(c), _one_layer(m, r).run({}))
+            for name, (_, k, _) in model.linears().items():
+                for product in product_configs(name, k, rows):
+                    yield lambda m=model, r=rows, name=name, c=product: _one_layer(m, r).run({name: c})
+            for product in product_configs("lm_head", model.hidden, rows):
+                yield lambda m=model, r=rows, c=product: check_linear(m.vocab, m.hidden, False, r, c)
 
 
 def _compile(index: int, of: int, sections: set[str]) -> None:
@@ -518,7 +532,7 @@ def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             for block_size in ((16, 32, 64, 128) if name in ("64 x 1k", "1 x 768") and not tune else (64,)):
                 case = Decode(model, lengths, block_size)
                 floor = ceilings.floor(case.bytes)
-                took = attempt(lambda case=case: case.time(decode_config(128, 2)))
+                took = attempt(lambda case=case: case.time(decode_config(128, 2, case.model.heads)))
                 library = attempt(case.library) if len(set(lengths)) == 1 and block_size == 64 else math.nan
                 table.add(f"  {model.name} {name} block {block_size}: {floor:.2f} {took:.2f} ({floor / took:.0%}) "
                           f"{library:.2f}")
@@ -563,29 +577,30 @@ def linear_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
                 floor = ceilings.floor(case.bytes)
                 figures.append(f"{attempt(case.time):.2f} / {attempt(case.library):.2f}")
                 if tune:
-                    tried = (gemv_configs if rows == 1 else skinny_configs)(k, gated)
+                    tried = product_configs(name, k, rows)
                     best = sorted((attempt(lambda c=c, case=case: case.time(c)), str(c)[13:]) for c in tried)
                     table.add(f"    rows {rows} best: " + "; ".join(f"{t:.2f} {c}" for t, c in best[:4]))
                 del case
             table.add(f"  {model.name} {name} {n} x {k}{' gated' if gated else ''}: {floor:.2f}; {', '.join(figures)}")
 
 
-def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
-    """A whole layer: what a decode step spends, and the configurations of its matrices within it."""
+def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[str, int], Configs]:
+    """A whole layer: what a decode step spends, and the configurations of its matrices within it, by model and rows."""
+    tuned: dict[tuple[str, int], Configs] = {}
     table.add("a decode step's layer, us: floor, ours, with the library's products, without attention; all layers ms")
-    for model, rows in itertools.product(MODELS, (1, 8, 16) if tune else (1, 2, 4, 8, 16)):
+    for model, rows in itertools.product(MODELS, TUNED_ROWS if tune else (1, 2, 4, 8, 16)):
         case = Layers(model, rows, 768)
         floor = ceilings.floor(case.bytes())
         ours, library = case.time({}), case.time(dict.fromkeys(model.linears()))
         table.add(f"  {model.name} rows {rows}: {floor:.2f} {ours:.2f} {library:.2f} {case.time({}, 'attention'):.2f}; "
                   f"{ours * model.layers / 1e3:.3f}; same with and without overlap: {case.agrees({})}")
-        if not tune:
-            continue
-        tune_layer(table, case)
+        if tune:
+            tuned[model.name, rows] = tune_layer(table, case)
         del case
+    return tuned
 
 
-def tune_layer(table: Table, case: Layers) -> None:
+def tune_layer(table: Table, case: Layers) -> Configs:
     """Decode attention first, then one matrix after the other, each with the best found before it."""
     model, rows = case.model, case.rows
 
@@ -595,31 +610,66 @@ def tune_layer(table: Table, case: Layers) -> None:
 
     def best(name: str, tried: Iterable[T], measure: Callable[[T], float]) -> tuple[float, T]:
         found = sorted(((attempt(lambda c=c: measure(c)), c) for c in tried), key=lambda entry: entry[0])
-        texts = [f"{took:.2f} {str(config).split('(')[1]}" for took, config in found]
+        texts = [f"{took:.2f} {str(config).split('(')[-1]}" for took, config in found]
         print(f"    {name}:\n      " + "\n      ".join(texts))
         table.add(f"    {name}: " + "; ".join(texts[:4]))
         return found[0]
 
     case.set_decode(best("decode", decode_configs(), with_decode)[1])
     chosen: Configs = {}
-    for name, (n, k, gated) in model.linears().items():
-        tried = [c for c in (gemv_configs if rows == 1 else skinny_configs)(k, gated)
-                 if attempt(lambda n=n, k=k, g=gated, c=c: check_linear(n, k, g, rows, c)) < 1e-2]
-        took, chosen[name] = best(name, tried, lambda c, name=name: case.time({**chosen, name: c}))
-        if gated and rows > 1:
-            apart = best("gate_up apart", skinny_configs(k, False), lambda c: case.time({**chosen, "apart": c}))
-            if apart[0] < took:
-                chosen["apart"] = apart[1]
+    for name, (_, k, _) in model.linears().items():
+        tried = [None, *product_configs(name, k, rows)]
+        _, chosen[name] = best(name, tried, lambda c, name=name: case.time({**chosen, name: c}))
     case.set_decode(best("decode again", decode_configs(),
                          lambda c: (case.set_decode(c), case.time(chosen))[1])[1])
-    table.add(f"    all best together: {case.time(chosen):.2f}, agrees {case.agrees(chosen)}")
+    error = relative_error(case.run(chosen), case.run(dict.fromkeys(model.linears())))
+    chosen["lm_head"] = tune_head(table, model, rows)
+    table.add(f"    all best together: {case.time(chosen):.2f}, agrees {case.agrees(chosen)}, from the library "
+              f"{error:.1%} apart")
+    return chosen
+
+
+def tune_head(table: Table, model: Model, rows: int) -> SkinnyConfig | None:
+    """The last product, alone."""
+    case = Linear(model.vocab, model.hidden, False, rows)
+    found: list[tuple[float, SkinnyConfig | None]] = [(case.library(), None)]
+    found += [(attempt(lambda c=c: case.time(c)), c) for c in product_configs("lm_head", model.hidden, rows)]
+    found.sort(key=lambda entry: entry[0])
+    table.add("    lm_head: " + "; ".join(f"{took:.2f} {str(config).split('(')[-1]}" for took, config in found[:4]))
+    return found[0][1]
+
+
+TUNED_HEADER = '''"""Generated by benchmarks/gpu_kernels.py --only layers --tune --write FILE; do not edit.
+
+(outputs, inputs, gated) of a matrix: for 1 row, for 2 to 8, and for 9 to 16, the fields of a SkinnyConfig; None where
+the library's product is faster.
+"""
+
+from __future__ import annotations
+
+Fields = tuple[int, int, int, bool, bool]
+
+PRODUCTS: dict[tuple[int, int, bool], tuple[Fields | None, Fields | None, Fields | None]] = {
+'''
+
+
+def write_products(path: str, tuned: dict[tuple[str, int], Configs]) -> None:
+    """kernels/tuned_products.py, from what each model's layers chose for each class of rows."""
+    with open(path, "w") as file:
+        file.write(TUNED_HEADER)
+        for model in MODELS:
+            shapes = {**model.linears(), "lm_head": (model.vocab, model.hidden, False)}
+            for name, shape in shapes.items():
+                configs = [tuned[model.name, rows][name] for rows in TUNED_ROWS]
+                fields = ",\n        ".join(str(None if c is None else dataclasses.astuple(c)) for c in configs)
+                file.write(f"    {shape}: (  # {model.name}, {name}\n        {fields}),\n")
+        file.write("}\n")
 
 
 def small_kernels(model: Model, rows: int) -> dict[str, tuple[int, float]]:
     """Bytes and microseconds of each kernel between the products."""
     copies = max(2, min(40, math.ceil(L2_BYTES / (rows * model.hidden * 2))))
     xs = [torch.randn(rows, model.hidden, dtype=DTYPE, device=DEVICE) for _ in range(copies)]
-    residuals = [torch.randn_like(x) for x in xs]
     weight = torch.ones(model.hidden, dtype=DTYPE, device=DEVICE)
     gates = [torch.randn(rows, 2 * model.inner, dtype=DTYPE, device=DEVICE) for _ in range(min(copies, 8))]
     heads, size = model.heads + 2 * model.kv_heads, rows * model.hidden * 2
@@ -630,8 +680,6 @@ def small_kernels(model: Model, rows: int) -> dict[str, tuple[int, float]]:
     norms = (torch.ones(model.head_dim, dtype=DTYPE, device=DEVICE),) * 2
     return {
         "rms_norm": (2 * size, microseconds([lambda x=x: rms_norm(x, weight, 1e-6) for x in xs])),
-        "add_rms_norm": (4 * size, microseconds([lambda x=x, r=r: add_rms_norm(x, r, weight, 1e-6)
-                                                 for x, r in zip(xs, residuals, strict=True)])),
         "silu_mul": (6 * rows * model.inner, microseconds([lambda g=g: silu_mul(g) for g in gates])),
         "qkv_rope": (4 * qkvs[0].numel(), microseconds([
             lambda q=q: qkv_rope(q, places, places, cos, sin, norms, 1e-6, cache, model.heads) for q in qkvs]))}
@@ -655,6 +703,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--write", help="with --tune: kernels/tuned_products.py")
     options = parser.parse_args()
     sections = options.only.split(",")
     torch.manual_seed(0)
@@ -664,7 +713,9 @@ def main() -> None:
     table.add(f"copy {ceilings.copy:.2f} TB/s, read {ceilings.read:.2f} TB/s, product {ceilings.product:.0f} TFLOP/s")
     for name in sections:
         begin = time.perf_counter()
-        SECTIONS[name](table, ceilings, options.tune)
+        result = SECTIONS[name](table, ceilings, options.tune)
+        if name == "layers" and options.write:
+            write_products(options.write, result)
         print(f"{name}: {time.perf_counter() - begin:.0f} s")
         torch.cuda.empty_cache()
     print("\n" + "\n".join(table.lines))

@@ -10,6 +10,7 @@ step's event finds them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,18 +27,18 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.executor.step_packer import ROTATION, StepPacker
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config import StepLimits, available_cores
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.step import Int32, StepInput, StepOutput
-from sidestep.kernels.launch import has_pdl
+from sidestep.kernels.launch import compiling_only, has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
 from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
 from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
 
 _BLOCK_SIZE = 64
-_PAD = 64
-"""Eager steps are filled up to a multiple of this, so that the allocator meets the same sizes again."""
+_PAD = 128
+"""Eager steps are filled up to a multiple of this many tokens."""
 _LAUNCH_LAYER_S = 130e-6
 _FLOPS = 5e14
 """Seconds that the host takes to launch a layer's kernels one by one; operations a second of large products."""
@@ -142,6 +143,9 @@ class GpuRunner(Runner):
         """Runs the largest step on a cache of one block, and gives the cache what that leaves."""
         shape = attention_shape(self._args.spec, self._parallel)
         self._attention = self._make_attention(backend, 1)
+        if backend.graph_safe:
+            self._compile()
+            self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -158,15 +162,27 @@ class GpuRunner(Runner):
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
 
+    def _compile(self) -> None:
+        """Compiles what any step may need, all kernels side by side: one after the other they take several times as
+        long."""
+        most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
+        kinds = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
+        kinds += [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
+        with compiling_only(max(1, available_cores() // self._parallel.size)):
+            for sizes in kinds:
+                self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
+
+    def _decode_sizes(self) -> list[int]:
+        return decode_ladder(self._limits.max_num_seqs)
+
     def _capture(self) -> CudaGraphs:
-        """Runs each kind of step once on no rows, which compiles what it needs, then captures the ladder."""
+        """Runs each kind of step once on no rows, then captures the ladder."""
         limits = self._limits
         graphs = CudaGraphs(self._launch)
-        decode = [StepSizes(n, n, n, 0) for n in decode_ladder(limits.max_num_seqs)]
+        decode = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
         most = min(limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec))
         mixed = mixed_ladder(limits.max_num_seqs, most)
-        few = StepSizes(1, limits.max_num_batched_tokens, 1, 1)
-        for sizes in [few, *mixed[-1:], *mixed[:1], *decode]:
+        for sizes in [*mixed[-1:], *mixed[:1], *decode]:
             self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
         torch.cuda.synchronize()
         # The largest first: the others then fit into the memory it took.
@@ -196,23 +212,31 @@ class GpuRunner(Runner):
         if found is not None:
             found.graph.replay()
         else:
-            self._launch(StepSizes(rows, self._padded(tokens), decodes, rows - decodes), layout, batch)
+            self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch)
         done.record()
         return GpuOutput(step.step_id, self._host_ids[position], batch.samples, started, done, launched)
 
-    def _padded(self, tokens: int) -> int:
-        """Tokens of an eager step; a backend that works from the host's view knows no padding."""
-        return min(-(-tokens // _PAD) * _PAD, self._layout.tokens) if self._attention.graph_safe else tokens
+    def _eager_sizes(self, rows: int, tokens: int, decodes: int) -> StepSizes:
+        """Padded to few different sizes: for a new one the library of products may choose a kernel it has not loaded
+        yet, which stops the device, and the allocator may have to look for memory. A backend that works from the host's
+        view knows no padding."""
+        if not self._attention.graph_safe:
+            return StepSizes(rows, tokens, decodes, rows - decodes)
+        padded = next(size for size in self._decode_sizes() if size >= rows)
+        if decodes == tokens:
+            return StepSizes(padded, padded, padded, 0)
+        return StepSizes(padded, min(-(-tokens // _PAD) * _PAD, self._layout.tokens), decodes, rows - decodes)
 
-    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None) -> None:
-        """Launches every kernel of a step whose message is on the device."""
+    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None, *,
+                empty: Callable[..., Tensor] = torch.empty) -> None:
+        """Launches every kernel of a step whose message is on the device. empty: makes what the first one writes."""
         message, tables, device = self._message, self._tables, self._device
 
         def column(name: str, extra: int = 0) -> Tensor:
             return message[layout.at(name):layout.at(name) + sizes.rows + extra]
 
-        token_ids, positions, places = (torch.empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3))
-        last_tokens = torch.empty(sizes.rows, dtype=torch.int32, device=device)
+        token_ids, positions, places = (empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3))
+        last_tokens = empty(sizes.rows, dtype=torch.int32, device=device)
         prepare_step(message, layout, tables, token_ids, positions, places, last_tokens, self._block_size)
         slots, seq_lens = column("slots"), column("seq_lens")
         self._attention.begin_step(StepBatch(positions=positions, places=places, host=host, rows=DeviceRows(

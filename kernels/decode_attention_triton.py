@@ -5,6 +5,9 @@ same number of consecutive tiles, whichever rows they belong to (stream-K, Osama
 al. 2024). So the number of splits of a row follows from its length and the batch, on the device, the grid is fixed, and
 no program has more to do than another. A row that lies within one program is written directly; parts of a split row go
 to scratch, and the last program to arrive combines them (the softmax of parts: Dao et al. 2022).
+
+With a `Rope` the launch takes the projections as they come: each program norms and turns the queries it needs, and the
+one that has the end of a row begins with the row's new key and value and writes them to the cache.
 """
 
 from __future__ import annotations
@@ -27,18 +30,20 @@ class DecodeConfig:
     num_warps: int = 2
     num_stages: int = 3
     programs_per_processor: int = 4
-    min_tiles: int = 1
+    min_tiles: int = 2
     combined: int = 4096
     late: bool = False
+    """Whether the next kernel may start only when this one's programs end."""
 
 
-def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """For a head size and the width of the cache's type."""
+def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
+    """For a head size, the width of the cache's type and the number of query heads."""
     if head_dim * itemsize > 512:
         return DecodeConfig(tile=32, num_warps=4, num_stages=2, programs_per_processor=2)
     if head_dim * itemsize > 256:
         return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_processor=2)
-    return DecodeConfig()
+    # The product that follows a wide attention would take the memory's bandwidth too early.
+    return DecodeConfig(late=num_heads * head_dim >= 4096)
 
 
 class DecodeScratch:
@@ -56,6 +61,19 @@ class DecodeScratch:
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
 
 
+@dataclass(frozen=True)
+class Rope:
+    """What lies between the projections and attention.
+
+    cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys, None where the model has none.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+
+
 @triton.jit
 def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.constexpr):
     """The block of a tile, or of each of its keys where a tile has several."""
@@ -68,10 +86,57 @@ def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, stats, counters, q_stride, table_stride,
-            block_stride, out_stride, scale, KVH: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
-            D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-            ROWS: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr, COMBINED: tl.constexpr,
+def _turned(source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads at `source` [N, 1], normed and turned: [N, DIM] of their type, 0 outside. It rounds as qkv_rope does."""
+    dtype = source.dtype.element_ty
+    # Each dimension needs its partner, half a head away.
+    other = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
+    angle = tl.minimum(dims, other)
+    there = dims < D
+    c = tl.load(cos + position * (D // 2) + angle, mask=there, other=0.0)
+    s = tl.load(sin + position * (D // 2) + angle, mask=there, other=0.0)
+    s = tl.where(dims < D // 2, -s, s)
+    x = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        norm = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        w = tl.load(weight + dims, mask=there, other=0.0).to(tl.float32)
+        v = tl.load(weight + other, mask=there, other=0.0).to(tl.float32)
+        x = ((x * norm).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+        y = ((y * norm).to(dtype).to(tl.float32) * v).to(dtype).to(tl.float32)
+    return (x * c + y * s).to(dtype)
+
+
+@triton.jit
+def _begin_with_new(source, query, k_weight, cos, sin, eps, scale, cache, table, block_stride, head, position, owner,
+                    KVH: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+                    NORM: tl.constexpr):
+    """The softmax's state after the token at `position` alone, if this program is its owner, who also writes its key
+    and value to the cache; else the state after none. source: the token's key of this head; its value lies KVH heads
+    further."""
+    dims = tl.arange(0, DIM)[None, :]
+    there = dims < D
+    key = _turned(source + tl.zeros([1, 1], tl.int32), k_weight, dims, position, cos, sin, eps, there, D, NORM)
+    value = tl.load(source + KVH * D + dims, mask=there, other=0.0)
+    block = tl.load(table + position // PAGE).to(tl.int64)
+    target = cache + block * block_stride + head * (PAGE * D) + (position % PAGE) * D + dims
+    writes = dims < tl.where(owner, D, 0)
+    tl.store(target, key, mask=writes)
+    tl.store(target + KVH * (PAGE * D), value, mask=writes)
+    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    top = tl.where(owner, score, float("-inf"))
+    first = tl.arange(0, TILE)[None, :] == tl.where(owner, 0, -1)
+    mass = tl.where(first, 1.0, tl.zeros([query.shape[0], TILE], tl.float32))
+    acc = tl.where(owner, value.to(tl.float32), 0.0) + tl.zeros([query.shape[0], DIM], tl.float32)
+    return top, mass, acc
+
+
+@triton.jit
+def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, stats, counters, cos, sin, q_weight,
+            k_weight, q_stride, table_stride, block_stride, out_stride, scale, eps, KVH: tl.constexpr, G: tl.constexpr,
+            GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+            TILE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+            MIN_TILES: tl.constexpr, COMBINED: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr,
             PRECISION: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0) % KVH
     part = tl.program_id(0) // KVH
@@ -107,11 +172,21 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
         if WINDOW:
             visible = tl.maximum(length - WINDOW, 0)
         shift = visible // TILE - row_begin
-        query = tl.load(q + row * q_stride + (head * G + m)[:, None] * D + dims[None, :],
-                        mask=(m < G)[:, None] & (dims < D)[None, :], other=0.0)
-        top = tl.full([M], float("-inf"), tl.float32)
-        mass = tl.zeros([M, TILE], tl.float32)
-        acc = tl.zeros([M, DIM], tl.float32)
+        given = q + row * q_stride + (head * G + m)[:, None] * D
+        inside_head = (m < G)[:, None] & (dims < D)[None, :]
+        if ROPE:
+            # The new token, whose key and value are not in the cache yet, begins the softmax of the row's last part.
+            stored = length - 1
+            query = _turned(given, q_weight, dims[None, :], stored, cos, sin, eps, inside_head, D, NORM)
+            top, mass, acc = _begin_with_new(
+                q + row * q_stride + (KVH * G + head) * D, query, k_weight, cos, sin, eps, scale, cache, table,
+                block_stride, head, stored, stop == row_end, KVH, D, DIM, PAGE, TILE, NORM)
+        else:
+            stored = length
+            query = tl.load(given + dims[None, :], mask=inside_head, other=0.0)
+            top = tl.full([M], float("-inf"), tl.float32)
+            mass = tl.zeros([M, TILE], tl.float32)
+            acc = tl.zeros([M, DIM], tl.float32)
         blocks = _blocks_of(table, tile + shift, within, length, PAGE, TILE)
         for index in range(tile + shift, stop + shift):
             keys = index * TILE + within
@@ -120,11 +195,11 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
             place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
             source = cache + place[:, None] + dims[None, :]
             # What lies behind the last token is not read: it may be anything, and 0 x NaN would spread.
-            readable = (keys < length)[:, None] & (dims < D)[None, :]
+            readable = (keys < stored)[:, None] & (dims < D)[None, :]
             key = tl.load(source, mask=readable, other=0.0)
             value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            attended = (keys < length) & (keys >= visible)
+            attended = (keys < stored) & (keys >= visible)
             scores = tl.where(attended[None, :], scores, float("-inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - highest[:, None])
@@ -219,22 +294,25 @@ def plan_attention(seq_lens: Tensor, query_starts: Tensor, header: Tensor, decod
 
 def decode_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tensor, seq_lens: Tensor,
                      tile_ends: Tensor, out: Tensor, scratch: DecodeScratch, *, num_heads: int, window: int,
-                     scale: float) -> None:
+                     scale: float, rope: Rope | None = None) -> None:
     """Each decode row's query over all its keys, or the last `window` of them (0: all).
 
     q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D]; block_tables int32
     [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention with the scratch's tile; out
-    [R.., H * D], written for decode rows only.
+    [R.., H * D], written for decode rows only. With `rope`, q is [R.., (H + 2 KVH) * D], the projections, and each
+    row's new key and value are written to the cache; without, they are there already.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads, config = twice_kv_heads // 2, scratch.config
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(group)
     combined = max(2, min(32, config.combined // (padded * triton.next_power_of_2(dim))))
+    cos, sin, norms, eps = (rope.cos, rope.sin, rope.norms, rope.eps) if rope is not None else (q, q, None, 0.0)
+    q_weight, k_weight = norms if norms is not None else (q, q)
     _decode[(scratch.parts * kv_heads,)](
         q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.partial, scratch.stats, scratch.counters,
-        q.stride(0), block_tables.stride(0), cache.stride(0), out.stride(0), scale * 1.4426950408889634,
-        kv_heads, group, padded, max(16, padded), dim,
+        cos, sin, q_weight, k_weight, q.stride(0), block_tables.stride(0), cache.stride(0), out.stride(0),
+        scale * 1.4426950408889634, eps, kv_heads, group, padded, max(16, padded), dim,
         max(16, triton.next_power_of_2(dim)), page, config.tile, window, tile_ends.shape[0], scratch.parts,
-        config.min_tiles, combined, "ieee", config.late, num_warps=config.num_warps, num_stages=config.num_stages,
-        **pdl(q))
+        config.min_tiles, combined, rope is not None, norms is not None, "ieee", config.late,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl(q))

@@ -12,9 +12,15 @@ Triton kernel here keeps, so that this changes no result:
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 
 @functools.cache
@@ -36,3 +42,20 @@ def pdl(x: Tensor) -> dict[str, bool]:
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors; a small number where there is no GPU and kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@contextmanager
+def compiling_only(num_threads: int) -> Iterator[None]:
+    """Within it a launch of a Triton kernel runs nothing, but what it needs is compiled, beside others; at its end all
+    is. For this thread's launches, while no other thread has any."""
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+    try:
+        with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
+            yield
+    finally:
+        JITFunction.run = run

@@ -1,33 +1,48 @@
-"""x W^T + b on a GPU, by whichever kernel reads W fastest: our own for a few rows, the library's for more."""
+"""x W^T + b on a GPU, with what lies around it in a layer, by whichever kernels read W fastest: our own for a few rows,
+the library's for more."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from sidestep.kernels.rms_norm import RmsNorm
 from sidestep.kernels.silu_mul import silu_mul
 
-_SKINNY_ROWS = 16
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _is_skinny(x: Tensor) -> bool:
-    return x.shape[0] <= _SKINNY_ROWS and x.is_cuda and x.dtype in _HALF
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None, *, gated: bool = False,
+             residual: Tensor | None = None) -> Tensor | None:
+    """By our own kernel, if there is one that is faster than the library's."""
+    if not x.is_cuda or x.dtype not in _HALF:
+        return None
+    from sidestep.kernels.skinny_linear_triton import choose, skinny_linear
+
+    config = choose(x.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated)
+    if config is None:
+        return None
+    return skinny_linear(x, weight, bias, norm=norm, gated=gated, residual=residual, config=config)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K], W [N, K], b [N]; returns [T, N]."""
-    if _is_skinny(x):
-        from sidestep.kernels.skinny_linear_triton import skinny_linear
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
+    """x [T, K], normed first if there is a norm; W [N, K], b [N]; returns [T, N]."""
+    out = _product(x, weight, bias, norm)
+    if out is None:
+        out = torch.nn.functional.linear(x if norm is None else norm(x), weight, bias)
+    return out
 
-        return skinny_linear(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
 
-
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
     """silu(gate) * up, of x W^T + b = [gate | up] with W [2 F, K]; returns [T, F]."""
-    if _is_skinny(x) and bias is None:
-        from sidestep.kernels.skinny_linear_triton import skinny_linear
+    out = _product(x, weight, bias, norm, gated=True) if bias is None else None
+    return silu_mul(linear(x, weight, bias, norm)) if out is None else out
 
-        return skinny_linear(x, weight, gated=True)
-    return silu_mul(linear(x, weight, bias))
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual [T, N] + x W^T + b, written over residual, which is returned."""
+    if _product(x, weight, bias, residual=residual) is None:
+        if bias is not None:
+            residual += bias
+        residual.addmm_(x, weight.t())
+    return residual

@@ -176,7 +176,8 @@ def prefill_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Ten
     tokens = config.tokens(group)
     rows = max(config.rows, triton.next_power_of_2(group))
     grid = (kv_heads, triton.cdiv(max_tokens, tokens) + max_rows)
-    bulk = config.bulk and page % config.keys == 0 and dim == triton.next_power_of_2(dim) and cache.is_contiguous()
+    # Narrow heads would leave the copies less than the hardware moves at once.
+    bulk = config.bulk and page % config.keys == 0 and dim in (64, 128, 256) and cache.is_contiguous()
     rows_of_cache = (TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [config.keys, dim]) if bulk
                      else cache)
     limit = {} if config.registers is None else {"maxnreg": config.registers}

@@ -1,8 +1,9 @@
-"""RMSNorm (Zhang and Sennrich 2019), alone and with the residual addition before it."""
+"""RMSNorm (Zhang and Sennrich 2019)."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,14 +26,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual). The sum is written over `residual`. Shapes as in rms_norm."""
-    if x.is_cuda:
-        from sidestep.kernels.rms_norm_triton import add_rms_norm as launch
+@dataclass(frozen=True)
+class RmsNorm:
+    """A norm with its weight [D]."""
 
-        return launch(x, residual, weight, eps), residual
-    residual += x
-    return rms_norm(residual, weight, eps), residual
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 @functools.cache

@@ -11,8 +11,7 @@ from sidestep.kernels.launch import pdl
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, x_stride, residual_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-              ADD: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(x, weight, out, x_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < D
@@ -21,18 +20,9 @@ def _rms_norm(x, residual, weight, out, x_stride, residual_stride, eps, D: tl.co
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        target = residual + row * residual_stride + columns
-        total = (value + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
-        tl.store(target, total, mask=inside)
-        value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
     normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * D + columns, (normed * w).to(out.dtype.element_ty), mask=inside)
-
-
-def _num_warps(block: int) -> int:
-    return max(1, min(16, block // 512))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,16 +30,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, size = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    _rms_norm[(rows,)](x, x, weight, out, x.stride(0), x.stride(0), eps, size, block, False,
-                       num_warps=_num_warps(block), **pdl(x))
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x + residual; the sum is written over `residual`. Both [T, D], rows contiguous."""
-    rows, size = x.shape
-    out = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    _rms_norm[(rows,)](x, residual, weight, out, x.stride(0), residual.stride(0), eps, size, block, True,
-                       num_warps=_num_warps(block), **pdl(x))
+    _rms_norm[(rows,)](x, weight, out, x.stride(0), eps, size, block, num_warps=max(1, min(16, block // 512)),
+                       **pdl(x))
     return out

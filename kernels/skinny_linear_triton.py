@@ -2,8 +2,11 @@
 
 One row: each program reads a few whole rows of W, multiplies and adds on the plain cores. Two to 16 rows: the same
 through the tensor cores, x padded to 8 or 16 rows, from registers alone. W's first columns are asked for before the
-kernel waits for x (programmatic dependent launch), so the memory does not pause while the kernel before ends. Both can
-end in the gated activation, so that what lies between the halves of an MLP is never written.
+kernel waits for x (programmatic dependent launch), so the memory does not pause while the kernel before ends.
+
+Several rows can begin with their RMSNorm: its weight is applied to x as it is read, and its scale, which is common to
+a row, to the row's results, so that the squares are summed in the same pass. All can end in the gated activation, so
+that what lies between the halves of an MLP is never written, or in the addition to the residual stream.
 """
 
 from __future__ import annotations
@@ -16,19 +19,22 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.tuned_products import PRODUCTS
 
 MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Rows of W of one program, columns of one turn of its loop; whether through the tensor cores."""
+    """What was tuned by benchmarks/gpu_kernels.py: rows of W of one program, columns of one turn of its loop."""
 
     block_n: int
     block_k: int
     num_warps: int
     tensor_cores: bool = True
-    late: bool = False
+    fused_norm: bool = False
+    """Whether the norm of x is part of the product, which needs tensor cores; else it is a kernel before it."""
 
 
 @triton.jit
@@ -39,8 +45,8 @@ def _activate(gate, up, dtype):
 
 
 @triton.jit
-def _gemv(x, weight, bias, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
-          GATED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
+def _gemv(x, weight, bias, residual, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+          BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     inside = rows < N
@@ -56,8 +62,7 @@ def _gemv(x, weight, bias, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.static_range(0, K, BLOCK_K):
         # Loaded as wide as W: each thread gets the columns it needs, and the warps need not wait for one another.
         given = tl.broadcast_to((x + start + columns)[None, :], [BLOCK_N, BLOCK_K])
@@ -70,13 +75,13 @@ def _gemv(x, weight, bias, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
             w = tl.load(source + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
             if GATED:
                 u = tl.load(second + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
-    if PDL and LATE:
-        tl.extra.cuda.gdc_launch_dependents()
     result = tl.sum(acc, 1)
     if BIAS:
         result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         result = _activate(result, tl.sum(acc_up, 1), out.dtype.element_ty)
+    if ADD:
+        result += tl.load(residual + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -115,10 +120,26 @@ def _read(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, POLICY: t
         return tl.load(source + start, mask=start + columns < K, other=0.0, eviction_policy=POLICY)
 
 
+@triton.jit
+def _given(source, start, columns, norm, K: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr,
+           GIVEN: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
+    """Columns of x as the second operand of a product, the norm's weight applied, [WARPS, STEPS * 32, ROWS]; and the
+    sum of their squares, [WARPS, ROWS]."""
+    value = _operand(_read(source, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS)
+    if NORM:
+        wide = value.to(tl.float32)
+        squares = tl.sum(wide * wide, 2)
+        scales = _operand(_read(norm + columns, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS)
+        value = (wide * scales.to(tl.float32)).to(value.dtype)
+    else:
+        squares = tl.zeros([WARPS, GIVEN * 8], tl.float32)
+    return tl.permute(value, [0, 2, 1]), squares
+
+
 @triton.jit(do_not_specialize=["T"])
-def _skinny(x, weight, bias, out, T, N, x_stride, out_stride, K: tl.constexpr, ROWS: tl.constexpr,
-            BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-            LATE: tl.constexpr, PDL: tl.constexpr):
+def _skinny(x, weight, bias, norm, residual, out, T, N, eps, x_stride, residual_stride, out_stride, K: tl.constexpr,
+            ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BIAS: tl.constexpr,
+            NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
     HALVES: tl.constexpr = BLOCK_N // 8
     GIVEN: tl.constexpr = ROWS // 8
     TURN: tl.constexpr = STEPS * WARPS * 32
@@ -140,68 +161,99 @@ def _skinny(x, weight, bias, out, T, N, x_stride, out_stride, K: tl.constexpr, R
     values = x + token[:, None] * x_stride + x_columns
     acc = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
     acc_up = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
+    squares = tl.zeros([WARPS, ROWS], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()
-    # 2. The next columns are asked for before those at hand are used.
-    for start in range(0, LAST, TURN):
-        value = _read(values, start, x_columns, K, EVEN, "")
+        tl.extra.cuda.gdc_launch_dependents()
+    # 2. The next columns are asked for before those at hand are used. Without a loop, W stays in the layout of the
+    # product's operand; carried through one, it would pass through shared memory.
+    for start in tl.static_range(0, LAST, TURN):
         next_w = _read(source, start + TURN, columns, K, EVEN, "evict_first")
-        value = tl.permute(_operand(value, STEPS, GIVEN, WARPS), [0, 2, 1])
+        value, square = _given(values, start, x_columns, norm, K, EVEN, STEPS, GIVEN, WARPS, NORM)
+        squares += square
         if GATED:
             next_u = _read(second, start + TURN, columns, K, EVEN, "evict_first")
             acc_up = tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee")
             u = next_u
         acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
         w = next_w
-    value = tl.permute(_operand(_read(values, LAST, x_columns, K, EVEN, ""), STEPS, GIVEN, WARPS), [0, 2, 1])
+    value, square = _given(values, LAST, x_columns, norm, K, EVEN, STEPS, GIVEN, WARPS, NORM)
     acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
-    if PDL and LATE:
-        tl.extra.cuda.gdc_launch_dependents()
     # 3. The warps' parts together.
     result = tl.sum(acc, 0)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares + square, 0) / K + eps)[None, :]
+        result *= scale
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, ROWS)
+    inside = (tokens < T)[None, :] & (rows < N)[:, None]
     if BIAS:
         result += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc_up = tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee")
-        result = _activate(result, tl.sum(acc_up, 0), out.dtype.element_ty)
-    tl.store(out + tokens[None, :] * out_stride + rows[:, None], result.to(out.dtype.element_ty),
-             mask=(tokens < T)[None, :] & (rows < N)[:, None])
+        up = tl.sum(tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee"), 0)
+        if NORM:
+            up *= scale
+        result = _activate(result, up, out.dtype.element_ty)
+    if ADD:
+        result += tl.load(residual + tokens[None, :] * residual_stride + rows[:, None], mask=inside,
+                          other=0.0).to(tl.float32)
+    tl.store(out + tokens[None, :] * out_stride + rows[:, None], result.to(out.dtype.element_ty), mask=inside)
+
+
+def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig | None:
+    """What reads W fastest: as tuned if its size is known; None: the library."""
+    if tokens > MAX_ROWS:
+        return None
+    tuned = PRODUCTS.get((num_outputs, num_inputs, gated))
+    if tuned is not None:
+        found = tuned[0 if tokens == 1 else 1 if tokens <= 8 else 2]
+        return None if found is None else SkinnyConfig(*found)
+    if tokens == 1:
+        return gemv_config(num_outputs, num_inputs, gated)
+    # The library reads large matrices as fast; for small ones, what it does before and after counts.
+    if num_outputs * num_inputs * (1 + gated) > (32 << 20 if tokens <= 8 else 8 << 20):
+        return None
+    return skinny_config(num_outputs, num_inputs, gated)
 
 
 def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
     """For one row."""
-    block_k = min(1024, triton.next_power_of_2(num_inputs))
-    return SkinnyConfig(4 if gated else 8, block_k, 8, tensor_cores=False)
+    if gated and num_inputs >= 4096:
+        return SkinnyConfig(1, 4096, 8, tensor_cores=False)
+    # Enough programs for all processors.
+    return SkinnyConfig(4, 512, 4, tensor_cores=False) if num_outputs >= 2048 else \
+        SkinnyConfig(2, 1024, 4, tensor_cores=False)
 
 
 def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
     """For 2 to 16 rows."""
-    return SkinnyConfig(16, 512, 4)
+    return SkinnyConfig(16, 1024, 4 if num_inputs <= 2048 else 8, fused_norm=True)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
-                  config: SkinnyConfig | None = None) -> Tensor:
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: RmsNorm | None = None,
+                  gated: bool = False, residual: Tensor | None = None, config: SkinnyConfig | None = None) -> Tensor:
     """x W^T + b for x [T, K], T <= MAX_ROWS, and W [N, K], contiguous; returns [T, N].
 
-    gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x up^T).
+    norm: x is normed first. gated: W is the gate's matrix over the other's, [2 N, K], and the result is
+    silu(x gate^T) * (x up^T). residual [T, N]: the result is added to it, in place, and it is returned.
     """
     tokens, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty(tokens, num_outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, num_outputs, dtype=x.dtype, device=x.device) if residual is None else residual
     b = weight if bias is None else bias
-    choose = gemv_config if tokens == 1 else skinny_config
-    c = config or choose(num_outputs, num_inputs, gated)
+    c = config or choose(tokens, num_outputs, num_inputs, gated)
+    if c is None:
+        c = skinny_config(num_outputs, num_inputs, gated)
+    if norm is not None and not c.fused_norm:
+        x, norm = norm(x), None
     grid = (triton.cdiv(num_outputs, c.block_n),)
     if not c.tensor_cores:
-        _gemv[grid](x, weight, b, out, num_outputs, num_inputs, c.block_n, c.block_k, bias is not None, gated,
-                    c.late, num_warps=c.num_warps, **pdl(x))
+        _gemv[grid](x, weight, b, out, out, num_outputs, num_inputs, c.block_n, c.block_k, bias is not None,
+                    residual is not None, gated, num_warps=c.num_warps, **pdl(x))
         return out
+    scales, eps = (weight, 0.0) if norm is None else (norm.weight, norm.eps)
     _skinny[grid](
-        x, weight, b, out, tokens, num_outputs, x.stride(0), num_outputs, num_inputs, 8 if tokens <= 8 else MAX_ROWS,
-        c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps, bias is not None, gated, c.late,
-        num_warps=c.num_warps, **pdl(x))
+        x, weight, b, scales, out, out, tokens, num_outputs, eps, x.stride(0), out.stride(0), out.stride(0), num_inputs,
+        8 if tokens <= 8 else MAX_ROWS, c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps,
+        bias is not None, norm is not None, residual is not None, gated, num_warps=c.num_warps, **pdl(x))
     return out

@@ -1,5 +1,5 @@
-"""Attention by our own Triton kernels: the default on a GPU. A step is two kernels a layer (one more with prompts), all
-of them with grids that depend on sizes alone, so that steps can be captured."""
+"""Attention by our own Triton kernels: the default on a GPU. A step of decodes is one kernel a layer, one with prompts
+three, all of them with grids that depend on sizes alone, so that steps can be captured."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import torch
 import triton
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, Norms, StepBatch
-from sidestep.kernels.decode_attention_triton import DecodeScratch, decode_attention, decode_config, plan_attention
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
+from sidestep.kernels.decode_attention_triton import (
+    DecodeScratch,
+    Rope,
+    decode_attention,
+    decode_config,
+    plan_attention,
+)
 from sidestep.kernels.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.qkv_rope_triton import qkv_rope
 
@@ -35,7 +41,8 @@ class TritonAttention(AttentionBackend):
         self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
         self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
         self._scratch = DecodeScratch(shape.num_heads, shape.num_kv_heads, shape.head_dim, setup.max_rows,
-                                      setup.device, decode_config(shape.head_dim, setup.dtype.itemsize))
+                                      setup.device,
+                                      decode_config(shape.head_dim, setup.dtype.itemsize, shape.num_heads))
         many = triton.next_power_of_2(max(_FEW_ROWS, setup.max_rows))
         self._plans = {(window, size): (torch.zeros(size, dtype=torch.int32, device=setup.device),
                                         torch.zeros(size, dtype=torch.int32, device=setup.device))
@@ -53,20 +60,26 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
         shape, rows, setup = self._shape, self._rows, self._setup
-        cache, window = self.cache[layer], shape.windows[layer]
-        decode_ends, prefill_ends = self._plan[window]
-        qkv_rope(qkv, self._batch.positions, self._batch.places, setup.rotary.cos, setup.rotary.sin, norms,
-                 setup.norm_eps, cache, shape.num_heads)
+        rope = Rope(setup.rotary.cos, setup.rotary.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
+        if rows.max_prompt_rows == 0:
+            self._attend_decodes(layer, qkv, out, rope)
+            return out
+        qkv_rope(qkv, self._batch.positions, self._batch.places, rope.cos, rope.sin, norms, rope.eps,
+                 self.cache[layer], shape.num_heads)
         if rows.max_decode_rows:
-            decode_attention(qkv, cache, rows.block_tables, rows.slots, rows.seq_lens, decode_ends, out, self._scratch,
-                             num_heads=shape.num_heads, window=window, scale=self._scale)
-        if rows.max_prompt_rows:
-            self._attend_prompts(rows, qkv, cache, prefill_ends, out, window)
+            self._attend_decodes(layer, qkv, out, None)
+        self._attend_prompts(layer, qkv, out)
         return out
 
-    def _attend_prompts(self, rows: DeviceRows, qkv: Tensor, cache: Tensor, tile_ends: Tensor, out: Tensor,
-                        window: int) -> None:
-        prefill_attention(qkv, cache, rows.block_tables, rows.slots, rows.seq_lens, rows.query_starts, tile_ends, out,
-                          self._prefill, num_heads=self._shape.num_heads, max_tokens=qkv.shape[0],
-                          max_rows=rows.max_prompt_rows, window=window, scale=self._scale)
+    def _attend_decodes(self, layer: int, qkv: Tensor, out: Tensor, rope: Rope | None) -> None:
+        rows, window = self._rows, self._shape.windows[layer]
+        decode_attention(qkv, self.cache[layer], rows.block_tables, rows.slots, rows.seq_lens, self._plan[window][0],
+                         out, self._scratch, num_heads=self._shape.num_heads, window=window, scale=self._scale,
+                         rope=rope)
+
+    def _attend_prompts(self, layer: int, qkv: Tensor, out: Tensor) -> None:
+        rows, window = self._rows, self._shape.windows[layer]
+        prefill_attention(qkv, self.cache[layer], rows.block_tables, rows.slots, rows.seq_lens, rows.query_starts,
+                          self._plan[window][1], out, self._prefill, num_heads=self._shape.num_heads,
+                          max_tokens=qkv.shape[0], max_rows=rows.max_prompt_rows, window=window, scale=self._scale)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import Weights
-from sidestep.kernels.linear import gated_linear, linear
+from sidestep.kernels.linear import add_linear, gated_linear, linear
+from sidestep.kernels.rms_norm import RmsNorm
 from sidestep.kernels.silu_mul import silu_mul
 
 _PACK_FOR_ROWS = 8
@@ -41,20 +42,31 @@ class Linear:
         kind = "packed" if self._packed is not None else "transposed" if self._transposed is not None else "plain"
         return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, norm: RmsNorm | None = None) -> Tensor:
+        """With a norm, of the normed x."""
+        if x.is_cuda and self._weight is not None:
+            return linear(x, self._weight, self._bias, norm)
+        x = x if norm is None else norm(x)
         if self._packed is not None and (self._weight is None or x.shape[0] > 1):
             return _linear_pointwise(x, self._packed, self._bias, "none", [], "")
         if self._transposed is not None:
             return torch.mm(x, self._transposed) if self._bias is None else \
                 torch.addmm(self._bias, x, self._transposed)
         assert self._weight is not None
-        return linear(x, self._weight, self._bias)
+        return torch.nn.functional.linear(x, self._weight, self._bias)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor, norm: RmsNorm | None = None) -> Tensor:
         """silu(gate) * up of the result's halves, for a matrix whose first half of rows is the gate's."""
-        if self._weight is not None and x.is_cuda:
-            return gated_linear(x, self._weight, self._bias)
-        return silu_mul(self(x))
+        if x.is_cuda and self._weight is not None:
+            return gated_linear(x, self._weight, self._bias, norm)
+        return silu_mul(self(x, norm))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b, written over residual, which is returned."""
+        if x.is_cuda and self._weight is not None:
+            return add_linear(residual, x, self._weight, self._bias)
+        residual += self(x)
+        return residual
 
     def _lay_out_for_cpu(self, weight: Tensor) -> None:
         """The new form replaces the old one, unless there is memory for both."""
@@ -124,7 +136,7 @@ def column_parallel(weights: Weights, parts: Sequence[tuple[str, int, range]], n
 
 
 class RowParallelLinear:
-    """x W^T + b with the inputs spread over ranks: each adds its part. x [T, in / size]; returns [T, out]."""
+    """x W^T + b with the inputs spread over ranks, each of which adds its part to the residual stream."""
 
     def __init__(self, weights: Weights, name: str, num_outputs: int, num_inputs: int, columns: range,
                  parallel: Parallel, *, bias: bool = False) -> None:
@@ -134,5 +146,8 @@ class RowParallelLinear:
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._parallel = parallel
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._parallel.all_reduce(self._linear(x))
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b. x [T, in / size]; residual [T, out], the same on all ranks, may be written over."""
+        # The residual, like the bias, must be added once.
+        part = self._linear.add_to(residual, x) if self._parallel.rank == 0 else self._linear(x)
+        return self._parallel.all_reduce(part)

@@ -17,6 +17,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The references run on the CPU, and are so small that threads would only wait for one another."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """A folder for a model of token ids: it has a tokenizer, as every folder must, but nobody uses it."""

@@ -8,11 +8,13 @@ without memory (torch's meta device) and a driver that says which GPU to compile
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,11 @@ from sidestep.kernels import (
     prepare_step_triton,
     qkv_rope_triton,
     rms_norm_triton,
+    sampling_triton,
     silu_mul_triton,
     skinny_linear_triton,
 )
+from sidestep.kernels.rms_norm import RmsNorm
 
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
@@ -77,18 +81,21 @@ class Driver:
         return 0
 
 
-def compile_only(capability: int) -> list[Any]:
-    """From now on launches compile for this capability, and the list returned grows by what they compile."""
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Any]]:
+    """Launches compile for this capability, side by side, and the list grows by what they compile."""
     triton.runtime.driver.set_active(Driver(capability))
     launch.has_pdl = lambda device: capability >= 90
     decode_attention_triton.num_processors = lambda device: PROCESSORS
-    run, compiled = JITFunction.run, []
+    compiled: list[Any] = []
+    with launch.compiling_only(os.cpu_count() or 1):
+        run = JITFunction.run
 
-    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        def collect(self: Any, *args: Any, **kwargs: Any) -> None:
+            compiled.append(run(self, *args, **kwargs))
 
-    JITFunction.run = warm_up
-    return compiled
+        JITFunction.run = collect
+        yield compiled
 
 
 def bf16(*shape: int) -> Tensor:
@@ -107,11 +114,16 @@ def launch_common(model: Model, page: int, window: int) -> None:
     """What is much the same for every model."""
     x, weight = bf16(TOKENS, model.hidden), bf16(model.hidden)
     rms_norm_triton.rms_norm(x, weight, 1e-6)
-    rms_norm_triton.add_rms_norm(x, x, weight, 1e-6)
     silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
     block_copy_triton.copy_blocks(bf16(28, BLOCKS, 2 * model.kv_heads, page, model.dim), i32(5), i32(5))
     mask_logits_triton.mask_logits(bf16(ROWS, 128_256), i32(10_000), i32(2))
     layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
+    sampling = {name: kind(SLOTS) for name, kind in {
+        "temperature": f32, "top_k": i32, "top_p": f32, "min_p": f32, "last_sampled": i32}.items()}
+    sampling_triton.sample_tokens(
+        bf16(ROWS, 151_936), header=i32(16), slots=i32(ROWS), seq_lens=i32(ROWS), samples=i32(ROWS),
+        seed=torch.empty(SLOTS, dtype=torch.int64, device="meta"), out_ids=i32(8, ROWS), **sampling,
+        scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)), pdl=launch.has_pdl(torch.device("meta")))
     tables = prepare_step_triton.SlotTables(i32(SLOTS, 600), i32(SLOTS), f32(SLOTS), f32(SLOTS), f32(SLOTS), i32(SLOTS),
                                             torch.empty(SLOTS, dtype=torch.int64, device="meta"))
     prepare_step_triton.prepare_step(i32(100_000), layout, tables, i32(TOKENS), i32(TOKENS), i32(TOKENS), i32(ROWS),
@@ -127,13 +139,15 @@ def launch_attention(model: Model, page: int, window: int) -> None:
     q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
     cache, out = bf16(BLOCKS, 2 * model.kv_heads, page, model.dim), bf16(TOKENS, model.heads * model.dim)
     tables, rows, starts = i32(SLOTS, 600), i32(ROWS), i32(ROWS + 1)
-    decode = decode_attention_triton.decode_config(model.dim, 2)
+    decode = decode_attention_triton.decode_config(model.dim, 2, model.heads)
     prefill = prefill_attention_triton.prefill_config(model.dim, 2)
     scratch = decode_attention_triton.DecodeScratch(model.heads, model.kv_heads, model.dim, ROWS, q.device, decode)
     decode_attention_triton.plan_attention(rows, starts, i32(16), rows, rows, tile=decode.tile,
                                            tokens=prefill.tokens(model.heads // model.kv_heads), window=window)
-    decode_attention_triton.decode_attention(q, cache, tables, rows, rows, rows, out, scratch, num_heads=model.heads,
-                                             window=window, scale=0.1)
+    rope = decode_attention_triton.Rope(f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6)
+    for given in (rope, None):
+        decode_attention_triton.decode_attention(q, cache, tables, rows, rows, rows, out, scratch,
+                                                 num_heads=model.heads, window=window, scale=0.1, rope=given)
     prefill_attention_triton.prefill_attention(
         q, cache, tables, rows, rows, starts, rows, out, prefill, num_heads=model.heads, max_tokens=TOKENS,
         max_rows=ROWS, window=window, scale=0.1)
@@ -141,10 +155,12 @@ def launch_attention(model: Model, page: int, window: int) -> None:
 
 def launch_products(model: Model, page: int, window: int) -> None:
     qkv = (model.heads + 2 * model.kv_heads) * model.dim
-    for rows in (1, SKINNY_ROWS):
-        skinny_linear_triton.skinny_linear(bf16(rows, model.hidden), bf16(qkv, model.hidden), bf16(qkv))
-        skinny_linear_triton.skinny_linear(bf16(rows, model.inner), bf16(model.hidden, model.inner))
-        skinny_linear_triton.skinny_linear(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden), gated=True)
+    product, norm = skinny_linear_triton.skinny_linear, RmsNorm(bf16(model.hidden), 1e-6)
+    for rows in (1, 8, SKINNY_ROWS):
+        hidden = bf16(rows, model.hidden)
+        product(hidden, bf16(qkv, model.hidden), bf16(qkv), norm=norm)
+        product(bf16(rows, model.inner), bf16(model.hidden, model.inner), residual=hidden)
+        product(hidden, bf16(2 * model.inner, model.hidden), norm=norm, gated=True)
 
 
 def disassembler() -> Path | None:
@@ -177,9 +193,9 @@ GROUPS: dict[str, Callable[[Model, int, int], None]] = {
 
 
 def main(capability: int, model: Model, page: int, window: int, groups: list[str]) -> None:
-    compiled = compile_only(capability)
-    for group in groups:
-        GROUPS[group](model, page, window)
+    with compiling(capability) as compiled:
+        for group in groups:
+            GROUPS[group](model, page, window)
     for kernel in compiled:
         print(json.dumps(describe(kernel)))
 

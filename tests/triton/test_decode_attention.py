@@ -4,6 +4,7 @@ programs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels import decode_attention_triton
-from sidestep.kernels.decode_attention_triton import DecodeConfig, DecodeScratch, decode_attention, decode_config
+from sidestep.kernels.decode_attention_triton import DecodeConfig, DecodeScratch, Rope, decode_attention, decode_config
 from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
+from tests.triton.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -21,6 +23,7 @@ from tests.triton.support import (
     PoisonedAllocations,
     Values,
     assert_close,
+    guarded,
     needs_gpu,
     poisoned,
     same,
@@ -60,6 +63,44 @@ def check(batch: Batch, scratch: DecodeScratch, window: int = 0) -> None:
     out = launch(batch, scratch, window)
     for row in range(batch.num_decode):
         assert_close(out[batch.tokens(row)], batch.expected(row, window))
+
+
+def check_projections(batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False) -> None:
+    """Of the projections as they come: the keys and values of the rows' last tokens are not in the cache yet."""
+    shape, dtype, rows = batch.shape, batch.q.dtype, batch.num_decode
+    assert rows == batch.decode_tokens
+    values = Values(rows + shape.dim)
+    q_weight, k_weight = (guarded(values.normal(shape.dim, dtype=dtype)) for _ in range(2))
+    cos, sin = rotary_tables(shape.dim, max(batch.lengths))
+    at = torch.tensor(batch.lengths[:rows], device=DEVICE) - 1
+    heads = batch.q[:rows].view(rows, -1, shape.dim)
+    heads[:, shape.heads:] = values.normal(rows, 2 * shape.kv_heads, shape.dim, dtype=dtype)
+    query, key, value = heads.double().split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+    query, key = (turned(normed(x, weight) if with_norms else x, cos[at], sin[at]).to(dtype)
+                  for x, weight in ((query, q_weight), (key, k_weight)))
+    places = [(int(batch.block_tables[batch.slots[row], n // shape.page]), n % shape.page)
+              for row, n in enumerate(at.tolist())]
+    for row, (block, offset) in enumerate(places):
+        batch.cache[block, :, offset] = float("nan")
+        batch.keys[row][-1], batch.values[row][-1] = key[row], value[row]
+    before, out = batch.cache.clone(), batch.new_out()
+    with unchanged(**{name: x for name, x in batch.inputs.items() if name != "cache"}, cos=cos, sin=sin,
+                   q_weight=q_weight, k_weight=k_weight), PoisonedAllocations():
+        tile_ends, _ = batch.plan(scratch.config.tile, 16, window)
+        decode_attention(batch.q, batch.cache, batch.block_tables, batch.slots, batch.seq_lens, tile_ends, out, scratch,
+                         num_heads=shape.heads, window=window, scale=shape.dim ** -0.5,
+                         rope=Rope(cos, sin, (q_weight, k_weight) if with_norms else None, EPS))
+    assert not scratch.counters.any(), "a counter is left behind"
+    assert_rows_untouched(batch, out, slice(rows, None), "tokens of prompt rows")
+    turned_batch = replace(batch, q=batch.q.clone())
+    turned_batch.q[:rows, :shape.heads * shape.dim] = query.flatten(1)
+    for row, (block, offset) in enumerate(places):
+        assert_close(out[row:row + 1], turned_batch.expected(row, window), ulps=6)
+        written = batch.cache[block, :, offset]
+        assert_close(written[:shape.kv_heads], key[row].double(), ulps=6)
+        assert torch.equal(written[shape.kv_heads:], value[row].to(dtype)), "values are copied as they are"
+        before[block, :, offset] = written
+    assert same(batch.cache, before), "wrote to other places of the cache"
 
 
 # -- The plan ---------------------------------------------------------------------------------------------------------
@@ -215,6 +256,40 @@ def test_the_order_in_which_programs_arrive_does_not_matter(seed: int, scratch_f
     assert same(in_turn, launch(batch, scratch, window=0))
 
 
+# -- Attention of the projections as they come ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("shape", "parts", "window"), RANDOM, ids=str)
+def test_projections_of_random_batches(shape: Shape, parts: int, window: int, with_norms: bool, dtype: torch.dtype,
+                                       scratch_for: MakeScratch) -> None:
+    lengths = Values(parts).integers(1, 100, 4)
+    batch = make_batch(shape, lengths, dtype, seed=parts)
+    check_projections(batch, scratch_for(batch, parts, tile=32), window, with_norms=with_norms)
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 16, 17])
+def test_projections_where_the_new_token_is_alone_in_its_tile(window: int, with_norms: bool,
+                                                             scratch_for: MakeScratch) -> None:
+    """Lengths of one token, of whole tiles and blocks, and of one more."""
+    batch = make_batch(Shape(6, 2, 16, 32), [1, 16, 17, 32, 33, 65], DTYPE)
+    for parts in (1, 3, 30):
+        check_projections(batch, scratch_for(batch, parts), window, with_norms=with_norms)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 256])
+def test_projections_of_head_sizes(dim: int, scratch_for: MakeScratch) -> None:
+    batch = make_batch(Shape(3, 1, dim), [1, 60, 16], DTYPE, seed=dim)
+    check_projections(batch, scratch_for(batch, 3), with_norms=True)
+
+
+def test_projections_beside_prompt_rows(scratch_for: MakeScratch) -> None:
+    batch = make_batch(Shape(), [40, 3, 20, 33, 8], DTYPE, [1, 1, 1, 3, 3], 3)
+    check_projections(batch, scratch_for(batch, 3))
+
+
 # -- What is too large for the interpreter ----------------------------------------------------------------------------
 
 
@@ -224,13 +299,15 @@ def test_the_order_in_which_programs_arrive_does_not_matter(seed: int, scratch_f
 @pytest.mark.parametrize("shape", [Shape(16, 8, 128, 64), Shape(32, 8, 128, 64), Shape(32, 8, 128, 16),
                                    Shape(14, 2, 64, 64), Shape(8, 4, 256, 64), Shape(20, 1, 80, 48)], ids=str)
 def test_shapes_of_models_as_shipped(shape: Shape, window: int, dtype: torch.dtype) -> None:
-    config = decode_config(shape.dim, dtype.itemsize)
+    config = decode_config(shape.dim, dtype.itemsize, shape.heads)
     for lengths in ([5000], [1] * 40, Values(1).integers(1, 3000, 61), [*Values(2).integers(1, 99, 30), 9000]):
         batch = make_batch(shape, lengths, dtype)
         with PoisonedAllocations():
             scratch = DecodeScratch(shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config)
         check(batch, scratch, window)
         assert same(launch(batch, scratch, window), launch(batch, scratch, window))
+        for with_norms in (False, True):
+            check_projections(batch, scratch, window, with_norms=with_norms)
 
 
 @needs_gpu
@@ -241,5 +318,5 @@ def test_a_cache_of_more_elements_than_31_bits_count() -> None:
     batch.cache = poisoned(far + len(small), *small.shape[1:], dtype=DTYPE)
     batch.cache[far:] = small
     batch.block_tables += far
-    config = decode_config(shape.dim, DTYPE.itemsize)
+    config = decode_config(shape.dim, DTYPE.itemsize, shape.heads)
     check(batch, DecodeScratch(16, 8, 128, len(batch.seq_lens), DEVICE, config))

@@ -183,7 +183,7 @@ def test_a_mixed_step_as_shipped(shape: Shape) -> None:
     values = Values(7)
     rows = [(n, 1) for n in values.integers(1, 2500, 50)] + [(300, 500), (0, 64), (9, 1)]
     batch, window = chunks(shape, rows, num_decode=50), 0
-    tiles, decode = prefill_config(shape.dim, 2), decode_config(shape.dim, 2)
+    tiles, decode = prefill_config(shape.dim, 2), decode_config(shape.dim, 2, shape.heads)
     scratch = DecodeScratch(shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, decode)
     decode_ends, prefill_ends = batch.plan(decode.tile, tiles.tokens(shape.group), window)
     out, scale = batch.new_out(), shape.dim ** -0.5

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from sidestep.kernels.qkv_rope_triton import qkv_rope
+from tests.triton.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -24,7 +24,6 @@ from tests.triton.support import (
     unchanged,
 )
 
-EPS = 1e-6
 POSITIONS = 50
 """Rows of the tables of cosines and sines."""
 
@@ -39,22 +38,6 @@ class Shape:
     normed: bool = False
 
 
-def rotary_tables(dim: int, positions: int = POSITIONS) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(torch.arange(positions).double(), 10000.0 ** (-torch.arange(0, dim, 2).double() / dim))
-    # Margins of NaN: a position beyond the last one would show.
-    return guarded(angles.cos().float().to(DEVICE)), guarded(angles.sin().float().to(DEVICE))
-
-
-def normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D]; cos, sin [T, D / 2]."""
-    (a, b), c, s = x.chunk(2, -1), cos.double()[:, None], sin.double()[:, None]
-    return torch.cat([a * c - b * s, b * c + a * s], -1)
-
-
 def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart: int = 0) -> None:
     """padding: tokens that are no token of any request. apart: what lies between two rows of qkv."""
     values = Values(shape.heads * shape.dim + shape.page)
@@ -63,7 +46,7 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
     qkv = buffer[:, :width].copy_(values.normal(shape.tokens, width, dtype=dtype))
     cache = poisoned(blocks, 2 * shape.kv_heads, shape.page, shape.dim, dtype=dtype)
     empty = cache[0, :, 0].clone()
-    cos, sin = rotary_tables(shape.dim)
+    cos, sin = rotary_tables(shape.dim, POSITIONS)
     # The last position there is, and others.
     positions = [POSITIONS - 1, *values.integers(0, POSITIONS, shape.tokens - 1)]
     places = values.different(shape.tokens, blocks * shape.page)
@@ -138,6 +121,6 @@ def test_shapes_of_models(shape: Shape, dtype: torch.dtype) -> None:
 def test_a_cache_of_more_elements_than_31_bits_count() -> None:
     cache = torch.zeros(17_000, 16, 64, 128, dtype=torch.bfloat16, device=DEVICE)
     qkv = torch.ones(1, (16 + 16) * 128, dtype=torch.bfloat16, device=DEVICE)
-    qkv_rope(qkv, int32([0]), int32([17_000 * 64 - 2]), *rotary_tables(128), None, EPS, cache, 16)
+    qkv_rope(qkv, int32([0]), int32([17_000 * 64 - 2]), *rotary_tables(128, POSITIONS), None, EPS, cache, 16)
     assert bool((cache[-1, :, -2] == 1).all())
     assert not cache[:-1].any() and not cache[-1, :, :-2].any() and not cache[-1, :, -1].any()

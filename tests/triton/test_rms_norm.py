@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels import rms_norm as reference
-from sidestep.kernels.rms_norm_triton import add_rms_norm, rms_norm
+from sidestep.kernels.rms_norm_triton import rms_norm
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -15,7 +15,6 @@ from tests.triton.support import (
     PoisonedAllocations,
     Values,
     assert_close,
-    assert_margins_untouched,
     guarded,
     needs_gpu,
     poisoned,
@@ -42,27 +41,10 @@ def check(rows: int, size: int, dtype: torch.dtype, eps: float) -> None:
     assert_close(out, exact(x, weight, eps))
 
 
-def check_add(rows: int, size: int, dtype: torch.dtype, eps: float) -> None:
-    values = Values(rows + size)
-    x, residual = guarded(values.normal(rows, size, dtype=dtype)), guarded(values.normal(rows, size, dtype=dtype))
-    weight, total = guarded(values.normal(size, dtype=dtype)), x.double() + residual.double()
-    with unchanged(x=x, weight=weight), PoisonedAllocations():
-        out = add_rms_norm(x, residual, weight, eps)
-    assert torch.equal(residual, total.to(dtype)), "the sum is rounded once"
-    assert_close(out, exact(residual, weight, eps))
-    assert_margins_untouched(residual)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
 def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
     check(rows, size, dtype, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size"), SHAPES)
-def test_norm_of_the_sum(rows: int, size: int, dtype: torch.dtype) -> None:
-    check_add(rows, size, dtype, 1e-5)
 
 
 @needs_gpu
@@ -70,7 +52,6 @@ def test_norm_of_the_sum(rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("rows", "size"), LARGE)
 def test_large_rows(rows: int, size: int, dtype: torch.dtype) -> None:
     check(rows, size, dtype, 1e-6)
-    check_add(rows, size, dtype, 1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -85,19 +66,6 @@ def test_rows_may_lie_apart(rows: int) -> None:
     assert_close(out, exact(x, weight, 1e-6))
 
 
-@pytest.mark.parametrize("rows", [1, 6])
-def test_both_terms_may_lie_apart_at_different_distances(rows: int) -> None:
-    values, size = Values(rows), 40
-    x = poisoned(rows, 2 * size, dtype=DTYPE)[:, :size].copy_(values.normal(rows, size, dtype=DTYPE))
-    wide = poisoned(rows, 3 * size, dtype=DTYPE)
-    residual = wide[:, size:2 * size].copy_(values.normal(rows, size, dtype=DTYPE))
-    weight, total = values.normal(size, dtype=DTYPE), (x.double() + residual.double()).to(DTYPE)
-    with unchanged(before=wide[:, :size], behind=wide[:, 2 * size:], x=x, weight=weight), PoisonedAllocations():
-        out = add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(residual, total)
-    assert_close(out, exact(total, weight, 1e-6))
-
-
 def test_zero_and_tiny_rows_are_ruled_by_epsilon() -> None:
     x, weight = torch.full((2, 16), 1e-5, device=DEVICE), torch.ones(16, device=DEVICE)
     x[1] = 0
@@ -108,10 +76,7 @@ def test_zero_and_tiny_rows_are_ruled_by_epsilon() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_16_bit_types_round_where_the_reference_rounds(dtype: torch.dtype) -> None:
     values = Values(3)
-    x, residual = values.normal(20, 72, dtype=dtype), values.normal(20, 72, dtype=dtype)
-    weight = values.normal(72, dtype=dtype)
-    expected, expected_sum = reference.add_rms_norm(x, residual.clone(), weight, 1e-6)
-    out = add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(residual, expected_sum)
+    x, weight = values.normal(20, 72, dtype=dtype), values.normal(72, dtype=dtype)
+    expected, out = reference.rms_norm(x.cpu(), weight.cpu(), 1e-6), rms_norm(x, weight, 1e-6)
     # The mean may be summed in another order: that moves a value across a rounding border once in a great while.
-    assert (out != expected).float().mean() < 5e-3
+    assert (out.cpu() != expected).float().mean() < 5e-3
