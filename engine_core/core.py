@@ -8,30 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sidestep.engine_core.flight_recorder import FlightRecorder
 from sidestep.engine_core.scheduler import Scheduler
 from sidestep.executor.base import Executor
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Call, Outputs, ToCore
-
-
-class DeviceClock:
-    """How long the device was busy, and idle although there was work: the figure that overlap exists to lower."""
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.idle_s = 0.0
-        self._last_end_ns: int | None = None
-
-    def add(self, start_ns: int, end_ns: int) -> None:
-        """A step that ran, in the order steps run."""
-        self.busy_s += (end_ns - start_ns) / 1e9
-        if self._last_end_ns is not None:
-            self.idle_s += max(0, start_ns - self._last_end_ns) / 1e9
-        self._last_end_ns = end_ns
-
-    def pause(self) -> None:
-        """There is no work: the time until the next step is nobody's fault."""
-        self._last_end_ns = None
+from sidestep.ipc.records import pack_requests
+from sidestep.ipc.step import StepInput
 
 
 class EngineCore:
@@ -45,7 +28,7 @@ class EngineCore:
         self._in_flight = 0
         self._clock = clock
         self._last_progress = clock()
-        self._device = DeviceClock()
+        self.recorder = FlightRecorder(clock)
 
     def __repr__(self) -> str:
         return f"EngineCore({self.scheduler!r}, in_flight={self._in_flight})"
@@ -58,6 +41,7 @@ class EngineCore:
     def handle(self, message: ToCore) -> Answer | None:
         """Takes a frontend's message; a Call is answered."""
         if isinstance(message, AddRequest):
+            self.recorder.request_came()
             self.scheduler.add(message)
         elif isinstance(message, AbortRequests):
             self.scheduler.abort(message.client, message.handles)
@@ -72,32 +56,41 @@ class EngineCore:
         while self._in_flight and (output := self.executor.poll()) is not None:
             self._in_flight -= 1
             self._last_progress = self._clock()
-            self._device.add(output.start_ns, output.end_ns)
+            self.recorder.output_taken(output)
             outputs += self.scheduler.update(output).items()
         # 2. Queue the next step behind the one that runs. The outputs go out after this: the device comes first.
-        while self._in_flight < self._depth and (step := self.scheduler.schedule()) is not None:
+        while self._in_flight < self._depth and (step := self._schedule()) is not None:
             if self._in_flight == 0:
                 self._last_progress = self._clock()
             self.executor.submit(step)
+            self.recorder.submitted(step, self.scheduler.situation())
             self._in_flight += 1
-        if not self._in_flight:
-            self._device.pause()
         # 3. What ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
+        self.recorder.turn_ended()
         return outputs
 
     def seconds_since_progress(self) -> float:
         """How long the steps in flight have been without an output; 0 when there are none."""
         return self._clock() - self._last_progress if self._in_flight else 0.0
 
+    def _schedule(self) -> StepInput | None:
+        self.recorder.scheduling()
+        step = self.scheduler.schedule()
+        self.recorder.scheduled()
+        return step
+
     def _answer(self, call: Call) -> Answer:
         if call.method == "ping":
             result = {"seconds_since_progress": self.seconds_since_progress()}
         elif call.method == "stats":
-            device = {"device_busy_s": self._device.busy_s, "device_idle_s": self._device.idle_s}
-            result = self.scheduler.stats() | device
+            result = self.scheduler.stats() | self.recorder.stats()
         elif call.method == "reset_prefix_cache":
             result = {"done": float(self.scheduler.reset_prefix_cache())}
+        elif call.method == "step_records":
+            return Answer(call_id=call.call_id, records=self.recorder.records(call.since).tobytes())
+        elif call.method == "request_records":
+            return Answer(call_id=call.call_id, records=pack_requests(self.scheduler.request_records()))
         else:
             return Answer(call_id=call.call_id, error=str(ValidationError("method", f"unknown call {call.method!r}")))
         return Answer(call_id=call.call_id, result=result)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from sidestep.ipc.messages import AddRequest, FinishReason, unpack_ids
+from sidestep.ipc.records import RequestRecord
 from sidestep.ipc.sampling_params import SamplingParams
 
 
@@ -59,6 +60,10 @@ class Request:
     num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
+    queued: float = 0.0
+    scheduled: float | None = None
+    first_token: float | None = None
+    """When it came, was first scheduled and got its first token, on the scheduler's clock."""
 
     def __repr__(self) -> str:
         return (f"Request({self.request_id!r}, {self.status.name.lower()}, slot={self.slot}, "
@@ -96,3 +101,18 @@ class Request:
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
         return None
+
+
+def make_record(request: Request, *, waiting_for: str | None = None, finished: float | None = None,
+                reason: str | None = None) -> RequestRecord:
+    """What people are told of a request."""
+    def nanoseconds(time: float | None) -> int | None:
+        return None if time is None else int(time * 1e9)
+
+    return RequestRecord(
+        request_id=request.request_id, client=request.client, status=request.status.name.lower(),
+        waiting_for=waiting_for, num_prompt_tokens=request.num_prompt, num_cached_tokens=request.num_cached_tokens,
+        num_output_tokens=request.num_outputs, num_preemptions=request.num_preemptions,
+        arrival_ns=int(request.arrival * 1e9), queued_ns=int(request.queued * 1e9),
+        scheduled_ns=nanoseconds(request.scheduled), first_token_ns=nanoseconds(request.first_token),
+        finished_ns=nanoseconds(finished), finish_reason=reason)

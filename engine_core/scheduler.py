@@ -20,15 +20,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.request import Request, Status
+from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
 from sidestep.ipc.config import SchedulerConfig, StepLimits
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
+from sidestep.ipc.records import RequestRecord
 from sidestep.ipc.step import StepInput, StepOutput
 
 _NO_BLOCKS: list[int] = []
+_REMEMBERED = 4096
+"""Requests that have ended and are still known to `request_records`."""
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class Scheduler:
         self._num_coming: int | None = None
         """Blocks that steps in flight will give back and that nobody in this step counts on; None until asked for."""
         self._num_preemptions = 0
+        self._ended: deque[RequestRecord] = deque(maxlen=_REMEMBERED)
 
     def __repr__(self) -> str:
         return (f"Scheduler(running={len(self._running)}, waiting={len(self._queue)}, "
@@ -85,6 +90,7 @@ class Scheduler:
             self._outbox(request).finished.append(
                 Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
             return
+        request.queued = self._clock()
         self._requests[request.client, request.handle] = request
         self._queue.add(request)
         if request.deadline is not None:
@@ -138,6 +144,8 @@ class Scheduler:
             outbox = self._outbox(request)
             outbox.handles.append(request.handle)
             outbox.tokens.append(token)
+            if request.first_token is None:
+                request.first_token = self._clock()
             finish = request.finish_of(token)
             # 2. A block that has become full can be shared from now on.
             if min(request.num_computed, len(request.token_ids)) // block_size > request.num_registered \
@@ -186,6 +194,14 @@ class Scheduler:
             "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
             "prefix_cache_hits": self.kv.num_hit_tokens}
 
+    def situation(self) -> Situation:
+        """What there is to do, for the flight recorder."""
+        return Situation(len(self._running), len(self._queue), self.kv.pool.num_free)
+
+    def request_records(self) -> list[RequestRecord]:
+        """The last requests that have ended, oldest first, then all that have not."""
+        return [*self._ended, *(make_record(r, waiting_for=self._waits_for(r)) for r in self._requests.values())]
+
     def check_invariants(self) -> None:
         """Raises AssertionError when the state contradicts itself."""
         held = [*self._running, *self._leaving]
@@ -203,6 +219,20 @@ class Scheduler:
         for request in self._leaving:
             assert request.num_in_flight > 0 and request.status is not Status.RUNNING
         self.kv.check_invariants(held)
+
+    def _waits_for(self, request: Request) -> str | None:
+        """See RequestRecord.waiting_for."""
+        if request.status is Status.RUNNING:
+            return None
+        if request is not self._queue.peek():
+            return "turn"
+        if request.num_in_flight:
+            return "output"
+        if sum(not r.will_be_complete for r in self._running) >= self._limits.max_num_seqs or not self._free_slots:
+            return "max_num_seqs"
+        if self.kv.blocks_for(len(request.token_ids)) > self.kv.pool.num_free:
+            return "kv_cache"
+        return "max_num_batched_tokens"
 
     # Inside schedule().
 
@@ -254,8 +284,9 @@ class Scheduler:
     def _tell_started(self, request: Request) -> None:
         request.was_started = True
         request.num_cached_tokens = request.num_computed
+        request.scheduled = self._clock()
         self._outbox(request).started.append(Started(
-            handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=self._clock()))
+            handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
 
     def _make_room(self, request: Request, num_tokens: int) -> list[int] | None:
         """New blocks for a running request, preempting less important ones if need be. None: not in this step."""
@@ -321,6 +352,8 @@ class Scheduler:
         was_running = request.status is Status.RUNNING
         request.status = Status.FINISHED
         del self._requests[request.client, request.handle]
+        reason = FinishReason.ABORT if word is None else word.reason
+        self._ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
         if word is not None:
             self._outbox(request).finished.append(word)
         if was_running:

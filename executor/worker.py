@@ -49,28 +49,37 @@ class WorkerProcArgs:
     cpu_threads: int
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way through the device, and when the host had its message and had launched it."""
+
+    pending: PendingOutput
+    received_ns: int
+    launched_ns: int
+
+
 class Drain:
     """Sends outputs in order: from the main thread as long as it has time to look, else from a thread that waits."""
 
     def __init__(self, replies: RingWriter) -> None:
         self._replies = replies
-        self._looked_at: deque[PendingOutput] = deque()
+        self._looked_at: deque[Launched] = deque()
         """Those the main thread looks at; none of them is the waiting thread's."""
-        self._queue: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         # Two counts, each changed by one thread alone.
         self._num_left = 0
         self._num_waited_for = 0
         threading.Thread(target=self._run, name="drain", daemon=True).start()
 
-    def put(self, pending: PendingOutput) -> None:
-        """The next output."""
-        self._looked_at.append(pending)
+    def put(self, step: Launched) -> None:
+        """The next step."""
+        self._looked_at.append(step)
         self.send_ready()
 
     def send_ready(self) -> bool:
         """Sends what can be sent without waiting; whether there was anything."""
         sent = False
-        while self._looked_at and self._num_left == self._num_waited_for and self._looked_at[0].ready:
+        while self._looked_at and self._num_left == self._num_waited_for and self._looked_at[0].pending.ready:
             self._send(self._looked_at.popleft())
             sent = True
         return sent
@@ -81,14 +90,16 @@ class Drain:
             self._num_left += 1
             self._queue.put(self._looked_at.popleft())
 
-    def _send(self, pending: PendingOutput) -> None:
-        self._replies.send(pending.wait().encode(), Reply.OUTPUT)
+    def _send(self, step: Launched) -> None:
+        output = step.pending.wait()
+        output.received_ns, output.launched_ns = step.received_ns, step.launched_ns
+        self._replies.send(output.encode(), Reply.OUTPUT)
 
     def _run(self) -> None:
         while True:
-            pending = self._queue.get()
+            step = self._queue.get()
             try:
-                self._send(pending)
+                self._send(step)
             except Exception:
                 # A device reports a failed kernel at the next wait, which is here.
                 self._replies.send([failure_text().encode()], Reply.FAILED)
@@ -148,9 +159,10 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
         message = steps.receive()
         if message is None:
             continue
+        received = time.monotonic_ns()
         pending = runner.execute(StepInput.decode(message[1]))
         if answers:
-            drain.put(pending)
+            drain.put(Launched(pending, received, time.monotonic_ns()))
 
 
 def wait_for_step(steps: RingReader, drain: Drain) -> None:

@@ -11,7 +11,7 @@ from typing import Self
 
 from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt, check_text
-from sidestep.frontend.output_processor import OutputProcessor, RequestState
+from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.channels import FrontendChannel
@@ -19,6 +19,7 @@ from sidestep.ipc.config import EngineArgs, EngineConfig
 from sidestep.ipc.errors import EngineDeadError, EngineStalledError, EngineStartError, ValidationError
 from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
 from sidestep.ipc.model_spec import resolve_model_path
+from sidestep.ipc.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 from sidestep.ipc.sampling_params import SamplingParams
 
 
@@ -114,8 +115,22 @@ class AsyncLLM:
         return bool((await self._client.call("reset_prefix_cache"))["done"])
 
     async def get_stats(self) -> dict[str, float]:
-        """Counts of the scheduler, the KV cache and the device; see engine_core.scheduler and engine_core.core."""
+        """Counts of the scheduler and the KV cache, and the device's busy and idle seconds by cause; see
+        engine_core.scheduler and engine_core.flight_recorder."""
         return await self._client.call("stats")
+
+    async def get_step_records(self, since: int = 0) -> list[StepRecord]:
+        """The flight recorder: the last steps that have come back, from number `since` on, oldest first. It holds some
+        thousand; asking stops nothing."""
+        return unpack_steps((await self._client.ask("step_records", since=since)).records)
+
+    async def get_request_records(self) -> list[RequestRecord]:
+        """The last requests that have ended, oldest first, then all that have not, and what each of them waits for."""
+        return unpack_requests((await self._client.ask("request_records")).records)
+
+    def get_deliveries(self) -> list[Delivery]:
+        """When this frontend took the last steps' tokens in, oldest first."""
+        return self._outputs.deliveries
 
     def shutdown(self) -> None:
         """Ends the engine and every request. May be called twice; also happens when the program ends."""

@@ -41,6 +41,14 @@ def make_parser(version: str) -> argparse.ArgumentParser:
             kind.add_argument("--num-iters", type=int, default=5, help="batches that count (default: 5)")
         kind.add_argument("--json", metavar="FILE", help="also write the result to this file")
         add_engine_flags(kind, positional_model=True)
+
+    trace = commands.add_parser("trace", help="run a load and write what the engine did, for Perfetto",
+                                allow_abbrev=False)
+    trace.add_argument("--output", metavar="FILE", default="trace.json", help="the file (default: trace.json)")
+    trace.add_argument("--num-prompts", type=int, default=16, help="requests (default: 16)")
+    trace.add_argument("--input-len", type=int, default=64, help="tokens in each prompt (default: 64)")
+    trace.add_argument("--output-len", type=int, default=64, help="tokens in each output (default: 64)")
+    add_engine_flags(trace, positional_model=True)
     return parser
 
 
@@ -52,6 +60,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli_generate import run_generate as run
         elif parsed.command == "chat":
             from sidestep.frontend.cli_chat import run_chat as run
+        elif parsed.command == "trace":
+            from sidestep.frontend.cli_trace import run_trace as run
         else:
             from sidestep.frontend.cli_bench import run_bench as run
         return run(parsed)

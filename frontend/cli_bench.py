@@ -22,13 +22,7 @@ Result = dict[str, float | str]
 
 def run_bench(parsed: argparse.Namespace) -> int:
     """The command."""
-    for name in ("input_len", "output_len", "num_prompts", "batch_size", "num_iters"):
-        if getattr(parsed, name, 1) < 1:
-            raise ValidationError(name, "must be at least 1")
-    llm = start_engine(engine_args(parsed))
-    if parsed.input_len + parsed.output_len > llm.max_model_len:
-        raise ValidationError("output_len", f"{parsed.output_len} and input_len ({parsed.input_len}) together are more "
-                              f"than max_model_len ({llm.max_model_len})")
+    llm = start_for_load(parsed)
     measure = throughput if parsed.bench == "throughput" else latency
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         result = runner.run(measure(llm, parsed))
@@ -37,6 +31,18 @@ def run_bench(parsed: argparse.Namespace) -> int:
         with open(parsed.json, "w") as file:
             json.dump(result, file, indent=1)
     return 0
+
+
+def start_for_load(parsed: argparse.Namespace) -> AsyncLLM:
+    """The engine, if it can take the load that was asked for. Raises ValidationError, which names the flag."""
+    for name in ("input_len", "output_len", "num_prompts", "batch_size", "num_iters"):
+        if getattr(parsed, name, 1) < 1:
+            raise ValidationError(name, "must be at least 1")
+    llm = start_engine(engine_args(parsed))
+    if parsed.input_len + parsed.output_len > llm.max_model_len:
+        raise ValidationError("output_len", f"{parsed.output_len} and input_len ({parsed.input_len}) together are more "
+                              f"than max_model_len ({llm.max_model_len})")
+    return llm
 
 
 def random_prompts(llm: AsyncLLM, count: int, length: int, seed: int) -> list[list[int]]:

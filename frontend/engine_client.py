@@ -117,12 +117,16 @@ class EngineClient:
             self._channel.send(message)
 
     async def call(self, method: str, timeout_s: float | None = None) -> dict[str, float]:
+        """Asks the core's busy loop for figures. Raises EngineDeadError, or TimeoutError."""
+        return (await self.ask(method, timeout_s=timeout_s)).result or {}
+
+    async def ask(self, method: str, *, since: int = 0, timeout_s: float | None = None) -> Answer:
         """Asks the core's busy loop. Raises EngineDeadError, or TimeoutError."""
         self.attach()
         call_id = next(self._call_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self.send(Call(client=self.client, call_id=call_id, method=method))
+        self.send(Call(client=self.client, call_id=call_id, method=method, since=since))
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await future
@@ -130,7 +134,7 @@ class EngineClient:
             self._calls.pop(call_id, None)
         if answer.error is not None:
             raise SidestepError(answer.error)
-        return answer.result or {}
+        return answer
 
     def fail_calls(self, error: EngineDeadError) -> None:
         """Everyone who waits for an answer gets an exception like this one."""

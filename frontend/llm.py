@@ -19,6 +19,7 @@ from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 from sidestep.ipc.errors import EngineDeadError, ValidationError
+from sidestep.ipc.records import RequestRecord, StepRecord
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
@@ -63,6 +64,14 @@ class LLM:
     def get_stats(self) -> dict[str, float]:
         """As AsyncLLM.get_stats."""
         return self._call(self._llm.get_stats())
+
+    def get_step_records(self, since: int = 0) -> list[StepRecord]:
+        """As AsyncLLM.get_step_records."""
+        return self._call(self._llm.get_step_records(since))
+
+    def get_request_records(self) -> list[RequestRecord]:
+        """As AsyncLLM.get_request_records."""
+        return self._call(self._llm.get_request_records())
 
     def shutdown(self) -> None:
         """Ends the engine. May be called twice; also happens when the program ends."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
@@ -21,6 +23,9 @@ from sidestep.ipc.messages import Finished, FinishReason, Outputs, Started, unpa
 from sidestep.ipc.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
+
+_REMEMBERED = 8192
+"""Deliveries that are remembered."""
 
 
 class RequestState:
@@ -144,6 +149,14 @@ class RequestState:
             self._finish_reason is not None, self._metrics, self._num_cached)
 
 
+class Delivery(NamedTuple):
+    """One step's tokens taken in by a frontend; times as in ipc.records."""
+
+    start_ns: int
+    end_ns: int
+    num_tokens: int
+
+
 class OutputProcessor:
     """All live requests of one frontend."""
 
@@ -151,6 +164,7 @@ class OutputProcessor:
         self._states: dict[int, RequestState] = {}
         self._by_id: dict[str, RequestState] = {}
         self._abort_at_core = abort_at_core
+        self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -165,12 +179,13 @@ class OutputProcessor:
 
     def handle(self, outputs: Outputs) -> None:
         """One step's news for all requests. Tokens for requests that have ended here are dropped."""
+        begin = time.monotonic_ns()
         for started in outputs.started:
             if (state := self._states.get(started.handle)) is not None:
                 state.started(started)
         # The token that a request stops at comes in the same message as its end.
         hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
-        now, ended, states = time.monotonic(), [], self._states
+        now, ended, states = begin / 1e9, [], self._states
         for handle, token in zip(unpack_ids(outputs.handles).tolist(), unpack_ids(outputs.token_ids).tolist(),
                                  strict=True):
             state = states.get(handle)
@@ -190,6 +205,12 @@ class OutputProcessor:
                 state.finished(finished)
         if ended:
             self._abort_at_core(ended)
+        self._deliveries.append(Delivery(begin, time.monotonic_ns(), len(outputs.handles) // 4))
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """The last ones, oldest first."""
+        return list(self._deliveries)
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends requests by their ids; unknown ones have ended already. Their readers get what there is."""

@@ -64,7 +64,9 @@ class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
     client: int
     call_id: int
     method: str
-    """One of 'reset_prefix_cache', 'ping', 'stats'."""
+    """One of 'reset_prefix_cache', 'ping', 'stats', 'step_records', 'request_records'."""
+    since: int = 0
+    """For step_records: the first step that is wanted."""
 
 
 ToCore = AddRequest | AbortRequests | Call
@@ -125,6 +127,8 @@ class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tru
 
     call_id: int
     result: dict[str, float] | None = None
+    records: bytes = b""
+    """For 'step_records' and 'request_records'; see ipc.records."""
     error: str | None = None
 
 

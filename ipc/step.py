@@ -132,3 +132,7 @@ class StepOutput(Columns):
     """When the device ended it."""
     token_ids: Int32
     """[rows that sampled] One token each, in row order."""
+    received_ns: int = 0
+    """When rank 0 had the step's message."""
+    launched_ns: int = 0
+    """When it had queued the step's work on the device."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SidestepError,
         ValidationError,
     )
+    from sidestep.ipc.records import RequestRecord, StepRecord
     from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 __version__: str
@@ -39,14 +40,16 @@ _HOMES = {
     "RequestError": "ipc.errors",
     "SidestepError": "ipc.errors",
     "ValidationError": "ipc.errors",
+    "RequestRecord": "ipc.records",
+    "StepRecord": "ipc.records",
     "RequestOutputKind": "ipc.sampling_params",
     "SamplingParams": "ipc.sampling_params",
 }
 
 __all__ = [
     "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
-    "EngineStartError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams",
-    "SidestepError", "ValidationError",
+    "EngineStartError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind", "RequestRecord",
+    "SamplingParams", "SidestepError", "StepRecord", "ValidationError",
 ]
 
 

@@ -2,13 +2,17 @@
 
 import asyncio
 import gc
+import itertools
+import json
 from collections.abc import Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
 from sidestep import AsyncLLM, RequestError, RequestOutputKind, SamplingParams
 from sidestep.executor.fake import expected_tokens
+from sidestep.frontend.cli import main
 from tests.waiting import until_idle
 
 MakeLLM = Callable[..., AsyncLLM]
@@ -145,3 +149,59 @@ async def test_several_engines_live_in_one_process(make_llm: MakeLLM) -> None:
     vocab = one.get_tokenizer().vocab_size
     got = await asyncio.gather(tokens_of(one, [1, 2], params_of(9)), tokens_of(two, [1, 2], params_of(9)))
     assert got == [expected_tokens([1, 2], 9, 5, vocab)] * 2
+
+
+async def test_the_next_step_is_scheduled_and_prepared_while_one_runs(make_llm: MakeLLM) -> None:
+    """The promise in the name, read from the flight recorder: with overlap the device never waits for the host."""
+    llm = make_llm(fake_step_ms=20)
+    await asyncio.gather(*(tokens_of(llm, [1 + i, 2, 3], params_of(12)) for i in range(4)))
+    steps = await llm.get_step_records()
+    assert [step.step_id for step in steps] == list(range(len(steps)))
+    assert all(s.ready_ns <= s.schedule_ns <= s.submit_ns <= s.received_ns <= s.launched_ns <= s.end_ns <= s.taken_ns
+               <= s.told_ns for s in steps)
+    assert all(s.end_ns - s.start_ns >= 20e6 - 1e3 for s in steps)
+    running = steps[2:-2]
+    under = sum(before.start_ns <= step.launched_ns <= before.end_ns
+                for before, step in itertools.pairwise(running))
+    assert under >= 0.8 * (len(running) - 1), "a step is launched while the one before it runs"
+    stats = await llm.get_stats()
+    assert stats["device_busy_s"] == pytest.approx(sum(s.end_ns - s.start_ns for s in steps) / 1e9)
+    assert stats["device_idle_s"] == pytest.approx(sum(s.idle_ns for s in steps) / 1e9)
+    assert sum(s.num_sampled for s in steps) == 48 and sum(s.num_entered for s in steps) == 4
+
+
+async def test_without_overlap_the_device_waits_and_the_records_say_for_what(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=5, async_scheduling=False)
+    await tokens_of(llm, [1, 2, 3], params_of(10))
+    first, *steps = await llm.get_step_records()
+    assert first.idle_ns == 0
+    assert all(s.idle_result_ns > 0 and s.idle_schedule_ns > 0 and s.idle_prepare_ns > 0 for s in steps)
+    await tokens_of(llm, [1, 2, 3], params_of(1))
+    (last,) = await llm.get_step_records(since=steps[-1].step_id + 1)
+    assert last.idle_no_work_ns > 0 and last.idle_result_ns == 0
+
+
+async def test_requests_can_be_looked_at_while_they_run(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=5, max_num_seqs=1)
+    async with aclosing(llm.generate([1, 2, 3], params_of(500), "first")) as first:
+        await anext(first)
+        second = asyncio.create_task(tokens_of(llm, [4, 5], params_of(1), request_id="second"))
+        while len(records := {r.request_id: r for r in await llm.get_request_records()}) < 2:
+            pass
+        assert (records["first"].status, records["second"].waiting_for) == ("running", "max_num_seqs")
+    await second
+    ended = {r.request_id: r for r in await llm.get_request_records()}
+    assert (ended["first"].finish_reason, ended["second"].finish_reason) == ("abort", "length")
+    assert ended["second"].finished_ns is not None and ended["second"].num_output_tokens == 1
+
+
+def test_a_trace_is_written_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    assert main(["trace", "--device", "fake", "--fake-step-ms", "3", "--num-prompts", "3", "--input-len", "4",
+                 "--output-len", "5", "--output", str(file)]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("step ")]
+    assert sum(e["args"]["sampled"] for e in steps) == 15 and all(e["dur"] >= 2999 for e in steps)
+    assert len([e for e in events if e["ph"] == "b" and e["name"] == "output"]) == 3
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:-1])
+    assert int(printed["steps"]) == len(steps) and 0 <= float(printed["device_idle_share"]) < 1

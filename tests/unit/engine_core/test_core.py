@@ -6,10 +6,11 @@ from collections import deque
 
 import pytest
 
-from sidestep.engine_core.core import DeviceClock, EngineCore
+from sidestep.engine_core.core import EngineCore
 from sidestep.executor.base import Executor, WorkerReady
 from sidestep.executor.fake import expected_tokens
 from sidestep.ipc.messages import AbortRequests, Answer, Call, unpack_ids
+from sidestep.ipc.records import unpack_requests, unpack_steps
 from sidestep.ipc.step import StepInput, StepOutput
 from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_scheduler
 
@@ -119,10 +120,17 @@ def test_an_unknown_call_is_answered_with_an_error() -> None:
     assert answer is not None and answer.error == "method: unknown call 'dance'"
 
 
-def test_idle_counts_gaps_between_steps_but_not_the_time_without_work() -> None:
-    device = DeviceClock()
-    device.add(0, 10_000_000_000)
-    device.add(11_000_000_000, 20_000_000_000)
-    device.pause()
-    device.add(90_000_000_000, 95_000_000_000)
-    assert (device.busy_s, device.idle_s) == (24.0, 1.0)
+def test_the_records_of_steps_and_requests_can_be_asked_for() -> None:
+    core, executor, _ = make_core()
+    core.handle(make_request([1, 2, 3], 3))
+    for _ in range(3):
+        core.step()
+        executor.finish_step()
+    core.step()
+    answer = core.handle(Call(client=0, call_id=1, method="step_records", since=1))
+    assert answer is not None
+    assert [(r.step_id, r.num_tokens, r.num_sampled) for r in unpack_steps(answer.records)] == [(1, 1, 1), (2, 1, 1)]
+    answer = core.handle(Call(client=0, call_id=2, method="request_records"))
+    assert answer is not None
+    (record,) = unpack_requests(answer.records)
+    assert (record.request_id, record.status, record.num_output_tokens) == ("request 0", "finished", 3)

@@ -1,0 +1,155 @@
+"""The engine's memory of its last steps, and the gauge of the device's idle time with its causes.
+
+Everything is written when a step comes back, once a step, into a ring of fixed size. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sidestep.ipc.records import STEP_DTYPE, StepRows
+from sidestep.ipc.step import StepInput, StepOutput
+
+CAPACITY = 8192
+"""Steps that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleTime:
+    """Nanoseconds for which the device stood still before a step, by cause."""
+
+    no_work: int
+    result: int
+    schedule: int
+    prepare: int
+
+
+def idle_before(previous_end: int, work: int, ready: int, submitted: int, start: int) -> IdleTime:
+    """Divides the time from one step's end to the next one's start.
+
+    It goes in this order, as far as it lies in that time: until there was work; until the core had what it needed to
+    schedule; until the step was submitted; until it ran.
+    """
+    until_work = min(max(work, previous_end), start)
+    until_ready = min(max(ready, until_work), start)
+    until_submitted = min(max(submitted, until_ready), start)
+    # The device's times are less exact than the host's: a step may seem to begin before the last one's end.
+    return IdleTime(max(0, until_work - previous_end), max(0, until_ready - until_work),
+                    max(0, until_submitted - until_ready), max(0, start - max(until_submitted, previous_end)))
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What was running and waiting when a step had been scheduled."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+
+
+@dataclass(slots=True)
+class _Flying:
+    """A step that is not back yet."""
+
+    counts: tuple[int, int, int]
+    """Rows, tokens, requests that entered."""
+    situation: Situation
+    work: int
+    ready: int
+    schedule: int
+    submit: int
+
+
+class FlightRecorder:
+    """Told of each event by the core, in order."""
+
+    def __init__(self, clock: Callable[[], float], capacity: int = CAPACITY) -> None:
+        """clock: seconds, of the clock that the worker's times are of."""
+        self._clock = clock
+        self._rows: StepRows = np.zeros(capacity, STEP_DTYPE)
+        self._num_rows = 0
+        self._flying: deque[_Flying] = deque()
+        self._taken: list[tuple[int, ...]] = []
+        self._has_work = False
+        self._work = self._ready = self._schedule = self._submit = 0
+        self._last_end: int | None = None
+        self.busy_ns = 0
+        self.idle = [0, 0, 0, 0]
+        """Sums of IdleTime's parts."""
+
+    def __repr__(self) -> str:
+        return f"FlightRecorder({self._num_rows} steps, {len(self._flying)} in flight)"
+
+    def _now(self) -> int:
+        return int(self._clock() * 1e9)
+
+    # Events, in the order of a turn.
+
+    def request_came(self) -> None:
+        """There is something to do."""
+        if not self._has_work:
+            self._has_work = True
+            self._work = self._ready = self._now()
+
+    def output_taken(self, output: StepOutput) -> None:
+        """The oldest step is back."""
+        now = self._ready = self._now()
+        flying = self._flying.popleft()
+        self.busy_ns += output.end_ns - output.start_ns
+        idle = (0, 0, 0, 0)
+        if self._last_end is not None:
+            gap = idle_before(self._last_end, flying.work, flying.ready, flying.submit, output.start_ns)
+            idle = (gap.no_work, gap.result, gap.schedule, gap.prepare)
+            for cause, length in enumerate(idle):
+                self.idle[cause] += length
+        self._last_end = output.end_ns
+        state = flying.situation
+        self._taken.append((
+            output.step_id, *flying.counts, len(output.token_ids), state.num_running, state.num_waiting,
+            state.num_free_blocks, flying.ready, flying.schedule, flying.submit, output.received_ns,
+            output.launched_ns, output.start_ns, output.end_ns, now, 0, *idle))
+
+    def scheduling(self) -> None:
+        """The core begins to schedule."""
+        self._schedule = self._now()
+
+    def scheduled(self) -> None:
+        """It has decided, and sends the step if there is one."""
+        self._submit = self._now()
+
+    def submitted(self, step: StepInput, situation: Situation) -> None:
+        """The step is on its way."""
+        counts = (len(step.slots), int(step.num_tokens.sum()), len(step.new_slots))
+        self._flying.append(_Flying(counts, situation, self._work, self._ready, self._schedule, self._submit))
+
+    def turn_ended(self) -> None:
+        """What came back is ready to be told; the device has its next steps, or nothing to do."""
+        if not self._flying:
+            self._has_work = False
+        if self._taken:
+            now, told = self._now(), STEP_DTYPE.names.index("told_ns")  # type: ignore[union-attr]
+            for row in self._taken:
+                self._rows[self._num_rows % len(self._rows)] = (*row[:told], now, *row[told + 1:])
+                self._num_rows += 1
+            self._taken.clear()
+
+    # Questions.
+
+    def records(self, since: int = 0) -> StepRows:
+        """The remembered steps from number `since` on, oldest first."""
+        size = len(self._rows)
+        first = self._num_rows % size
+        rows = np.concatenate([self._rows[first:], self._rows[:first]]) if self._num_rows > size \
+            else self._rows[:self._num_rows]
+        return rows[rows["step_id"] >= since]
+
+    def stats(self) -> dict[str, float]:
+        """Seconds since the start."""
+        no_work, result, schedule, prepare = (length / 1e9 for length in self.idle)
+        return {"device_busy_s": self.busy_ns / 1e9, "device_idle_s": result + schedule + prepare,
+                "device_idle_result_s": result, "device_idle_schedule_s": schedule, "device_idle_prepare_s": prepare,
+                "device_no_work_s": no_work}
