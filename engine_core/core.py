@@ -63,7 +63,7 @@ class EngineCore:
             if self._in_flight == 0:
                 self._last_progress = self._clock()
             self.executor.submit(step)
-            self.recorder.submitted(step, self.scheduler.situation())
+            self.recorder.submitted(self.scheduler.situation())
             self._in_flight += 1
         # 3. What ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
@@ -88,7 +88,7 @@ class EngineCore:
         elif call.method == "reset_prefix_cache":
             result = {"done": float(self.scheduler.reset_prefix_cache())}
         elif call.method == "step_records":
-            return Answer(call_id=call.call_id, records=self.recorder.records(call.since).tobytes())
+            return Answer(call_id=call.call_id, records=self.recorder.records(call.since))
         elif call.method == "request_records":
             return Answer(call_id=call.call_id, records=pack_requests(self.scheduler.request_records()))
         else:

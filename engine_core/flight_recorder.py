@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-
-from sidestep.ipc.records import STEP_DTYPE, StepRows
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.records import STEP_ROW
+from sidestep.ipc.step import StepOutput
 
 CAPACITY = 8192
 """Steps that are remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdleTime:
+class IdleTime(NamedTuple):
     """Nanoseconds for which the device stood still before a step, by cause."""
 
     no_work: int
@@ -42,26 +39,28 @@ def idle_before(previous_end: int, work: int, ready: int, submitted: int, start:
                     max(0, until_submitted - until_ready), max(0, start - max(until_submitted, previous_end)))
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What was running and waiting when a step had been scheduled."""
+class Situation(NamedTuple):
+    """What a step is, and what was running and waiting when it had been scheduled."""
 
+    num_rows: int
+    num_tokens: int
+    num_entered: int
     num_running: int
     num_waiting: int
     num_free_blocks: int
 
 
-@dataclass(slots=True)
-class _Flying:
+class _Flying(NamedTuple):
     """A step that is not back yet."""
 
-    counts: tuple[int, int, int]
-    """Rows, tokens, requests that entered."""
     situation: Situation
     work: int
     ready: int
     schedule: int
     submit: int
+
+
+_NOT_IDLE = IdleTime(0, 0, 0, 0)
 
 
 class FlightRecorder:
@@ -70,10 +69,11 @@ class FlightRecorder:
     def __init__(self, clock: Callable[[], float], capacity: int = CAPACITY) -> None:
         """clock: seconds, of the clock that the worker's times are of."""
         self._clock = clock
-        self._rows: StepRows = np.zeros(capacity, STEP_DTYPE)
+        self._capacity = capacity
+        self._ring = bytearray(capacity * STEP_ROW.size)
         self._num_rows = 0
         self._flying: deque[_Flying] = deque()
-        self._taken: list[tuple[int, ...]] = []
+        self._taken: list[tuple[StepOutput, _Flying, int, IdleTime]] = []
         self._has_work = False
         self._work = self._ready = self._schedule = self._submit = 0
         self._last_end: int | None = None
@@ -100,18 +100,13 @@ class FlightRecorder:
         now = self._ready = self._now()
         flying = self._flying.popleft()
         self.busy_ns += output.end_ns - output.start_ns
-        idle = (0, 0, 0, 0)
-        if self._last_end is not None:
-            gap = idle_before(self._last_end, flying.work, flying.ready, flying.submit, output.start_ns)
-            idle = (gap.no_work, gap.result, gap.schedule, gap.prepare)
+        idle = _NOT_IDLE
+        if self._last_end is not None and output.start_ns > self._last_end:
+            idle = idle_before(self._last_end, flying.work, flying.ready, flying.submit, output.start_ns)
             for cause, length in enumerate(idle):
                 self.idle[cause] += length
         self._last_end = output.end_ns
-        state = flying.situation
-        self._taken.append((
-            output.step_id, *flying.counts, len(output.token_ids), state.num_running, state.num_waiting,
-            state.num_free_blocks, flying.ready, flying.schedule, flying.submit, output.received_ns,
-            output.launched_ns, output.start_ns, output.end_ns, now, 0, *idle))
+        self._taken.append((output, flying, now, idle))
 
     def scheduling(self) -> None:
         """The core begins to schedule."""
@@ -121,31 +116,35 @@ class FlightRecorder:
         """It has decided, and sends the step if there is one."""
         self._submit = self._now()
 
-    def submitted(self, step: StepInput, situation: Situation) -> None:
+    def submitted(self, situation: Situation) -> None:
         """The step is on its way."""
-        counts = (len(step.slots), int(step.num_tokens.sum()), len(step.new_slots))
-        self._flying.append(_Flying(counts, situation, self._work, self._ready, self._schedule, self._submit))
+        self._flying.append(_Flying(situation, self._work, self._ready, self._schedule, self._submit))
 
     def turn_ended(self) -> None:
         """What came back is ready to be told; the device has its next steps, or nothing to do."""
         if not self._flying:
             self._has_work = False
         if self._taken:
-            now, told = self._now(), STEP_DTYPE.names.index("told_ns")  # type: ignore[union-attr]
-            for row in self._taken:
-                self._rows[self._num_rows % len(self._rows)] = (*row[:told], now, *row[told + 1:])
+            now = self._now()
+            for output, (situation, _, ready, schedule, submit), taken, idle in self._taken:
+                rows, tokens, entered, *around = situation
+                STEP_ROW.pack_into(
+                    self._ring, self._num_rows % self._capacity * STEP_ROW.size, output.step_id, rows, tokens, entered,
+                    len(output.token_ids), *around, ready, schedule, submit, output.received_ns, output.launched_ns,
+                    output.start_ns, output.end_ns, taken, now, *idle)
                 self._num_rows += 1
             self._taken.clear()
 
     # Questions.
 
-    def records(self, since: int = 0) -> StepRows:
-        """The remembered steps from number `since` on, oldest first."""
-        size = len(self._rows)
-        first = self._num_rows % size
-        rows = np.concatenate([self._rows[first:], self._rows[:first]]) if self._num_rows > size \
-            else self._rows[:self._num_rows]
-        return rows[rows["step_id"] >= since]
+    def records(self, since: int = 0) -> bytes:
+        """The remembered steps from number `since` on, oldest first: rows as ipc.records packs them."""
+        # Steps come back in the order of their numbers, none is left out, and the first is 0.
+        oldest = max(0, self._num_rows - self._capacity, since)
+        count = max(0, self._num_rows - oldest)
+        first = oldest % self._capacity * STEP_ROW.size
+        wanted = count * STEP_ROW.size
+        return bytes(self._ring[first:first + wanted] + self._ring[:max(0, first + wanted - len(self._ring))])
 
     def stats(self) -> dict[str, float]:
         """Seconds since the start."""

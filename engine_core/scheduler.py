@@ -195,8 +195,10 @@ class Scheduler:
             "prefix_cache_hits": self.kv.num_hit_tokens}
 
     def situation(self) -> Situation:
-        """What there is to do, for the flight recorder."""
-        return Situation(len(self._running), len(self._queue), self.kv.pool.num_free)
+        """Of the step just scheduled, for the flight recorder."""
+        plan = self._plans[-1]
+        return Situation(len(plan.rows), plan.num_tokens, plan.num_entered, len(self._running), len(self._queue),
+                         self.kv.pool.num_free)
 
     def request_records(self) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not."""

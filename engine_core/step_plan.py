@@ -20,6 +20,8 @@ class StepPlan:
     rows: list[Request]
     sampling: list[Request]
     """Those of `rows` that sample a token, in the same order."""
+    num_tokens: int
+    num_entered: int
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class StepBuilder:
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
-        return message, StepPlan(self._step_id, rows, sampling)
+        return message, StepPlan(self._step_id, rows, sampling, len(first.requests) + sum(then.num_tokens), len(new))
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:

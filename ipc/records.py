@@ -5,12 +5,10 @@ All times are nanoseconds of the monotonic clock that the processes of one machi
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, fields
-from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +58,13 @@ class StepRecord:
         return self.idle_result_ns + self.idle_schedule_ns + self.idle_prepare_ns
 
 
-STEP_DTYPE = np.dtype([(field.name, np.int64) for field in fields(StepRecord)])
-StepRows = npt.NDArray[Any]
-"""Of STEP_DTYPE."""
+STEP_ROW = struct.Struct(f"<{len(fields(StepRecord))}q")
+"""A StepRecord as it is kept and sent."""
 
 
 def unpack_steps(data: bytes) -> list[StepRecord]:
-    """Rows of STEP_DTYPE, as bytes, one after the other."""
-    return [StepRecord(*row) for row in np.frombuffer(data, STEP_DTYPE).tolist()]
+    """Rows of STEP_ROW, one after the other."""
+    return [StepRecord(*row) for row in STEP_ROW.iter_unpack(data)]
 
 
 class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
