@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Iterable
@@ -175,6 +176,12 @@ class AsyncLLM:
     def core_pid(self) -> int:
         """Process id of the engine core."""
         return self._ready.core_pid
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids: this frontend's, the core's and each worker's."""
+        workers = {f"worker_{rank}": pid for rank, pid in enumerate(self._ready.worker_pids)}
+        return {"frontend": os.getpid(), "core": self._ready.core_pid, **workers}
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):

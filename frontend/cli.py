@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sidestep.frontend.cli_args import add_engine_flags, add_sampling_flags
+from sidestep.frontend.cli_args import add_engine_flags, add_sampling_flags, add_serve_flags
 from sidestep.ipc.errors import SidestepError
 
 
@@ -41,6 +41,9 @@ def make_parser(version: str) -> argparse.ArgumentParser:
             kind.add_argument("--num-iters", type=int, default=5, help="batches that count (default: 5)")
         kind.add_argument("--json", metavar="FILE", help="also write the result to this file")
         add_engine_flags(kind, positional_model=True)
+    serve = kinds.add_parser("serve", help="latencies of a stream of requests", allow_abbrev=False)
+    add_serve_flags(serve)
+    add_engine_flags(serve, positional_model=True)
 
     trace = commands.add_parser("trace", help="run a load and write what the engine did, for Perfetto",
                                 allow_abbrev=False)
@@ -62,6 +65,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli_chat import run_chat as run
         elif parsed.command == "trace":
             from sidestep.frontend.cli_trace import run_trace as run
+        elif parsed.bench == "serve":
+            from sidestep.frontend.cli_bench_serve import run_bench_serve as run
         else:
             from sidestep.frontend.cli_bench import run_bench as run
         return run(parsed)

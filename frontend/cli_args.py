@@ -6,6 +6,7 @@ import argparse
 import ast
 import enum
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -105,3 +106,25 @@ def _field_docs(cls: type) -> dict[str, str]:
                 and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             docs[statement.target.id] = " ".join(str(after.value.value).split())
     return docs
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """The load of `sidestep bench serve`."""
+    parser.add_argument("--num-prompts", type=int, default=200, help="requests (default: 200)")
+    parser.add_argument("--request-rate", type=float, default=math.inf, metavar="R",
+                        help="requests a second; all at once if not given")
+    parser.add_argument("--arrival", choices=("poisson", "fixed"), default="poisson",
+                        help="gaps between requests: at random, or all alike (default: poisson)")
+    parser.add_argument("--max-concurrency", type=int, metavar="N",
+                        help="at most so many requests at a time; the next waits for one to end")
+    parser.add_argument("--input-len", default="64:512", metavar="N or LOW:HIGH",
+                        help="tokens in each prompt (default: 64:512)")
+    parser.add_argument("--output-len", default="32:128", metavar="N or LOW:HIGH",
+                        help="tokens in each output (default: 32:128)")
+    parser.add_argument("--dataset", metavar="FILE",
+                        help='requests instead of random ones: lines of {"prompt": text or ids, "output_len": N}')
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
+                        help="what a good request keeps to; names: ttft, tpot, itl, e2e")
+    parser.add_argument("--load-seed", type=int, default=0, help="of lengths, prompts and arrivals (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="also write the result to this file")

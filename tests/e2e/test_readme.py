@@ -29,7 +29,7 @@ def test_examples_run_and_print_a_completion(code: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command: str, tmp_path: Path) -> None:
-    small = {"throughput": ["--num-prompts", "4"], "latency": ["--num-iters", "1"]}
+    small = {"throughput": ["--num-prompts", "4"], "latency": ["--num-iters", "1"], "serve": ["--num-prompts", "4"]}
     words = shlex.split(command)
     more = next((extra for word, extra in small.items() if word in words), [])
     done = subprocess.run([sys.executable, "-m", "sidestep", *words[1:], *more], capture_output=True, text=True,

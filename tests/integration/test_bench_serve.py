@@ -1,0 +1,64 @@
+"""`sidestep bench serve` on the fake device, whose steps take the time they are told to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sidestep.frontend.cli import main
+
+COMMAND = ["bench", "serve", "--device", "fake", "--fake-step-ms", "2", "--input-len", "3:9", "--output-len", "4:8"]
+
+
+def run(tmp_path: Path, *words: str) -> dict[str, float]:
+    file = tmp_path / "report.json"
+    assert main([*COMMAND, "--json", str(file), *words]) == 0
+    report: dict[str, float] = json.loads(file.read_text())
+    return report
+
+
+def test_a_stream_of_requests_is_served_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(tmp_path, "--num-prompts", "30", "--request-rate", "100", "--goodput", "ttft:10000", "itl:10000")
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert printed.keys() == report.keys()
+    assert (report["requests"], report["failed"], report["goodput_share"]) == (30, 0, 1.0)
+    # A token takes a step of two milliseconds; one that waits for a step in flight takes two.
+    assert report["itl_ms_p50"] >= 2 and report["ttft_ms_p50"] >= 2
+    assert report["device_busy_s"] > 0 and 0 <= report["device_idle_share"] < 1
+    assert {"cpu_s_frontend", "cpu_s_core", "cpu_s_worker_0"} <= report.keys()
+
+
+def test_no_more_requests_are_sent_than_may_run_at_a_time(tmp_path: Path) -> None:
+    """One at a time on a device of 2 ms steps: nothing overlaps, so the whole takes at least the steps of each."""
+    report = run(tmp_path, "--num-prompts", "10", "--max-concurrency", "1", "--output-len", "5")
+    assert report["seconds"] >= 10 * 5 * 0.002
+    assert report["output_tokens_per_s"] <= 1 / 0.002
+
+
+def test_requests_of_a_file_are_sent(tmp_path: Path) -> None:
+    data = tmp_path / "requests.jsonl"
+    data.write_text("".join(json.dumps({"prompt": [1] * n, "output_len": n}) + "\n" for n in (2, 3, 4)))
+    report = run(tmp_path, "--dataset", str(data))
+    assert report["requests"] == 3
+    assert report["output_tokens_per_s"] * report["seconds"] == pytest.approx(9)
+    assert report["total_tokens_per_s"] * report["seconds"] == pytest.approx(18)
+
+
+def test_a_request_that_is_refused_fails_alone(tmp_path: Path) -> None:
+    data = tmp_path / "requests.jsonl"
+    data.write_text('{"prompt": [1], "output_len": 2}\n{"prompt": [999999999], "output_len": 2}\n')
+    report = run(tmp_path, "--dataset", str(data))
+    assert (report["requests"], report["failed"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["--request-rate", "0"], "request_rate: must be above 0"), (["--num-prompts", "0"], "num_prompts: must be"),
+    (["--max-concurrency", "0"], "max_concurrency: must be"), (["--goodput", "ttft"], "goodput: 'ttft' is not"),
+    (["--goodput", "speed:3"], "goodput: unknown name 'speed'"), (["--input-len", "x"], "input_len: 'x' is neither"),
+    (["--input-len", "99999999"], "output_len: 8 and input_len"), (["--dataset", "/nowhere"], "/nowhere")], ids=str)
+def test_what_cannot_be_run_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, *words]) == 1
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith("sidestep: ") and line in shown
