@@ -46,6 +46,7 @@ class AsyncLLM:
             raise
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
                                       max_model_len=self._ready.max_model_len)
+        self._stream_interval = config.frontend.stream_interval
         self._handles = itertools.count()
 
     @classmethod
@@ -78,7 +79,7 @@ class AsyncLLM:
             prompt, sampling_params, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
         self._check_id(request_id)  # another call may have taken it meanwhile
         self._client.attach()
-        state = RequestState(next(self._handles), request_id, request, self._tokenizer)
+        state = RequestState(next(self._handles), request_id, request, self._tokenizer, self._stream_interval)
         self._outputs.add(state)
         try:
             self._send(state, request)

@@ -31,8 +31,11 @@ _REMEMBERED = 8192
 class RequestState:
     """One live request: its text so far, and the mailbox of its one reader."""
 
-    def __init__(self, handle: int, request_id: str, request: ProcessedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, handle: int, request_id: str, request: ProcessedRequest, tokenizer: Tokenizer,
+                 stream_interval: int = 1) -> None:
+        """stream_interval: tokens that must be new before the reader is told, but for the first and the last."""
         self.handle = handle
+        self._interval = stream_interval
         self.request_id = request_id
         self._request = request
         self._is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
@@ -44,6 +47,8 @@ class RequestState:
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
         self._taken_tokens = 0
+        self._due_at = 1
+        """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
         self._wake: asyncio.Future[None] | None = None
         self._detokenizer: Detokenizer | None = None
@@ -86,7 +91,7 @@ class RequestState:
         stop = self._detokenizer.add(token) if self._detokenizer is not None else None
         if stop is not None:
             self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
-        if self._wake is not None and (not self._is_final_only or stop is not None):
+        if self._wake is not None and (self._is_due() or stop is not None):
             self._wake_reader()
         return stop is not None
 
@@ -128,7 +133,10 @@ class RequestState:
     def _has_news(self) -> bool:
         if self.is_finished:
             return True
-        return not self._is_final_only and len(self._token_ids) > self._taken_tokens
+        return self._is_due()
+
+    def _is_due(self) -> bool:
+        return len(self._token_ids) >= self._due_at and not self._is_final_only
 
     def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -143,6 +151,7 @@ class RequestState:
         else:
             new_text, new_tokens = text, tokens.copy()
         self._taken_tokens, self._taken_text = len(tokens), len(text)
+        self._due_at = len(tokens) + self._interval
         completion = CompletionOutput(0, new_text, new_tokens, self._finish_reason, self._stop_reason)
         return RequestOutput(
             self.request_id, self._request.prompt, self._request.prompt_token_ids, [completion],

@@ -188,6 +188,17 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class FrontendConfig:
+    """What happens to tokens on their way to their readers."""
+
+    stream_interval: int = option(
+        1, "Wake a request's reader every so many tokens, after its first and at its end; more is cheaper.")
+
+    def __post_init__(self) -> None:
+        _require_positive_int(self, "stream_interval")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All sections, checked against each other and against the model."""
 
@@ -195,6 +206,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     parallel: ParallelConfig
+    frontend: FrontendConfig
     spec: ModelSpec
     """What the model's config.json says; its `path` is a local folder."""
 
@@ -222,11 +234,11 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class EngineArgs(ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig):
+class EngineArgs(FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig):
     """Every option of the engine as one flat set of keyword arguments; each is also a command-line flag."""
 
     def __post_init__(self) -> None:
-        for section in (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig):
+        for section in (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, FrontendConfig):
             section.__post_init__(self)
 
     def _section(self, cls: type[T]) -> T:
@@ -238,7 +250,7 @@ class EngineArgs(ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig):
         return EngineConfig(
             model=self._section(ModelConfig), cache=self._section(CacheConfig),
             scheduler=self._section(SchedulerConfig), parallel=self._section(ParallelConfig),
-            spec=load_model_spec(path))
+            frontend=self._section(FrontendConfig), spec=load_model_spec(path))
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some options changed."""

@@ -23,9 +23,9 @@ class Desk:
         self.tokenizer = tokenizer
         self.states: list[RequestState] = []
 
-    async def add(self, **params: Any) -> RequestState:
+    async def add(self, stream_interval: int = 1, **params: Any) -> RequestState:
         request = await input_processor(self.tokenizer).process([5, 6], SamplingParams(max_tokens=50, **params))
-        state = RequestState(len(self.states), f"r{len(self.states)}", request, self.tokenizer)
+        state = RequestState(len(self.states), f"r{len(self.states)}", request, self.tokenizer, stream_interval)
         self.states.append(state)
         self.processor.add(state)
         return state
@@ -168,3 +168,34 @@ async def test_what_it_prints_tells_its_state(desk: Desk) -> None:
     assert repr(state) == "RequestState('r0', live, 0 tokens, 0 taken)"
     desk.say((0, 70), reason=FinishReason.LENGTH)
     assert repr(state) == "RequestState('r0', length, 1 tokens, 0 taken)"
+
+
+async def test_a_stream_interval_tells_the_first_token_then_every_so_many_and_the_end(desk: Desk) -> None:
+    state = await desk.add(stream_interval=3, output_kind=RequestOutputKind.DELTA)
+    taken: list[list[int]] = []
+
+    async def read() -> None:
+        finished = False
+        while not finished:
+            output = await state.next_output()
+            taken.append(output.outputs[0].token_ids)
+            finished = output.finished
+
+    reader = asyncio.create_task(read())
+    for token in range(1, 10):
+        await settle()
+        desk.say((0, token))
+    await settle()
+    desk.say((0, 10), reason=FinishReason.LENGTH)
+    await reader
+    assert taken == [[1], [2, 3, 4], [5, 6, 7], [8, 9, 10]]
+
+
+async def test_a_request_that_ends_within_an_interval_is_told_at_once(desk: Desk) -> None:
+    state = await desk.add(stream_interval=50, output_kind=RequestOutputKind.DELTA)
+    desk.say((0, 1))
+    assert (await state.next_output()).outputs[0].token_ids == [1]
+    waiting = asyncio.create_task(state.next_output())
+    await settle()
+    desk.say((0, 2), reason=FinishReason.STOP)
+    assert (await waiting).outputs[0].token_ids == [2]

@@ -24,7 +24,8 @@ def write(folder: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(("field", "value"), [
     ("dtype", "int3"), ("load_format", "magic"), ("device", "abacus"), ("block_size", 0), ("max_num_seqs", -1),
     ("gpu_memory_utilization", 1.5), ("tensor_parallel_size", 0), ("scheduling_policy", "lottery"),
-    ("max_model_len", "long"), ("fake_step_ms", 3.0), ("num_kv_blocks", 0), ("max_num_batched_tokens", True)])
+    ("max_model_len", "long"), ("fake_step_ms", 3.0), ("num_kv_blocks", 0), ("max_num_batched_tokens", True),
+    ("stream_interval", 0)])
 def test_a_wrong_value_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:
         EngineArgs(**{field: value})  # type: ignore[arg-type]
