@@ -12,7 +12,7 @@ from sidestep.engine_core.flight_recorder import FlightRecorder
 from sidestep.engine_core.scheduler import Scheduler
 from sidestep.executor.base import Executor
 from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Call, Outputs, ToCore
+from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Call, Outputs
 from sidestep.ipc.records import pack_requests
 from sidestep.ipc.step import StepInput
 
@@ -38,7 +38,7 @@ class EngineCore:
         """Steps submitted whose output has not come back."""
         return self._in_flight
 
-    def handle(self, message: ToCore) -> Answer | None:
+    def handle(self, message: AddRequest | AbortRequests | Call) -> Answer | None:
         """Takes a frontend's message; a Call is answered."""
         if isinstance(message, AddRequest):
             self.recorder.request_came()

@@ -15,9 +15,9 @@ from sidestep.executor.base import Executor, WorkerReady
 from sidestep.ipc import registry
 from sidestep.ipc.channels import CoreChannel
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.core_args import CoreArgs
+from sidestep.ipc.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
-from sidestep.ipc.messages import Dead, Ready
+from sidestep.ipc.messages import Answer, Connect, Dead, Ready
 from sidestep.ipc.process import decode_args, freeze_heap
 from sidestep.ipc.shm_ring import SPIN_S
 
@@ -31,7 +31,7 @@ def main(raw: bytes) -> None:
         core, ready = start(args.config, executor)
         channel.broadcast(ready)
         freeze_heap()
-        run(core, channel)
+        run(core, channel, ready)
     except (EngineStartError, EngineDeadError) as error:
         channel.broadcast(Dead(cause=str(error)))
     except BaseException as error:
@@ -69,23 +69,33 @@ def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
         "max_model_len, set it to 'auto', or give the cache more memory with kv_cache_memory_bytes")
 
 
-def run(core: EngineCore, channel: CoreChannel) -> None:
+def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
     """The busy loop. Each turn does all that can be done, so waiting at its end delays nothing."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     poll.register(core.executor.fileno(), select.POLLIN)
     while True:
-        # 1. Take what frontends sent.
-        for message in channel.receive():
-            answer = core.handle(message)
-            if answer is not None:
-                channel.send(message.client, answer)
+        # 1. See which frontends have left, then take what the others sent.
+        for client in channel.take_gone():
+            core.scheduler.abort_client(client)
+        while messages := channel.receive():
+            for message in messages:
+                answer = _connect(message, channel, ready) if isinstance(message, Connect) else core.handle(message)
+                if answer is not None:
+                    channel.send(message.client, answer)
         # 2. Take what came back, keep the pipeline full, send the tokens on.
         for client, outputs in core.step():
             channel.send(client, outputs)
         # 3. Wait for a frontend, a worker or a deadline; with steps in flight, first look for a while without sleeping.
         if not (core.in_flight and _look(poll)):
             poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
+
+
+def _connect(message: Connect, channel: CoreChannel, ready: Ready) -> Answer:
+    """Another frontend, which is told that the engine serves as soon as it listens."""
+    client = channel.connect(ClientAddress(message.to_core, message.from_core))
+    channel.send(client, ready)
+    return Answer(call_id=message.call_id, result={"client": client})
 
 
 def _look(poll: select.poll) -> bool:

@@ -69,23 +69,46 @@ class RequestQueue(abc.ABC):
 
 
 class FcfsQueue(RequestQueue):
-    """First come, first served."""
+    """First come, first served for each frontend; the frontends take turns, so that none can crowd the others out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._queue: deque[Request] = deque()
+        self._preempted: deque[Request] = deque()
+        """Before all others."""
+        self._queues: dict[int, deque[Request]] = {}
+        self._turns: deque[int] = deque()
+        """The clients that have a queue, the next one first."""
 
     def __iter__(self) -> Iterator[Request]:
-        return (r for r in self._queue if r.status is not Status.FINISHED)
+        return (r for queue in (self._preempted, *self._queues.values()) for r in queue
+                if r.status is not Status.FINISHED)
 
     def _insert(self, request: Request, *, back: bool) -> None:
-        (self._queue.append if back else self._queue.appendleft)(request)
+        if not back:
+            self._preempted.appendleft(request)
+            return
+        queue = self._queues.get(request.client)
+        if queue is None:
+            queue = self._queues[request.client] = deque()
+            self._turns.append(request.client)
+        queue.append(request)
 
     def _first(self) -> Request | None:
-        return self._queue[0] if self._queue else None
+        if self._preempted:
+            return self._preempted[0]
+        return self._queues[self._turns[0]][0] if self._turns else None
 
     def _drop_first(self) -> None:
-        self._queue.popleft()
+        if self._preempted:
+            self._preempted.popleft()
+            return
+        client = self._turns.popleft()
+        queue = self._queues[client]
+        queue.popleft()
+        if queue:
+            self._turns.append(client)
+        else:
+            del self._queues[client]
 
 
 class PriorityQueue(RequestQueue):

@@ -15,8 +15,9 @@ from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, 
 from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.channels import FrontendChannel
+from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
 from sidestep.ipc.config import EngineArgs, EngineConfig
+from sidestep.ipc.core_args import ClientAddress, Invitation
 from sidestep.ipc.errors import EngineDeadError, EngineStalledError, EngineStartError, ValidationError
 from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
 from sidestep.ipc.model_spec import resolve_model_path
@@ -30,15 +31,21 @@ class AsyncLLM:
     Starting blocks until the engine serves, and may happen outside any event loop.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises EngineStartError, in one line, if the engine cannot start."""
+    def __init__(self, config: EngineConfig, invitation: Invitation | None = None) -> None:
+        """Starts an engine, or joins the one that sent an invitation. Raises EngineStartError, in one line, if it
+        cannot."""
         # Weak, so that an engine that is only forgotten can still be collected, and then shut down.
         self_ref = weakref.ref(self)
+        self._config = config
+        self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
-        self._client = EngineClient(FrontendChannel(), self._outputs.handle, self._outputs.fail_all)
-        self._finalizer = weakref.finalize(self, self._client.close)
+        self._client = EngineClient(FrontendChannel(), self._outputs.handle, self._outputs.fail_all) \
+            if invitation is None else EngineClient(FrontendChannel(invitation.address), self._outputs.handle,
+                                                    self._outputs.fail_all, invitation.client)
+        self._finalizer = weakref.finalize(self, _close, self._client, self._invited)
         try:
-            self._client.start_core(config)
+            if invitation is None:
+                self._client.start_core(config)
             self._tokenizer = _load_tokenizer(config)  # while the core starts
             self._ready = self._client.wait_ready()
         except BaseException:
@@ -53,6 +60,20 @@ class AsyncLLM:
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """An engine with these options. Raises ValidationError, which names the option, or EngineStartError."""
         return cls(engine_args.create_engine_config())
+
+    @classmethod
+    def join(cls, invitation: str) -> Self:
+        """A further frontend of an engine that runs already, most often in another process; `invitation` is what
+        `invite` gave. Frontends take turns in the engine's queue. When one ends, its requests end, and no other's;
+        when the one that started the engine ends, the engine does. Raises ValidationError, EngineStartError."""
+        invited = Invitation.decode(invitation)
+        return cls(invited.config, invited)
+
+    async def invite(self) -> str:
+        """Text with which one further program can `join` this engine."""
+        address = new_address()
+        self._invited.append(address)
+        return Invitation(await self._client.connect(address), address, self._config).encode()
 
     def __repr__(self) -> str:
         state = "dead" if self.errored else "running" if self.is_running else "shut down"
@@ -208,6 +229,12 @@ def _load_tokenizer(config: EngineConfig) -> Tokenizer:
     except EngineStartError as error:
         # The message begins with the option's name, and the option is not the model here.
         raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None
+
+
+def _close(client: EngineClient, invited: list[ClientAddress]) -> None:
+    client.close()
+    for address in invited:  # of those who never came
+        remove_address(address)
 
 
 def _abort(llm: weakref.ref[AsyncLLM], handles: list[int]) -> None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.errors import EngineDeadError, EngineStartError, SidestepError
-from sidestep.ipc.messages import Answer, Call, Dead, Outputs, Ready, ToCore, ToFrontend
+from sidestep.ipc.messages import Answer, Call, Connect, Dead, Outputs, Ready, ToCore, ToFrontend
 from sidestep.ipc.process import Child, spawn
 
 _POLL_S = 0.2
-_CLIENT = 0
+_OWNER = 0
+"""The frontend that starts the core; others join."""
+_JOIN_S = 60.0
 
 
 class Channel(Protocol):
@@ -31,6 +34,8 @@ class Channel(Protocol):
     def send(self, message: ToCore) -> None: ...
     def fileno(self) -> int: ...
     def receive(self) -> list[ToFrontend]: ...
+    def gone_fileno(self) -> int: ...
+    def core_is_gone(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -38,8 +43,9 @@ class EngineClient:
     """One engine core and the way to it. All methods but `start_core` belong to the event loop's thread."""
 
     def __init__(self, channel: Channel, on_outputs: Callable[[Outputs], None],
-                 on_death: Callable[[EngineDeadError], None]) -> None:
-        self.client = _CLIENT
+                 on_death: Callable[[EngineDeadError], None], client: int = _OWNER) -> None:
+        """client: this frontend's number at the core."""
+        self.client = client
         self._dead_error: EngineDeadError | None = None
         self._channel = channel
         self._on_outputs = on_outputs
@@ -59,6 +65,7 @@ class EngineClient:
 
     def wait_ready(self) -> Ready:
         """Waits until the engine serves. Raises EngineStartError with the cause if it cannot."""
+        until = time.monotonic() + _JOIN_S
         while True:
             message = self._channel.wait_message(_POLL_S)
             if isinstance(message, Ready):
@@ -69,6 +76,8 @@ class EngineClient:
             # A core that is killed says nothing; what it sent before its end has been read above.
             if message is None and self._core is not None and self._core.wait(0):
                 raise EngineStartError(f"{self._core.death_cause()} while it started")
+            if message is None and self._core is None and time.monotonic() > until:
+                raise EngineStartError("the engine that sent the invitation does not answer")
 
     def close(self) -> None:
         """Ends the engine. May be called twice."""
@@ -77,6 +86,7 @@ class EngineClient:
         self._closed = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._channel.fileno())
+            self._loop.remove_reader(self._channel.gone_fileno())
         if self._core is not None:
             self._core.stop()
         self._channel.close()
@@ -108,6 +118,9 @@ class EngineClient:
         loop.add_reader(self._channel.fileno(), self._on_readable)
         if self._core is not None:
             self._core.on_death(lambda cause: self._tell_loop(loop, cause))
+        else:  # not our child: its end is seen by its connection
+            loop.add_reader(self._channel.gone_fileno(), self._on_gone)
+            loop.call_soon(self._on_gone)
         # The descriptor tells of changes only: what came before it was watched must be read now.
         loop.call_soon(self._on_readable)
 
@@ -122,11 +135,22 @@ class EngineClient:
 
     async def ask(self, method: str, *, since: int = 0, timeout_s: float | None = None) -> Answer:
         """Asks the core's busy loop. Raises EngineDeadError, or TimeoutError."""
+        return await self._ask(lambda call_id: Call(client=self.client, call_id=call_id, method=method, since=since),
+                               timeout_s)
+
+    async def connect(self, address: ClientAddress) -> int:
+        """Has the core serve another frontend, which will listen there; its number."""
+        answer = await self._ask(lambda call_id: Connect(
+            client=self.client, call_id=call_id, to_core=address.to_core, from_core=address.from_core), None)
+        assert answer.result is not None
+        return int(answer.result["client"])
+
+    async def _ask(self, make: Callable[[int], Call | Connect], timeout_s: float | None) -> Answer:
         self.attach()
         call_id = next(self._call_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self.send(Call(client=self.client, call_id=call_id, method=method, since=since))
+        self.send(make(call_id))
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await future
@@ -156,6 +180,10 @@ class EngineClient:
                     future.set_result(message)
             elif isinstance(message, Dead):
                 self._die(message.cause)
+
+    def _on_gone(self) -> None:
+        if not self._closed and self._channel.core_is_gone():
+            self._core_ended("the engine core has ended")
 
     def _tell_loop(self, loop: asyncio.AbstractEventLoop, cause: str) -> None:
         """Called in the thread that watches the core."""

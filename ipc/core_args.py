@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
+
+import msgspec
 
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.errors import ValidationError
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,28 @@ class ClientAddress:
 
     to_core: str
     from_core: str
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """With it a program joins an engine that runs already. `encode` makes text of it, to be handed to the program."""
+
+    client: int
+    """The number that the core knows the newcomer by."""
+    address: ClientAddress
+    config: EngineConfig
+
+    def encode(self) -> str:
+        """JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """What `encode` made. Raises ValidationError for anything else."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValidationError("invitation", str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,16 @@ class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
     """For step_records: the first step that is wanted."""
 
 
-ToCore = AddRequest | AbortRequests | Call
+class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """Serve another frontend too, which will listen there; answered by `Answer` with its number as 'client'."""
+
+    client: int
+    call_id: int
+    to_core: str
+    from_core: str
+
+
+ToCore = AddRequest | AbortRequests | Call | Connect
 
 
 # Core to frontend.

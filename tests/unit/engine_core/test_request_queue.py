@@ -7,8 +7,9 @@ from sidestep.engine_core.request_queue import QUEUES, RequestQueue
 from tests.fakes import make_request
 
 
-def request(handle: int, *, priority: int = 0, arrival: float = 0.0) -> Request:
-    return Request.from_message(make_request([1], handle=handle, priority=priority, arrival=arrival), 100, frozenset())
+def request(handle: int, *, priority: int = 0, arrival: float = 0.0, client: int = 0) -> Request:
+    message = make_request([1], handle=handle, priority=priority, arrival=arrival, client=client)
+    return Request.from_message(message, 100, frozenset())
 
 
 def drain(queue: RequestQueue) -> list[int]:
@@ -32,6 +33,20 @@ def test_fcfs_puts_preempted_requests_before_those_that_have_not_run() -> None:
     for handle in (2, 1):  # the newest gives way first, so it is put back first
         queue.put_back(request(handle))
     assert drain(queue) == [1, 2, 3]
+
+
+def test_fcfs_lets_frontends_take_turns_however_much_one_of_them_sends() -> None:
+    queue = QUEUES["fcfs"]()
+    for handle in range(5):
+        queue.add(request(handle, client=1))
+    queue.add(request(10, client=2))
+    queue.add(request(20, client=3))
+    queue.add(request(11, client=2))
+    assert drain(queue) == [0, 10, 20, 1, 11, 2, 3, 4]
+    queue.add(request(5, client=1))
+    queue.add(request(12, client=2))
+    queue.put_back(request(9, client=1))
+    assert drain(queue) == [9, 5, 12]
 
 
 def test_priority_serves_the_lowest_number_first_then_the_earliest_arrival() -> None:

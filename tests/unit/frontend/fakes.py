@@ -31,6 +31,8 @@ class FakeChannel:
         self._waiting: list[ToFrontend] = []
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
+        self._leaving, self._left = socket.socketpair()
+        self.gone = False
 
     def wait_message(self, timeout_s: float) -> ToFrontend | None:
         return self._waiting.pop(0) if self._waiting else None
@@ -52,9 +54,15 @@ class FakeChannel:
         waiting, self._waiting = self._waiting, []
         return waiting
 
+    def gone_fileno(self) -> int:
+        return self._leaving.fileno()
+
+    def core_is_gone(self) -> bool:
+        return self.gone
+
     def close(self) -> None:
-        self._bell.close()
-        self._ring.close()
+        for end in (self._bell, self._ring, self._leaving, self._left):
+            end.close()
 
     # What a test says as the core.
 

@@ -3,7 +3,7 @@
 import os
 import select
 
-from sidestep.ipc.channels import CoreChannel, FrontendChannel
+from sidestep.ipc.channels import CoreChannel, FrontendChannel, new_address
 from sidestep.ipc.messages import AbortRequests, Answer, Call, ToCore
 
 
@@ -52,4 +52,58 @@ def test_sealing_leaves_no_file_and_messages_still_flow() -> None:
     core.send(0, Answer(call_id=1))
     assert frontend.wait_message(10) == Answer(call_id=1)
     core.close()
+    frontend.close()
+
+
+def wait_until_gone(channel: CoreChannel) -> list[int]:
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    while not (gone := channel.take_gone()):
+        assert poll.poll(10_000), "nobody was told"
+    return gone
+
+
+def test_the_core_serves_several_frontends_and_sees_one_leave() -> None:
+    first, second = FrontendChannel(), FrontendChannel()
+    core = CoreChannel([first.address])
+    assert core.connect(second.address) == 1
+    for client, frontend in enumerate((first, second)):
+        core.send(client, Answer(call_id=client))
+        assert frontend.wait_message(10) == Answer(call_id=client)
+        frontend.send(Call(client=client, call_id=7, method="ping"))
+    assert {message.client for message in receive(core, 2)} == {0, 1}
+    assert core.take_gone() == []
+    second.close()
+    assert wait_until_gone(core) == [1]
+    core.send(1, Answer(call_id=1))  # nobody is there: nothing happens
+    core.broadcast(Answer(call_id=9))
+    assert first.wait_message(10) == Answer(call_id=9)
+    assert core.take_gone() == []
+    core.close()
+    first.close()
+
+
+def test_a_frontend_may_listen_long_after_the_core_knows_its_address() -> None:
+    address = new_address()
+    core = CoreChannel([])
+    core.send(core.connect(address), Answer(call_id=5))
+    late = FrontendChannel(address)
+    assert late.wait_message(10) == Answer(call_id=5)
+    late.send(Call(client=0, call_id=1, method="ping"))
+    assert receive(core, 1) == [Call(client=0, call_id=1, method="ping")]
+    core.close()
+    late.close()
+
+
+def test_a_frontend_sees_the_core_leave() -> None:
+    frontend = FrontendChannel()
+    core = CoreChannel([frontend.address])
+    core.send(0, Answer(call_id=5))
+    assert frontend.wait_message(10) == Answer(call_id=5)
+    assert not frontend.core_is_gone()
+    poll = select.poll()
+    poll.register(frontend.gone_fileno(), select.POLLIN)
+    core.close()
+    while not frontend.core_is_gone():
+        assert poll.poll(10_000), "it was not told"
     frontend.close()
