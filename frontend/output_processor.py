@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED = 8192
 """Deliveries that are remembered."""
+_ID_BYTES = 4
 
 
 class RequestState:
@@ -161,6 +162,8 @@ class RequestState:
 class Delivery(NamedTuple):
     """One step's tokens taken in by a frontend; times as in ipc.records."""
 
+    number: int
+    """How many had come before it."""
     start_ns: int
     end_ns: int
     num_tokens: int
@@ -174,6 +177,7 @@ class OutputProcessor:
         self._by_id: dict[str, RequestState] = {}
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
+        self._num_deliveries = 0
 
     def __len__(self) -> int:
         return len(self._states)
@@ -214,7 +218,10 @@ class OutputProcessor:
                 state.finished(finished)
         if ended:
             self._abort_at_core(ended)
-        self._deliveries.append(Delivery(begin, time.monotonic_ns(), len(outputs.handles) // 4))
+        if outputs.handles:
+            self._deliveries.append(
+                Delivery(self._num_deliveries, begin, time.monotonic_ns(), len(outputs.handles) // _ID_BYTES))
+            self._num_deliveries += 1
 
     @property
     def deliveries(self) -> list[Delivery]:

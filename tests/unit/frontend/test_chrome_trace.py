@@ -31,7 +31,7 @@ def spans(trace: dict[str, Any], track: int) -> list[tuple[str, float, float]]:
 
 
 def test_each_process_has_a_track_and_each_step_its_spans() -> None:
-    trace = chrome_trace([step(7, 10_000), step(8, 14_000)], [], [Delivery(19_000, 21_000, 3), Delivery(0, 1, 1)])
+    trace = chrome_trace([step(7, 10_000), step(8, 14_000)], [], [Delivery(1, 19_000, 21_000, 3), Delivery(0, 0, 1, 1)])
     assert json.loads(json.dumps(trace)) == trace
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {FRONTEND: "frontend", CORE: "engine core", WORKER: "worker 0", DEVICE: "device",
