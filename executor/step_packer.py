@@ -11,12 +11,13 @@ import numpy.typing as npt
 import torch
 
 from sidestep.executor.input_batch import HostBatch
+from sidestep.ipc.sampling_params import MAX_STOP_TOKEN_IDS
 from sidestep.ipc.step import Int32, StepInput
 from sidestep.kernels.prepare_step_triton import MASKED, SAMPLING, StepLayout
 
 ROTATION = 4
-MASKED_PER_ROW = 128
-"""Most stop tokens of a request that has `min_tokens`."""
+MASKED_PER_ROW = MAX_STOP_TOKEN_IDS + 32
+"""Most stop tokens of a request that has `min_tokens`: its own and the model's ends of sequence."""
 
 
 class StepPacker:

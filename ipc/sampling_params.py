@@ -10,6 +10,8 @@ import msgspec
 from sidestep.ipc.errors import ValidationError
 
 MAX_SEED = 2**63 - 1
+MAX_STOP_TOKEN_IDS = 128
+"""With `min_tokens` they travel to the device in each step, in a message of bounded size."""
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -56,7 +58,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     stop: str | list[str] | None = None
     """Texts that end the output; left out of it unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end the output."""
+    """Token ids that end the output; at most MAX_STOP_TOKEN_IDS."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
     max_tokens: int | None = 16
@@ -103,6 +105,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         _check(self.detokenize or not self.stop_strings, "stop", "needs detokenize=True")
         _check(self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple), "stop_token_ids",
                f"must be a list of token ids, not {self.stop_token_ids!r}")
+        _check(len(self.stop_token_ids or ()) <= MAX_STOP_TOKEN_IDS, "stop_token_ids",
+               f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most")
         for token in self.stop_token_ids or ():
             _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
 
