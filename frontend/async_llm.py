@@ -54,6 +54,8 @@ class AsyncLLM:
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
                                       max_model_len=self._ready.max_model_len)
         self._stream_interval = config.frontend.stream_interval
+        self._preparing: dict[str, bool] = {}
+        """Requests that are being checked and tokenised: whether they are still wanted."""
         self._handles = itertools.count()
 
     @classmethod
@@ -96,14 +98,20 @@ class AsyncLLM:
         self._client.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
-        request = await self._inputs.process(
-            prompt, sampling_params, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
-        self._check_id(request_id)  # another call may have taken it meanwhile
+        self._preparing[request_id] = True
+        try:
+            request = await self._inputs.process(
+                prompt, sampling_params, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
+        finally:
+            wanted = self._preparing.pop(request_id)
         self._client.attach()
         state = RequestState(next(self._handles), request_id, request, self._tokenizer, self._stream_interval)
         self._outputs.add(state)
         try:
-            self._send(state, request)
+            if wanted:
+                self._send(state, request)
+            else:
+                self._outputs.abort([request_id])
             finished = False
             while not finished:
                 output = await state.next_output()
@@ -114,7 +122,11 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended already."""
-        self._outputs.abort([request_id] if isinstance(request_id, str) else list(request_id))
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._outputs.abort(ids)
+        for preparing in ids:
+            if preparing in self._preparing:
+                self._preparing[preparing] = False
 
     # The engine.
 
@@ -209,7 +221,7 @@ class AsyncLLM:
         if not isinstance(request_id, str):
             raise ValidationError("request_id", f"must be a string, not {request_id!r}")
         check_text("request_id", request_id)
-        if request_id in self._outputs:
+        if request_id in self._outputs or request_id in self._preparing:
             raise ValidationError("request_id", f"{request_id!r} is in use by a request that has not ended")
 
     def _send(self, state: RequestState, request: ProcessedRequest) -> None:

@@ -40,5 +40,6 @@ def llm(channel: FakeChannel, tokenizer: Tokenizer) -> AsyncLLM:
     llm._inputs = input_processor(tokenizer)
     llm._handles = itertools.count()
     llm._stream_interval = 1
+    llm._preparing = {}
     llm._ready = Ready(max_model_len=100, num_kv_blocks=9, block_size=16, device="fake", core_pid=0, worker_pids=[])
     return made

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from sidestep import AsyncLLM, EngineDeadError, EngineStalledError, EngineStartError, SamplingParams, ValidationError
+from sidestep.frontend.outputs import RequestOutput
 from sidestep.ipc.errors import SidestepError
-from sidestep.ipc.messages import Answer, Call, Dead, FinishReason, Ready
+from sidestep.ipc.messages import AddRequest, Answer, Call, Dead, FinishReason, Ready
 from tests.unit.frontend.fakes import FakeChannel, client_of
 from tests.unit.frontend.test_async_llm import added, collect
 
@@ -211,3 +212,27 @@ async def test_news_of_a_death_after_the_loop_has_closed_harms_nobody(channel: F
     closed = asyncio.new_event_loop()
     closed.close()
     client._tell_loop(closed, "engine core was killed")
+
+
+async def test_a_request_may_be_aborted_while_it_is_tokenised(
+        llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, ready = llm._inputs.process, asyncio.Event()
+
+    async def slowly(*args: object, **options: object) -> object:
+        await ready.wait()
+        return await process(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm._inputs, "process", slowly)
+
+    async def all_outputs() -> list[RequestOutput]:
+        return [output async for output in llm.generate([5], request_id="long")]
+
+    outputs = asyncio.create_task(all_outputs())
+    await until(lambda: "long" in llm._preparing)
+    with pytest.raises(ValidationError, match="request_id: 'long' is in use"):
+        await anext(llm.generate([5], request_id="long"))
+    await llm.abort("long")
+    ready.set()
+    (output,) = await outputs
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+    assert not any(isinstance(m, AddRequest) for m in channel.sent) and len(llm._outputs) == 0

@@ -11,7 +11,8 @@ from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
     ("temperature", -1), ("temperature", 2.5), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0),
     ("top_p", 2), ("top_k", -2), ("top_k", 1.5), ("min_p", 1.1), ("seed", -1), ("seed", 2**63), ("max_tokens", 0),
     ("min_tokens", -1), ("stop", [""]), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [True]),
-    ("stop_token_ids", 5), ("stop_token_ids", [7] * 129), ("stop_token_ids", "5"), ("ignore_eos", 1), ("detokenize", "no"),
+    ("stop_token_ids", 5), ("stop_token_ids", [7] * 129), ("stop_token_ids", "5"), ("ignore_eos", 1),
+    ("detokenize", "no"),
     ("skip_special_tokens", None), ("include_stop_str_in_output", 0), ("output_kind", "delta"), ("output_kind", 1)])
 def test_wrong_values(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:
