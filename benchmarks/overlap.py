@@ -1,10 +1,12 @@
-"""How busy overlap keeps the device: the same load on the fake device with overlap on and off, in one run.
+"""What each mechanism that keeps the device busy is worth: the same load with one after the other switched off.
 
-    python benchmarks/overlap.py [--step-ms 10] [--streams 64] [--tokens 200] [--json FILE]
+    python benchmarks/overlap.py [--device fake --step-ms 10] [--streams 64] [--tokens 200] [--json FILE]
+    python benchmarks/overlap.py --device cuda --model DIR [--load-format dummy] [--streams 64] [--tokens 200]
 
 The fake device takes exactly --step-ms for a step, so busy / (busy + idle while there was work) is the engine's doing
-alone. Prints a table; with --check exits with 1 when overlap keeps the device less than 97% busy, or when it makes no
-difference.
+alone. Switched off in turn: overlapped scheduling; on a GPU, graphs; and merged outputs, where each token is taken by
+its reader in an output of its own however late that is. Prints a table; with --check exits with 1 when overlap keeps
+the device less than 97% busy, when it makes no difference, or when any switch changes a token.
 """
 
 from __future__ import annotations
@@ -14,65 +16,134 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
 
-from sidestep import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
+from sidestep import DEFAULT_MODEL, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
+from sidestep.frontend.load_report import percentile
+from sidestep.frontend.output_processor import RequestState
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    merged: bool = True
+
+
+ALL = Variant("all on")
+NO_OVERLAP = Variant("no overlap", {"async_scheduling": False})
+NO_GRAPHS = Variant("no graphs", {"enforce_eager": True})
+NOT_MERGED = Variant("outputs not merged", merged=False)
 
 
 @dataclass(frozen=True)
 class Result:
     """One line of the table."""
 
-    overlap: str
+    variant: str
     device_busy: float
     """Share of the time with work during which the device ran."""
     tokens_per_s: float
     step_ms: float
     """Wall time of a step, the device's time included."""
+    itl_ms_p99: float
 
 
-async def run_load(args: argparse.Namespace, overlap: bool) -> tuple[Result, list[list[int]]]:
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Readers get each token in an output of its own."""
+    take = RequestState._take
+
+    def take_one(state: RequestState) -> RequestOutput:
+        tokens, finish = state._token_ids, state._finish_reason
+        later = tokens[state._taken_tokens + 1:]
+        if later:
+            del tokens[state._taken_tokens + 1:]
+            state._finish_reason = None
+        output = take(state)
+        tokens += later
+        state._finish_reason = finish
+        return output
+
+    RequestState._take = take_one  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RequestState._take = take  # type: ignore[method-assign]
+
+
+async def run_load(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[int]]]:
     """All streams at once, each of the same length."""
-    engine_args = EngineArgs(device="fake", fake_step_ms=args.step_ms, async_scheduling=overlap,
-                             max_num_seqs=args.streams, max_num_batched_tokens=max(2048, args.streams))
-    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1, temperature=1.0,
+    fake = {"fake_step_ms": args.step_ms} if args.device == "fake" else {}
+    engine_args = EngineArgs(**{
+        "model": args.model, "load_format": args.load_format, "tokenizer": args.tokenizer, "device": args.device,
+        "max_num_seqs": args.streams, "max_num_batched_tokens": max(2048, args.streams), **fake, **variant.options})
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1, temperature=1.0, detokenize=False,
                             output_kind=RequestOutputKind.DELTA)
+    gaps: list[float] = []
     async with AsyncLLM.from_engine_args(engine_args) as llm:
         async def stream(index: int) -> list[int]:
-            tokens: list[int] = []
+            tokens, times = [], []
             async for out in llm.generate([10 + index, 11, 12], params):
                 tokens += out.outputs[0].token_ids
+                times.append(time.perf_counter())
+            gaps.extend(b - a for a, b in pairwise(times))
             return tokens
 
         await asyncio.gather(*(stream(i) for i in range(4)))  # first use of everything
+        gaps.clear()
         before, start = await llm.get_stats(), time.perf_counter()
         tokens = await asyncio.gather(*(stream(i) for i in range(args.streams)))
         wall, after = time.perf_counter() - start, await llm.get_stats()
     busy = after["device_busy_s"] - before["device_busy_s"]
     idle = after["device_idle_s"] - before["device_idle_s"]
-    return Result(overlap="on" if overlap else "off", device_busy=busy / (busy + idle),
-                  tokens_per_s=sum(map(len, tokens)) / wall, step_ms=wall / args.tokens * 1e3), tokens
+    return Result(variant=variant.name, device_busy=busy / (busy + idle),
+                  tokens_per_s=sum(map(len, tokens)) / wall, step_ms=wall / args.tokens * 1e3,
+                  itl_ms_p99=percentile(gaps, 99) * 1e3), tokens
+
+
+def run(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[int]]]:
+    """One variant on an engine of its own."""
+    if variant.merged:
+        return asyncio.run(run_load(args, variant))
+    with one_by_one():
+        return asyncio.run(run_load(args, variant))
 
 
 def main() -> int:
-    """Runs both, prints the table."""
+    """Runs all, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="fake", choices=("fake", "cpu", "cuda"))
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--load-format", default="auto")
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--json", help="also write the results to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless overlap does its work")
     args = parser.parse_args()
-    (on, on_tokens), (off, off_tokens) = (asyncio.run(run_load(args, overlap)) for overlap in (True, False))
-    print(f"{args.streams} streams x {args.tokens} tokens, device step {args.step_ms} ms")
-    print(f"{'overlap':>8} {'device busy':>12} {'tokens/s':>10} {'step ms':>9}")
-    for result in (on, off):
-        print(f"{result.overlap:>8} {result.device_busy:>12.1%} {result.tokens_per_s:>10.0f} {result.step_ms:>9.2f}")
-    print(f"tokens equal with overlap on and off: {on_tokens == off_tokens}")
+    variants = [ALL, NO_OVERLAP, *([NO_GRAPHS] if args.device == "cuda" else []), NOT_MERGED]
+    runs = {variant.name: run(args, variant) for variant in variants}
+    device = f"fake device with steps of {args.step_ms} ms" if args.device == "fake" else args.device
+    print(f"{args.streams} streams x {args.tokens} tokens, {device}")
+    print(f"{'':>20} {'device busy':>12} {'tokens/s':>10} {'step ms':>9} {'p99 ITL ms':>11}")
+    for result, _ in runs.values():
+        print(f"{result.variant:>20} {result.device_busy:>12.1%} {result.tokens_per_s:>10.0f} {result.step_ms:>9.2f} "
+              f"{result.itl_ms_p99:>11.2f}")
+    same = all(tokens == runs[ALL.name][1] for _, tokens in runs.values())
+    print(f"tokens equal in all: {same}")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump([asdict(on), asdict(off)], file, indent=1)
-    good = on.device_busy >= 0.97 and off.device_busy < on.device_busy - 0.01 and on_tokens == off_tokens
+            json.dump([asdict(result) for result, _ in runs.values()], file, indent=1)
+    on, off = runs[ALL.name][0], runs[NO_OVERLAP.name][0]
+    good = on.device_busy >= 0.97 and off.device_busy < on.device_busy - 0.01 and same
     return 0 if good or not args.check else 1
 
 
