@@ -13,11 +13,10 @@ from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.cli_args import engine_args
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
+from sidestep.frontend.load_report import Report, percentile
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
-
-Result = dict[str, float | str]
 
 
 def run_bench(parsed: argparse.Namespace) -> int:
@@ -25,11 +24,7 @@ def run_bench(parsed: argparse.Namespace) -> int:
     llm = start_for_load(parsed)
     measure = throughput if parsed.bench == "throughput" else latency
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        result = runner.run(measure(llm, parsed))
-    print_table(result)
-    if parsed.json:
-        with open(parsed.json, "w") as file:
-            json.dump(result, file, indent=1)
+        show(runner.run(measure(llm, parsed)), parsed.json)
     return 0
 
 
@@ -66,7 +61,7 @@ async def run_batch(llm: AsyncLLM, prompts: Sequence[list[int]], output_len: int
     return outputs, time.perf_counter() - start
 
 
-async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Result:
+async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
     """Tokens a second of many requests at once."""
     async with llm:
         await run_batch(llm, random_prompts(llm, 2, parsed.input_len, seed=1), 8)
@@ -80,7 +75,7 @@ async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Result:
                 **percentiles("ttft_ms", [(o.metrics.first_token_latency or 0) * 1e3 for o in outputs])}
 
 
-async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Result:
+async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
     """Seconds for a batch, again and again."""
     async with llm:
         await run_batch(llm, random_prompts(llm, parsed.batch_size, parsed.input_len, seed=1), 8)
@@ -96,13 +91,20 @@ async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Result:
                 **percentiles("ttft_ms", ttft)}
 
 
-def percentiles(name: str, values: Sequence[float]) -> Result:
+def percentiles(name: str, values: Sequence[float]) -> Report:
     """Median and 99th percentile (nearest rank)."""
-    ordered = sorted(values)
-    return {f"{name}_p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 99)}
+    return {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
 
 
-def print_table(result: Result) -> None:
+def show(result: Report, path: str | None) -> None:
+    """Prints a result, and writes it to a file if there is to be one."""
+    print_table(result)
+    if path is not None:
+        with open(path, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+def print_table(result: Report) -> None:
     """A line for each figure."""
     width = max(map(len, result))
     for name, value in result.items():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 from collections.abc import Iterable
 from itertools import islice
 
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.cli_args import engine_args
-from sidestep.frontend.cli_bench import print_table, random_prompts, run_batch
+from sidestep.frontend.cli_bench import random_prompts, run_batch, show
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.load import Lengths, PlannedRequest, arrivals, random_requests, read_requests
@@ -27,11 +26,7 @@ def run_bench_serve(parsed: argparse.Namespace) -> int:
     goals = parse_goals(parsed.goodput)
     llm = start_engine(engine_args(parsed))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        report = runner.run(serve(llm, parsed, goals))
-    print_table(report)
-    if parsed.json:
-        with open(parsed.json, "w") as file:
-            json.dump(report, file, indent=1)
+        show(runner.run(serve(llm, parsed, goals)), parsed.json)
     return 0
 
 
