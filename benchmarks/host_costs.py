@@ -2,9 +2,10 @@
 
     python benchmarks/host_costs.py [--requests 1 64 256 1024] [--steps 200]
 
-Everything in one process and without a device: the scheduler decides and takes tokens back, the step is encoded,
-crosses a ring in shared memory and is decoded, a frontend detokenises and delivers to one reader a request.
-Microseconds per request-step, the mean over the steps; all of it happens beside the device's step, not in its way.
+Everything in one process and without a device: the scheduler decides and takes tokens back, the flight recorder notes
+it, the step is encoded, crosses a ring in shared memory and is decoded, a frontend detokenises and delivers to one
+reader a request. Microseconds per request-step, the mean over the steps; all of it happens beside the device's step,
+not in its way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import count
 import numpy as np
 
 from sidestep import DEFAULT_MODEL, SamplingParams
+from sidestep.engine_core.flight_recorder import FlightRecorder
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
 from sidestep.frontend.detokenizer import Detokenizer
@@ -34,7 +36,7 @@ from sidestep.ipc.sampling_params import RequestOutputKind
 from sidestep.ipc.shm_ring import RingReader, RingWriter, create_ring
 from sidestep.ipc.step import StepInput, StepOutput
 
-COLUMNS = ("schedule", "update", "encode", "ring", "decode", "message", "detokenise", "deliver")
+COLUMNS = ("schedule", "update", "record", "encode", "ring", "decode", "message", "detokenise", "deliver")
 PROMPT = 64
 
 
@@ -67,6 +69,7 @@ def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
         prompt = [rng.randrange(4000) for _ in range(PROMPT)]
         scheduler.add(AddRequest(client=0, handle=handle, request_id=str(handle), prompt_token_ids=pack_ids(prompt),
                                  sampling=params(steps + 9), arrival=0.0))
+    recorder = FlightRecorder(time.monotonic)
     spec = create_ring(1)
     writer, reader = RingWriter(spec), RingReader(spec, 0)
     messages: list[bytes] = []
@@ -76,6 +79,10 @@ def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
         with timed("schedule"):
             step = scheduler.schedule()
         assert step is not None
+        with timed("record"):
+            recorder.scheduling()
+            recorder.scheduled()
+            recorder.submitted(scheduler.situation())
         with timed("encode"):
             parts = step.encode()
         with timed("ring"):
@@ -90,8 +97,12 @@ def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
             continue
         oldest = in_flight.pop(0)
         tokens = np.fromiter((rng.randrange(4000) for _ in oldest.slots), np.int32)
+        output = StepOutput(oldest.step_id, 0, 0, tokens)
+        with timed("record"):
+            recorder.output_taken(output)
+            recorder.turn_ended()
         with timed("update"):
-            outputs = scheduler.update(StepOutput(oldest.step_id, 0, 0, tokens))
+            outputs = scheduler.update(output)
         with timed("message"):
             data = encode(outputs[0])
             decode_to_frontend(data)

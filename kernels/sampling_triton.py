@@ -177,6 +177,13 @@ def _from_key(key, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
+def _parameters(row, slots, temperature, top_k, top_p, min_p):
+    """A row's slot, and what its request asks for."""
+    slot = tl.load(slots + row).to(tl.int64)
+    return (slot, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot))
+
+
+@triton.jit
 def _is_filtered(t, k, p, min_p, vocab):
     return (t > 0) & (((k > 0) & (k < vocab)) | (p < 1) | (min_p > 0))
 
@@ -195,11 +202,7 @@ def _score_tiles(logits, header, slots, seq_lens, samples, temperature, top_k, t
         return
     if tl.load(samples + row) == 0:
         return
-    slot = tl.load(slots + row).to(tl.int64)
-    t = tl.load(temperature + slot)
-    k = tl.load(top_k + slot)
-    p = tl.load(top_p + slot)
-    m = tl.load(min_p + slot)
+    slot, t, k, p, m = _parameters(row, slots, temperature, top_k, top_p, min_p)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
@@ -404,11 +407,7 @@ def _choose_tokens(logits, header, slots, seq_lens, samples, temperature, top_k,
     if tl.load(samples + row) == 0:
         return
     # 1. The row's parameters, and what the first kernel left.
-    slot = tl.load(slots + row).to(tl.int64)
-    t = tl.load(temperature + slot)
-    k = tl.load(top_k + slot)
-    p = tl.load(top_p + slot)
-    m = tl.load(min_p + slot)
+    slot, t, k, p, m = _parameters(row, slots, temperature, top_k, top_p, min_p)
     tiles = tl.cdiv(vocab, TILE)
     tile = tl.arange(0, TILES)
     present = tile < tiles
