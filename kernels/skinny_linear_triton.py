@@ -203,10 +203,10 @@ def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_square
             u = next_u
         acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
         w = next_w
-    value = _given(values, LAST, x_columns, K, EVEN, STEPS, GIVEN, WARPS)
     # While the last columns of W are on their way.
     if ADD:
-        before = tl.load(out + tokens[None, :] * out_stride + rows[:, None], mask=inside, other=0.0).to(tl.float32)
+        before = tl.load(out + tokens[None, :] * out_stride + rows[:, None], mask=inside, other=0.0)
+    value = _given(values, LAST, x_columns, K, EVEN, STEPS, GIVEN, WARPS)
     if PARTS:
         scale = _scale(squares, tl.minimum(tokens, T - 1), eps, K, PARTS)[None, :]
     acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
@@ -222,7 +222,7 @@ def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_square
             up *= scale
         result = _activate(result, up, out.dtype.element_ty)
     if ADD:
-        result += before
+        result += before.to(tl.float32)
     rounded = result.to(out.dtype.element_ty)
     tl.store(out + tokens[None, :] * out_stride + rows[:, None], rounded, mask=inside)
     if NEXT:
