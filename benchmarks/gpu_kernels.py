@@ -38,10 +38,10 @@ from sidestep.kernels.decode_attention_triton import (
 from sidestep.kernels.linear import add_linear, gated_linear, linear
 from sidestep.kernels.prefill_attention_triton import PrefillConfig, prefill_attention, prefill_config
 from sidestep.kernels.qkv_rope_triton import qkv_rope
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import RmsNorm, Stream
 from sidestep.kernels.rms_norm_triton import rms_norm
 from sidestep.kernels.silu_mul_triton import silu_mul
-from sidestep.kernels.skinny_linear_triton import SkinnyConfig, skinny_linear
+from sidestep.kernels.skinny_linear_triton import SkinnyConfig, add_skinny_linear, skinny_linear
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -343,29 +343,37 @@ class Layers:
         """All layers; `configs` by matrix, None for the library's product, as shipped where none is named; `skip` names
         what is left out."""
         m, b = self.model, self.paged
-
-        def product(x: Tensor, name: str, norm: RmsNorm | None = None) -> Tensor:
-            weight, gated = weights[name], name == "gate_up"
-            residual = hidden if norm is None else None
-            if name not in configs:
-                return add_linear(residual, x, weight, None) if residual is not None else \
-                    gated_linear(x, weight, None, norm) if gated else linear(x, weight, None, norm)
-            if configs[name] is not None:
-                return skinny_linear(x, weight, norm=norm, gated=gated, residual=residual, config=configs[name])
-            if residual is not None:
-                return residual.addmm_(x, weight.t())
-            y = F.linear(self.norm(x), weight)
-            return silu_mul(y) if gated else y
-
-        hidden, out = self.x.clone(), torch.empty(self.rows, m.heads * m.head_dim, dtype=DTYPE, device=DEVICE)
+        stream, out = Stream(self.x.clone(), self.norm), self.x.new_empty(self.rows, m.heads * m.head_dim)
         for weights, cache in zip(self.weights, b.caches, strict=True):
-            qkv = product(hidden, "qkv", self.norm)
+            qkv = self._project(stream, weights, "qkv", configs)
             if skip != "attention":
                 decode_attention(qkv, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, out, self.scratch,
                                  num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=self.rope)
-            hidden = product(out, "o")
-            hidden = product(product(hidden, "gate_up", self.norm), "down")
-        return hidden
+            stream = self._add(stream, out, weights, "o", configs)
+            stream = self._add(stream, self._project(stream, weights, "gate_up", configs), weights, "down", configs)
+        return stream.hidden
+
+    def _project(self, stream: Stream, weights: dict[str, Tensor], name: str, configs: Configs) -> Tensor:
+        """A product of the normed stream."""
+        weight, gated = weights[name], name == "gate_up"
+        if name not in configs:
+            return (gated_linear if gated else linear)(stream, weight, None)
+        if (config := configs[name]) is not None:
+            return skinny_linear(stream, weight, gated=gated, config=config)
+        y = F.linear(stream.normed(), weight)
+        return silu_mul(y) if gated else y
+
+    def _add(self, stream: Stream, x: Tensor, weights: dict[str, Tensor], name: str, configs: Configs) -> Stream:
+        """A product added to the stream."""
+        hidden, weight = stream.hidden, weights[name]
+        if name not in configs:
+            begun = add_linear(hidden, x, weight, None, self.norm)
+        elif (config := configs[name]) is not None:
+            begun = add_skinny_linear(hidden, x, weight, norm=self.norm, config=config)
+        else:
+            hidden.addmm_(x, weight.t())
+            begun = None
+        return Stream(hidden, self.norm, begun)
 
     def time(self, configs: Configs, skip: str = "") -> float:
         """Microseconds a layer."""
@@ -386,7 +394,7 @@ class Layers:
         return same
 
     def _alone(self, configs: Configs) -> Tensor:
-        names = ("linear", "gated_linear", "add_linear", "decode_attention")
+        names = ("linear", "gated_linear", "add_linear", "skinny_linear", "add_skinny_linear", "decode_attention")
         originals = {name: globals()[name] for name in names}
 
         def separated(function: Callable[..., object]) -> Callable[..., object]:
@@ -432,16 +440,31 @@ def gemv_configs(inputs: int) -> Iterator[SkinnyConfig]:
             yield SkinnyConfig(block_n, block_k, warps, False)
 
 
-def skinny_configs(normed: bool) -> Iterator[SkinnyConfig]:
-    """For 2 to 16 rows; of a normed input, with the norm in the same kernel or before it."""
+def skinny_configs() -> Iterator[SkinnyConfig]:
+    """For 2 to 16 rows."""
     for block_n, block_k, warps in ((8, 1024, 8), (16, 1024, 4), (16, 1024, 8)):
-        for fused in (False, True) if normed else (False,):
-            yield SkinnyConfig(block_n, block_k, warps, fused_norm=fused)
+        yield SkinnyConfig(block_n, block_k, warps)
 
 
-def product_configs(name: str, inputs: int, rows: int) -> list[SkinnyConfig]:
-    """For one of a layer's matrices."""
-    return list(gemv_configs(inputs) if rows == 1 else skinny_configs(name in ("qkv", "gate_up")))
+def product_configs(inputs: int, rows: int) -> list[SkinnyConfig]:
+    """For a matrix with so many inputs."""
+    return list(gemv_configs(inputs) if rows == 1 else skinny_configs())
+
+
+NORM_BEGUN_BY = {"qkv": "down", "gate_up": "o"}
+"""The matrices of a normed stream: their kernels differ by how many programs the product before them has."""
+
+
+def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
+    """All that tuning a layer may come to, as far as kernels differ."""
+    linears = model.linears()
+    for name, (_, k, _) in linears.items():
+        before: list[Configs] = [{}]
+        if (beginner := NORM_BEGUN_BY.get(name)) is not None:
+            by_block = {c.block_n: c for c in product_configs(linears[beginner][1], rows)}
+            before = [{beginner: None}, *({beginner: c} for c in by_block.values())]
+        for others, product in itertools.product(before, product_configs(k, rows)):
+            yield {**others, name: product}
 
 
 @functools.lru_cache
@@ -462,10 +485,9 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
         for rows in TUNED_ROWS if "layers" in sections else ():
             for config in decode_configs():
                 yield lambda m=model, r=rows, c=config: (_one_layer(m, r).set_decode(c), _one_layer(m, r).run({}))
-            for name, (_, k, _) in model.linears().items():
-                for product in product_configs(name, k, rows):
-                    yield lambda m=model, r=rows, name=name, c=product: _one_layer(m, r).run({name: c})
-            for product in product_configs("lm_head", model.hidden, rows):
+            for configs in layer_configs(model, rows):
+                yield lambda m=model, r=rows, c=configs: _one_layer(m, r).run(c)
+            for product in product_configs(model.hidden, rows):
                 yield lambda m=model, r=rows, c=product: check_linear(m.vocab, m.hidden, False, r, c)
 
 
@@ -574,7 +596,7 @@ def linear_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
                 floor = ceilings.floor(case.bytes)
                 figures.append(f"{attempt(case.time):.2f} / {attempt(case.library):.2f}")
                 if tune:
-                    tried = product_configs(name, k, rows)
+                    tried = product_configs(k, rows)
                     best = sorted((attempt(lambda c=c, case=case: case.time(c)), str(c)[13:]) for c in tried)
                     table.add(f"    rows {rows} best: " + "; ".join(f"{t:.2f} {c}" for t, c in best[:4]))
                 del case
@@ -610,7 +632,7 @@ def tune_layer(table: Table, case: Layers) -> Configs:
 
     chosen: Configs = {}
     for name, (_, k, _) in model.linears().items():
-        tried = [None, *product_configs(name, k, rows)]
+        tried = [None, *product_configs(k, rows)]
         _, chosen[name] = best(name, tried, lambda c, name=name: case.time({**chosen, name: c}))
     error = relative_error(case.run(chosen), case.run(dict.fromkeys(model.linears())))
     shipped = decode_config(model.head_dim, 2, model.heads)
@@ -626,7 +648,7 @@ def tune_head(table: Table, model: Model, rows: int) -> SkinnyConfig | None:
     """The last product, alone."""
     case = Linear(model.vocab, model.hidden, False, rows)
     found: list[tuple[float, SkinnyConfig | None]] = [(case.library(), None)]
-    found += [(attempt(lambda c=c: case.time(c)), c) for c in product_configs("lm_head", model.hidden, rows)]
+    found += [(attempt(lambda c=c: case.time(c)), c) for c in product_configs(model.hidden, rows)]
     found.sort(key=lambda entry: entry[0])
     table.add("    lm_head: " + "; ".join(f"{took:.2f} {str(config).split('(')[-1]}" for took, config in found[:4]))
     return found[0][1]
@@ -640,7 +662,7 @@ the library's product is faster.
 
 from __future__ import annotations
 
-Fields = tuple[int, int, int, bool, bool]
+Fields = tuple[int, int, int, bool]
 
 PRODUCTS: dict[tuple[int, int, bool], tuple[Fields | None, Fields | None, Fields | None]] = {
 '''

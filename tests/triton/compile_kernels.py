@@ -38,7 +38,7 @@ from sidestep.kernels import (
     silu_mul_triton,
     skinny_linear_triton,
 )
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
@@ -154,13 +154,17 @@ def launch_attention(model: Model, page: int, window: int) -> None:
 
 
 def launch_products(model: Model, page: int, window: int) -> None:
-    qkv = (model.heads + 2 * model.kv_heads) * model.dim
-    product, norm = skinny_linear_triton.skinny_linear, RmsNorm(bf16(model.hidden), 1e-6)
+    qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
+    product, add = skinny_linear_triton.skinny_linear, skinny_linear_triton.add_skinny_linear
+    norm = RmsNorm(bf16(model.hidden), 1e-6)
     for rows in (1, 8, SKINNY_ROWS):
         hidden = bf16(rows, model.hidden)
-        product(hidden, bf16(qkv, model.hidden), bf16(qkv), norm=norm)
-        product(bf16(rows, model.inner), bf16(model.hidden, model.inner), residual=hidden)
-        product(hidden, bf16(2 * model.inner, model.hidden), norm=norm, gated=True)
+        product(hidden, bf16(qkv, model.hidden), bf16(qkv))
+        begun = add(hidden, bf16(rows, attended), bf16(model.hidden, attended), norm=norm)
+        product(Stream(hidden, norm, begun), bf16(2 * model.inner, model.hidden), gated=True)
+        begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm=norm)
+        product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
+        add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
 
 
 def disassembler() -> Path | None:
