@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sidestep.kernels import gated_gemm_triton
 from sidestep.kernels.gated_gemm_triton import GatedConfig, choose, default_config, gated_gemm, shared_tiles
+from sidestep.kernels.linear import gated_linear
 from sidestep.kernels.tuned_gated import GATED
 from tests.triton.support import (
     DEVICE,
@@ -130,6 +131,23 @@ def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose(64, 96, 65, device) is None
     monkeypatch.setattr(gated_gemm_triton, "has_pdl", lambda device: False)
     assert choose(64, 96, 64, device) is None
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [20, 64, 65])
+def test_a_layer_takes_what_is_chosen(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    taken = []
+
+    def recorded(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) -> Tensor:
+        taken.append(config)
+        return gated_gemm(x, weight, config=config)
+
+    monkeypatch.setattr(gated_gemm_triton, "has_pdl", lambda device: True)
+    monkeypatch.setattr(gated_gemm_triton, "gated_gemm", recorded)
+    monkeypatch.setitem(GATED, (96, 64), ((64, dataclasses.astuple(SPLIT)),))
+    x, weight = Values(1).normal(rows, 64, dtype=DTYPE), Values(2).normal(192, 64, dtype=DTYPE, scale=0.125)
+    assert_close(gated_linear(x, weight, None), exact(x, weight), ulps=8)
+    assert taken == ([SPLIT] if rows <= 64 else [])
 
 
 # -- What is too large for the interpreter -----------------------------------------------------------------------------
