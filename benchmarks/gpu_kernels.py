@@ -1,6 +1,6 @@
 """How far each kernel of a step is from what the GPU allows: the figures behind the kernels' configurations.
 
-    python benchmarks/gpu_kernels.py [--only decode,prefill,linear,layers,small] [--tune]
+    python benchmarks/gpu_kernels.py [--only decode,gated,prefill,linear,layers,small] [--tune]
 
 Each kernel is checked against a reference in higher precision, then timed in a CUDA graph of many launches over inputs
 that take turns and together are larger than the L2 cache. The floor is bytes over the bandwidth of a large read, or
@@ -35,6 +35,9 @@ from sidestep.kernels.decode_attention_triton import (
     decode_config,
     plan_attention,
 )
+from sidestep.kernels.gated_gemm_triton import GatedConfig, default_config, gated_gemm
+from sidestep.kernels.gated_gemm_triton import choose as choose_gated
+from sidestep.kernels.launch import compiling_only
 from sidestep.kernels.linear import add_linear, gated_linear, linear
 from sidestep.kernels.prefill_attention_triton import PrefillConfig, prefill_attention, prefill_config
 from sidestep.kernels.qkv_rope_triton import qkv_rope
@@ -309,6 +312,31 @@ class Linear:
         return microseconds(repeated(calls, 20))
 
 
+class Gated(Linear):
+    """The gated product of many rows, with the activation."""
+
+    def __init__(self, model: Model, rows: int) -> None:
+        super().__init__(model.inner, model.hidden, True, rows)
+        self.operations = 4 * rows * model.inner * model.hidden
+        self.chosen = choose_gated(rows, model.inner, model.hidden, DEVICE) or default_config(rows)
+
+    def error(self, config: GatedConfig) -> float:
+        """Relative, of columns of every tile, in float64; infinite if a second run differs."""
+        weight = self.weights[0]
+        out = gated_gemm(self.x, weight, config=config)
+        if not torch.equal(out, gated_gemm(self.x, weight, config=config)):
+            return math.inf
+        gate, up = (self.x.double() @ half[::29].double().t() for half in weight.chunk(2))
+        return relative_error(out[:, ::29], F.silu(gate) * up)
+
+    def took(self, config: GatedConfig) -> float:
+        """Microseconds, or infinite if the result is wrong."""
+        if (error := self.error(config)) > 1e-2:
+            print(f"wrong: {self.shape} {config} error {error}")
+            return math.inf
+        return microseconds(repeated([lambda w=w: gated_gemm(self.x, w, config=config) for w in self.weights], 20))
+
+
 Configs = dict[str, SkinnyConfig | None]
 
 
@@ -467,6 +495,32 @@ def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
             yield {**others, name: product}
 
 
+GATED_ROWS = (32, 64, 128, 256, 512)
+_GATED_TILES = {
+    # rows, columns of each half, step, warps, stages, programs, split
+    64: ((64, 64, 64, 4, 4, 2), (64, 128, 64, 4, 4), (64, 128, 64, 4, 5), (64, 64, 128, 4, 4), (64, 32, 64, 4, 4, 3),
+         (64, 64, 64, 4, 4, 2, True), (64, 64, 64, 4, 8, 1, True), (64, 128, 64, 4, 5, 1, True)),
+    128: ((128, 128, 64, 8, 4), (128, 64, 64, 4, 3, 2), (64, 128, 64, 4, 5), (64, 64, 64, 4, 4, 2), (128, 64, 64, 8, 6),
+          (128, 32, 64, 8, 4, 2), (128, 128, 64, 8, 4, 1, True), (128, 64, 64, 8, 6, 1, True),
+          (128, 64, 64, 4, 3, 2, True), (128, 64, 128, 8, 3, 1, True)),
+    512: ((256, 64, 64, 8, 4), (128, 128, 64, 8, 4), (128, 64, 64, 4, 3, 2), (64, 64, 64, 4, 4, 2),
+          (128, 32, 64, 8, 4, 2), (256, 64, 64, 8, 4, 1, True), (256, 64, 64, 8, 3, 1, True),
+          (128, 128, 64, 8, 4, 1, True), (128, 64, 64, 4, 3, 2, True), (128, 64, 128, 8, 3, 1, True))}
+
+
+def gated_configs(rows: int) -> list[GatedConfig]:
+    """Tiles shared out last: only they can wait for one another."""
+    by_rows = next(tiles for most, tiles in _GATED_TILES.items() if rows <= most)
+    return [GatedConfig(tile[0], tile[1], tile[2], tile[3], tile[4], *tile[5:]) for tile in by_rows]
+
+
+def compile_gated(model: Model, rows: int, config: GatedConfig) -> None:
+    """Runs nothing."""
+    x, weight = (torch.empty(n, model.hidden, dtype=DTYPE, device=DEVICE) for n in (rows, 2 * model.inner))
+    with compiling_only(1):
+        gated_gemm(x, weight, config=config)
+
+
 @functools.lru_cache
 def _one_layer(model: Model, rows: int) -> Layers:
     return Layers(dataclasses.replace(model, kept=1), rows, 65)
@@ -482,6 +536,9 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
             for config in prefill_configs():
                 for lengths in ([8192], [512] * 16):
                     yield lambda m=model, c=config, n=lengths: Prefill(m, n).calls(c)[0]()
+        for rows in GATED_ROWS[1:] if "gated" in sections else ():  # the first are as the second
+            for gated in gated_configs(rows):
+                yield lambda m=model, r=rows, c=gated: compile_gated(m, r, c)
         for rows in TUNED_ROWS if "layers" in sections else ():
             for config in decode_configs():
                 yield lambda m=model, r=rows, c=config: (_one_layer(m, r).set_decode(c), _one_layer(m, r).run({}))
@@ -603,6 +660,27 @@ def linear_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             table.add(f"  {model.name} {name} {n} x {k}{' gated' if gated else ''}: {floor:.2f}; {', '.join(figures)}")
 
 
+def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
+    """The gated product of more rows than the small products take."""
+    table.add("gated product with its activation, us: floor, kernel, library")
+    for model in MODELS:
+        entries = []
+        for rows in GATED_ROWS:
+            case = Gated(model, rows)
+            took, library = attempt(lambda case=case: case.took(case.chosen)), case.library()
+            table.add(f"  {model.name} rows {rows}: {ceilings.floor(case.bytes, case.operations):.2f} {took:.2f} "
+                      f"{library:.2f}")
+            if tune:
+                tried = gated_configs(rows)
+                best = sorted((attempt(lambda c=c, case=case: case.took(c)), dataclasses.astuple(c)) for c in tried)
+                print("    " + "\n    ".join(f"{t:.2f} {c}" for t, c in best))
+                table.add("    best: " + "; ".join(f"{t:.2f} {c}" for t, c in best[:4]))
+                entries.append((rows, best[0][1] if best[0][0] < 0.98 * library else None))
+            del case
+        if tune:
+            table.add(f"    for kernels/tuned_gated.py: {(model.inner, model.hidden)}: {tuple(entries)},")
+
+
 def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[str, int], Configs]:
     """A whole layer: what a decode step spends, and the configurations of its matrices within it, by model and rows."""
     tuned: dict[tuple[str, int], Configs] = {}
@@ -708,8 +786,8 @@ def small_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             f"{name} {ceilings.floor(n):.2f} {took:.2f}" for name, (n, took) in small_kernels(model, rows).items()))
 
 
-SECTIONS = {"decode": decode_section, "layers": layers_section, "linear": linear_section, "prefill": prefill_section,
-            "small": small_section}
+SECTIONS = {"decode": decode_section, "gated": gated_section, "layers": layers_section, "linear": linear_section,
+            "prefill": prefill_section, "small": small_section}
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from sidestep.kernels import (
     block_copy_triton,
     decode_attention_triton,
+    gated_gemm_triton,
     launch,
     mask_logits_triton,
     prefill_attention_triton,
@@ -43,6 +44,7 @@ from sidestep.kernels.rms_norm import RmsNorm, Stream
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
 SKINNY_ROWS = 16
+GATED_ROWS = (64, 256)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def compiling(capability: int) -> Iterator[list[Any]]:
     """Launches compile for this capability, side by side, and the list grows by what they compile."""
     triton.runtime.driver.set_active(Driver(capability))
     launch.has_pdl = lambda device: capability >= 90
-    decode_attention_triton.num_processors = lambda device: PROCESSORS
+    decode_attention_triton.num_processors = gated_gemm_triton.num_processors = lambda device: PROCESSORS
     compiled: list[Any] = []
     with launch.compiling_only(os.cpu_count() or 1):
         run = JITFunction.run
@@ -165,6 +167,9 @@ def launch_products(model: Model, page: int, window: int) -> None:
         begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm=norm)
         product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
         add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
+    if launch.has_pdl(norm.weight.device):  # as where it is chosen
+        for rows in GATED_ROWS:
+            gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
 
 
 def disassembler() -> Path | None:
