@@ -1,6 +1,6 @@
 """How far each kernel of a step is from what the GPU allows: the figures behind the kernels' configurations.
 
-    python benchmarks/gpu_kernels.py [--only decode,prefill,linear,layers,small] [--tune]
+    python benchmarks/gpu_kernels.py [--only decode,gated,prefill,linear,layers,small] [--tune]
 
 Each kernel is checked against a reference in higher precision, then timed in a CUDA graph of many launches over inputs
 that take turns and together are larger than the L2 cache. The floor is bytes over the bandwidth of a large read, or
@@ -35,13 +35,16 @@ from sidestep.kernels.decode_attention_triton import (
     decode_config,
     plan_attention,
 )
+from sidestep.kernels.gated_gemm_triton import GatedConfig, default_config, gated_gemm
+from sidestep.kernels.gated_gemm_triton import choose as choose_gated
+from sidestep.kernels.launch import compiling_only
 from sidestep.kernels.linear import add_linear, gated_linear, linear
 from sidestep.kernels.prefill_attention_triton import PrefillConfig, prefill_attention, prefill_config
 from sidestep.kernels.qkv_rope_triton import qkv_rope
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import RmsNorm, Stream
 from sidestep.kernels.rms_norm_triton import rms_norm
 from sidestep.kernels.silu_mul_triton import silu_mul
-from sidestep.kernels.skinny_linear_triton import SkinnyConfig, skinny_linear
+from sidestep.kernels.skinny_linear_triton import SkinnyConfig, add_skinny_linear, skinny_linear
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -309,6 +312,31 @@ class Linear:
         return microseconds(repeated(calls, 20))
 
 
+class Gated(Linear):
+    """The gated product of many rows, with the activation."""
+
+    def __init__(self, model: Model, rows: int) -> None:
+        super().__init__(model.inner, model.hidden, True, rows)
+        self.operations = 4 * rows * model.inner * model.hidden
+        self.chosen = choose_gated(rows, model.inner, model.hidden, DEVICE) or default_config(rows)
+
+    def error(self, config: GatedConfig) -> float:
+        """Relative, of columns of every tile, in float64; infinite if a second run differs."""
+        weight = self.weights[0]
+        out = gated_gemm(self.x, weight, config=config)
+        if not torch.equal(out, gated_gemm(self.x, weight, config=config)):
+            return math.inf
+        gate, up = (self.x.double() @ half[::29].double().t() for half in weight.chunk(2))
+        return relative_error(out[:, ::29], F.silu(gate) * up)
+
+    def took(self, config: GatedConfig) -> float:
+        """Microseconds, or infinite if the result is wrong."""
+        if (error := self.error(config)) > 1e-2:
+            print(f"wrong: {self.shape} {config} error {error}")
+            return math.inf
+        return microseconds(repeated([lambda w=w: gated_gemm(self.x, w, config=config) for w in self.weights], 20))
+
+
 Configs = dict[str, SkinnyConfig | None]
 
 
@@ -343,29 +371,37 @@ class Layers:
         """All layers; `configs` by matrix, None for the library's product, as shipped where none is named; `skip` names
         what is left out."""
         m, b = self.model, self.paged
-
-        def product(x: Tensor, name: str, norm: RmsNorm | None = None) -> Tensor:
-            weight, gated = weights[name], name == "gate_up"
-            residual = hidden if norm is None else None
-            if name not in configs:
-                return add_linear(residual, x, weight, None) if residual is not None else \
-                    gated_linear(x, weight, None, norm) if gated else linear(x, weight, None, norm)
-            if configs[name] is not None:
-                return skinny_linear(x, weight, norm=norm, gated=gated, residual=residual, config=configs[name])
-            if residual is not None:
-                return residual.addmm_(x, weight.t())
-            y = F.linear(self.norm(x), weight)
-            return silu_mul(y) if gated else y
-
-        hidden, out = self.x.clone(), torch.empty(self.rows, m.heads * m.head_dim, dtype=DTYPE, device=DEVICE)
+        stream, out = Stream(self.x.clone(), self.norm), self.x.new_empty(self.rows, m.heads * m.head_dim)
         for weights, cache in zip(self.weights, b.caches, strict=True):
-            qkv = product(hidden, "qkv", self.norm)
+            qkv = self._project(stream, weights, "qkv", configs)
             if skip != "attention":
                 decode_attention(qkv, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, out, self.scratch,
                                  num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=self.rope)
-            hidden = product(out, "o")
-            hidden = product(product(hidden, "gate_up", self.norm), "down")
-        return hidden
+            stream = self._add(stream, out, weights, "o", configs)
+            stream = self._add(stream, self._project(stream, weights, "gate_up", configs), weights, "down", configs)
+        return stream.hidden
+
+    def _project(self, stream: Stream, weights: dict[str, Tensor], name: str, configs: Configs) -> Tensor:
+        """A product of the normed stream."""
+        weight, gated = weights[name], name == "gate_up"
+        if name not in configs:
+            return (gated_linear if gated else linear)(stream, weight, None)
+        if (config := configs[name]) is not None:
+            return skinny_linear(stream, weight, gated=gated, config=config)
+        y = F.linear(stream.normed(), weight)
+        return silu_mul(y) if gated else y
+
+    def _add(self, stream: Stream, x: Tensor, weights: dict[str, Tensor], name: str, configs: Configs) -> Stream:
+        """A product added to the stream."""
+        hidden, weight = stream.hidden, weights[name]
+        if name not in configs:
+            begun = add_linear(hidden, x, weight, None, self.norm)
+        elif (config := configs[name]) is not None:
+            begun = add_skinny_linear(hidden, x, weight, norm=self.norm, config=config)
+        else:
+            hidden.addmm_(x, weight.t())
+            begun = None
+        return Stream(hidden, self.norm, begun)
 
     def time(self, configs: Configs, skip: str = "") -> float:
         """Microseconds a layer."""
@@ -386,7 +422,7 @@ class Layers:
         return same
 
     def _alone(self, configs: Configs) -> Tensor:
-        names = ("linear", "gated_linear", "add_linear", "decode_attention")
+        names = ("linear", "gated_linear", "add_linear", "skinny_linear", "add_skinny_linear", "decode_attention")
         originals = {name: globals()[name] for name in names}
 
         def separated(function: Callable[..., object]) -> Callable[..., object]:
@@ -432,16 +468,57 @@ def gemv_configs(inputs: int) -> Iterator[SkinnyConfig]:
             yield SkinnyConfig(block_n, block_k, warps, False)
 
 
-def skinny_configs(normed: bool) -> Iterator[SkinnyConfig]:
-    """For 2 to 16 rows; of a normed input, with the norm in the same kernel or before it."""
+def skinny_configs() -> Iterator[SkinnyConfig]:
+    """For 2 to 16 rows."""
     for block_n, block_k, warps in ((8, 1024, 8), (16, 1024, 4), (16, 1024, 8)):
-        for fused in (False, True) if normed else (False,):
-            yield SkinnyConfig(block_n, block_k, warps, fused_norm=fused)
+        yield SkinnyConfig(block_n, block_k, warps)
 
 
-def product_configs(name: str, inputs: int, rows: int) -> list[SkinnyConfig]:
-    """For one of a layer's matrices."""
-    return list(gemv_configs(inputs) if rows == 1 else skinny_configs(name in ("qkv", "gate_up")))
+def product_configs(inputs: int, rows: int) -> list[SkinnyConfig]:
+    """For a matrix with so many inputs."""
+    return list(gemv_configs(inputs) if rows == 1 else skinny_configs())
+
+
+NORM_BEGUN_BY = {"qkv": "down", "gate_up": "o"}
+"""The matrices of a normed stream: their kernels differ by how many programs the product before them has."""
+
+
+def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
+    """All that tuning a layer may come to, as far as kernels differ."""
+    linears = model.linears()
+    for name, (_, k, _) in linears.items():
+        before: list[Configs] = [{}]
+        if (beginner := NORM_BEGUN_BY.get(name)) is not None:
+            by_block = {c.block_n: c for c in product_configs(linears[beginner][1], rows)}
+            before = [{beginner: None}, *({beginner: c} for c in by_block.values())]
+        for others, product in itertools.product(before, product_configs(k, rows)):
+            yield {**others, name: product}
+
+
+GATED_ROWS = (32, 64, 128, 256, 512)
+_GATED_TILES = {
+    # rows, columns of each half, step, warps, stages, programs, split
+    64: ((64, 64, 64, 4, 4, 2), (64, 128, 64, 4, 4), (64, 128, 64, 4, 5), (64, 64, 128, 4, 4), (64, 32, 64, 4, 4, 3),
+         (64, 64, 64, 4, 4, 2, True), (64, 64, 64, 4, 8, 1, True), (64, 128, 64, 4, 5, 1, True)),
+    128: ((128, 128, 64, 8, 4), (128, 64, 64, 4, 3, 2), (64, 128, 64, 4, 5), (64, 64, 64, 4, 4, 2), (128, 64, 64, 8, 6),
+          (128, 32, 64, 8, 4, 2), (128, 128, 64, 8, 4, 1, True), (128, 64, 64, 8, 6, 1, True),
+          (128, 64, 64, 4, 3, 2, True), (128, 64, 128, 8, 3, 1, True)),
+    512: ((256, 64, 64, 8, 4), (128, 128, 64, 8, 4), (128, 64, 64, 4, 3, 2), (64, 64, 64, 4, 4, 2),
+          (128, 32, 64, 8, 4, 2), (256, 64, 64, 8, 4, 1, True), (256, 64, 64, 8, 3, 1, True),
+          (128, 128, 64, 8, 4, 1, True), (128, 64, 64, 4, 3, 2, True), (128, 64, 128, 8, 3, 1, True))}
+
+
+def gated_configs(rows: int) -> list[GatedConfig]:
+    """Tiles shared out last: only they can wait for one another."""
+    by_rows = next(tiles for most, tiles in _GATED_TILES.items() if rows <= most)
+    return [GatedConfig(tile[0], tile[1], tile[2], tile[3], tile[4], *tile[5:]) for tile in by_rows]
+
+
+def compile_gated(model: Model, rows: int, config: GatedConfig) -> None:
+    """Runs nothing."""
+    x, weight = (torch.empty(n, model.hidden, dtype=DTYPE, device=DEVICE) for n in (rows, 2 * model.inner))
+    with compiling_only(1):
+        gated_gemm(x, weight, config=config)
 
 
 @functools.lru_cache
@@ -459,13 +536,15 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
             for config in prefill_configs():
                 for lengths in ([8192], [512] * 16):
                     yield lambda m=model, c=config, n=lengths: Prefill(m, n).calls(c)[0]()
+        for rows in GATED_ROWS[1:] if "gated" in sections else ():  # the first are as the second
+            for gated in gated_configs(rows):
+                yield lambda m=model, r=rows, c=gated: compile_gated(m, r, c)
         for rows in TUNED_ROWS if "layers" in sections else ():
             for config in decode_configs():
                 yield lambda m=model, r=rows, c=config: (_one_layer(m, r).set_decode(c), _one_layer(m, r).run({}))
-            for name, (_, k, _) in model.linears().items():
-                for product in product_configs(name, k, rows):
-                    yield lambda m=model, r=rows, name=name, c=product: _one_layer(m, r).run({name: c})
-            for product in product_configs("lm_head", model.hidden, rows):
+            for configs in layer_configs(model, rows):
+                yield lambda m=model, r=rows, c=configs: _one_layer(m, r).run(c)
+            for product in product_configs(model.hidden, rows):
                 yield lambda m=model, r=rows, c=product: check_linear(m.vocab, m.hidden, False, r, c)
 
 
@@ -574,11 +653,32 @@ def linear_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
                 floor = ceilings.floor(case.bytes)
                 figures.append(f"{attempt(case.time):.2f} / {attempt(case.library):.2f}")
                 if tune:
-                    tried = product_configs(name, k, rows)
+                    tried = product_configs(k, rows)
                     best = sorted((attempt(lambda c=c, case=case: case.time(c)), str(c)[13:]) for c in tried)
                     table.add(f"    rows {rows} best: " + "; ".join(f"{t:.2f} {c}" for t, c in best[:4]))
                 del case
             table.add(f"  {model.name} {name} {n} x {k}{' gated' if gated else ''}: {floor:.2f}; {', '.join(figures)}")
+
+
+def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
+    """The gated product of more rows than the small products take."""
+    table.add("gated product with its activation, us: floor, kernel, library")
+    for model in MODELS:
+        entries = []
+        for rows in GATED_ROWS:
+            case = Gated(model, rows)
+            took, library = attempt(lambda case=case: case.took(case.chosen)), case.library()
+            table.add(f"  {model.name} rows {rows}: {ceilings.floor(case.bytes, case.operations):.2f} {took:.2f} "
+                      f"{library:.2f}")
+            if tune:
+                tried = gated_configs(rows)
+                best = sorted((attempt(lambda c=c, case=case: case.took(c)), dataclasses.astuple(c)) for c in tried)
+                print("    " + "\n    ".join(f"{t:.2f} {c}" for t, c in best))
+                table.add("    best: " + "; ".join(f"{t:.2f} {c}" for t, c in best[:4]))
+                entries.append((rows, best[0][1] if best[0][0] < 0.98 * library else None))
+            del case
+        if tune:
+            table.add(f"    for kernels/tuned_gated.py: {(model.inner, model.hidden)}: {tuple(entries)},")
 
 
 def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[str, int], Configs]:
@@ -610,7 +710,7 @@ def tune_layer(table: Table, case: Layers) -> Configs:
 
     chosen: Configs = {}
     for name, (_, k, _) in model.linears().items():
-        tried = [None, *product_configs(name, k, rows)]
+        tried = [None, *product_configs(k, rows)]
         _, chosen[name] = best(name, tried, lambda c, name=name: case.time({**chosen, name: c}))
     error = relative_error(case.run(chosen), case.run(dict.fromkeys(model.linears())))
     shipped = decode_config(model.head_dim, 2, model.heads)
@@ -626,7 +726,7 @@ def tune_head(table: Table, model: Model, rows: int) -> SkinnyConfig | None:
     """The last product, alone."""
     case = Linear(model.vocab, model.hidden, False, rows)
     found: list[tuple[float, SkinnyConfig | None]] = [(case.library(), None)]
-    found += [(attempt(lambda c=c: case.time(c)), c) for c in product_configs("lm_head", model.hidden, rows)]
+    found += [(attempt(lambda c=c: case.time(c)), c) for c in product_configs(model.hidden, rows)]
     found.sort(key=lambda entry: entry[0])
     table.add("    lm_head: " + "; ".join(f"{took:.2f} {str(config).split('(')[-1]}" for took, config in found[:4]))
     return found[0][1]
@@ -640,7 +740,7 @@ the library's product is faster.
 
 from __future__ import annotations
 
-Fields = tuple[int, int, int, bool, bool]
+Fields = tuple[int, int, int, bool]
 
 PRODUCTS: dict[tuple[int, int, bool], tuple[Fields | None, Fields | None, Fields | None]] = {
 '''
@@ -686,8 +786,8 @@ def small_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             f"{name} {ceilings.floor(n):.2f} {took:.2f}" for name, (n, took) in small_kernels(model, rows).items()))
 
 
-SECTIONS = {"decode": decode_section, "layers": layers_section, "linear": linear_section, "prefill": prefill_section,
-            "small": small_section}
+SECTIONS = {"decode": decode_section, "gated": gated_section, "layers": layers_section, "linear": linear_section,
+            "prefill": prefill_section, "small": small_section}
 
 
 @torch.inference_mode()

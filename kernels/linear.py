@@ -3,46 +3,79 @@ the library's for more."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.silu_mul import silu_mul
+
+if TYPE_CHECKING:
+    from sidestep.kernels.skinny_linear_triton import SkinnyConfig
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None, *, gated: bool = False,
-             residual: Tensor | None = None) -> Tensor | None:
-    """By our own kernel, if there is one that is faster than the library's."""
+def _own(x: Tensor, weight: Tensor, gated: bool = False) -> SkinnyConfig | None:
+    """The configuration of our own kernel, if there is one that is faster than the library's."""
     if not x.is_cuda or x.dtype not in _HALF:
         return None
-    from sidestep.kernels.skinny_linear_triton import choose, skinny_linear
+    from sidestep.kernels.skinny_linear_triton import choose
 
-    config = choose(x.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated)
+    return choose(x.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated)
+
+
+def _product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor | None:
+    """By our own kernel, if there is one that is faster than the library's."""
+    config = _own(x.hidden if isinstance(x, Stream) else x, weight, gated)
     if config is None:
         return None
-    return skinny_linear(x, weight, bias, norm=norm, gated=gated, residual=residual, config=config)
+    from sidestep.kernels.skinny_linear_triton import skinny_linear
+
+    return skinny_linear(x, weight, bias, gated=gated, config=config)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
-    """x [T, K], normed first if there is a norm; W [N, K], b [N]; returns [T, N]."""
-    out = _product(x, weight, bias, norm)
-    if out is None:
-        out = torch.nn.functional.linear(x if norm is None else norm(x), weight, bias)
-    return out
+def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
+    """With more rows than _product takes, by the kernel that ends in the activation, where it is faster."""
+    hidden = x.hidden if isinstance(x, Stream) else x
+    if not hidden.is_cuda or hidden.dtype not in _HALF:
+        return None
+    from sidestep.kernels.gated_gemm_triton import choose, gated_gemm
+
+    config = choose(hidden.shape[0], weight.shape[0] // 2, weight.shape[1], hidden.device)
+    return None if config is None else gated_gemm(normed(x), weight, config=config)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None) -> Tensor:
+def linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N]."""
+    out = _product(x, weight, bias)
+    return torch.nn.functional.linear(normed(x), weight, bias) if out is None else out
+
+
+def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:
     """silu(gate) * up, of x W^T + b = [gate | up] with W [2 F, K]; returns [T, F]."""
-    out = _product(x, weight, bias, norm, gated=True) if bias is None else None
-    return silu_mul(linear(x, weight, bias, norm)) if out is None else out
+    if bias is None:
+        out = _product(x, weight, bias, gated=True)
+        if out is None:
+            out = _gated_product(x, weight)
+        if out is not None:
+            return out
+    return silu_mul(linear(x, weight, bias))
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual [T, N] + x W^T + b, written over residual, which is returned."""
-    if _product(x, weight, bias, residual=residual) is None:
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+               norm: RmsNorm | None = None) -> BegunNorm | None:
+    """Adds x W^T + b to residual [T, N], in place. norm: the one that the sum goes through next; what of it was done on
+    the way is returned."""
+    config = _own(x, weight)
+    if config is None:
         if bias is not None:
             residual += bias
         residual.addmm_(x, weight.t())
-    return residual
+        return None
+    from sidestep.kernels.skinny_linear_triton import add_skinny_linear
+
+    # A stream that is not scaled yet may be too large for float16.
+    begins = norm if x.dtype == torch.bfloat16 else None
+    return add_skinny_linear(residual, x, weight, bias, norm=begins, config=config)

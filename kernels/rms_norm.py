@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,36 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class BegunNorm(NamedTuple):
+    """What the product that wrote a stream's rows h did of their norm: all but a scale that is common to a row, which
+    whoever multiplies `weighted` by a matrix can apply to the result: 1 / sqrt(sum of the squares / D + eps)."""
+
+    weighted: Tensor
+    """[T, D] h * the norm's weight, in h's type."""
+    squares: Tensor
+    """float32 [T, P] Parts of the sum of each row's squares, one from each program that wrote h."""
+
+
+class Stream(NamedTuple):
+    """The residual stream between two products, on its way through a norm."""
+
+    hidden: Tensor
+    """[T, D]"""
+    norm: RmsNorm
+    """The one that comes next."""
+    begun: BegunNorm | None = None
+    """What is already done of it; it need not be used."""
+
+    def normed(self) -> Tensor:
+        """[T, D], from the beginning."""
+        return self.norm(self.hidden)
+
+
+def normed(x: Tensor | Stream) -> Tensor:
+    """A stream's norm; anything else as it is."""
+    return x.normed() if isinstance(x, Stream) else x
 
 
 @functools.cache

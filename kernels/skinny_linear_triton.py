@@ -4,9 +4,14 @@ One row: each program reads a few whole rows of W, multiplies and adds on the pl
 through the tensor cores, x padded to 8 or 16 rows, from registers alone. W's first columns are asked for before the
 kernel waits for x (programmatic dependent launch), so the memory does not pause while the kernel before ends.
 
-Several rows can begin with their RMSNorm: its weight is applied to x as it is read, and its scale, which is common to
-a row, to the row's results, so that the squares are summed in the same pass. All can end in the gated activation, so
-that what lies between the halves of an MLP is never written, or in the addition to the residual stream.
+All can end in the gated activation, so that what lies between the halves of an MLP is never written, or in the
+addition to the residual stream.
+
+The norm between two products is shared out between them (see kernels.rms_norm.BegunNorm), so that no kernel lies there
+whose few programs all others would wait for. The product before it also writes the new stream times the norm's weight,
+and each program the sum of the squares of its part of each row. The one after it multiplies its results by what those
+sums make, since a scale that is common to a row passes through the product. Nothing is added atomically: the sums, and
+with them the results, are the same in every run.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.tuned_products import PRODUCTS
 
 MAX_ROWS = 16
@@ -33,8 +38,6 @@ class SkinnyConfig:
     block_k: int
     num_warps: int
     tensor_cores: bool = True
-    fused_norm: bool = False
-    """Whether the norm of x is part of the product, which needs tensor cores; else it is a kernel before it."""
 
 
 @triton.jit
@@ -45,8 +48,18 @@ def _activate(gate, up, dtype):
 
 
 @triton.jit
-def _gemv(x, weight, bias, residual, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-          BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
+def _scale(squares, tokens, eps, K: tl.constexpr, PARTS: tl.constexpr):
+    """What a norm multiplies these rows of a stream by, from the parts of the sums of their squares."""
+    part = tl.arange(0, triton.next_power_of_2(PARTS))
+    EVEN: tl.constexpr = triton.next_power_of_2(PARTS) == PARTS
+    given = tl.load(squares + tokens[:, None] * PARTS + part[None, :], mask=EVEN | (part < PARTS)[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(given, 1) / K + eps)
+
+
+@triton.jit
+def _gemv(x, weight, bias, squares, next_norm, out, next_weighted, next_squares, N, eps, K: tl.constexpr,
+          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+          NEXT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     inside = rows < N
@@ -60,6 +73,8 @@ def _gemv(x, weight, bias, residual, out, N, K: tl.constexpr, BLOCK_N: tl.conste
         u = tl.load(second, mask=inside[:, None] & (EVEN | (columns < K)[None, :]), other=0.0,
                     eviction_policy="evict_first")
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if NEXT:
+        scales = tl.load(next_norm + rows, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -67,6 +82,12 @@ def _gemv(x, weight, bias, residual, out, N, K: tl.constexpr, BLOCK_N: tl.conste
         # Loaded as wide as W: each thread gets the columns it needs, and the warps need not wait for one another.
         given = tl.broadcast_to((x + start + columns)[None, :], [BLOCK_N, BLOCK_K])
         value = tl.load(given, mask=EVEN | (start + columns < K)[None, :], other=0.0).to(tl.float32)
+        if start + BLOCK_K >= K:
+            # While the last columns of W are on their way.
+            if ADD:
+                before = tl.load(out + rows, mask=inside, other=0.0).to(tl.float32)
+            if PARTS:
+                scale = _scale(squares, tl.arange(0, 1), eps, K, PARTS)
         acc += w.to(tl.float32) * value
         if GATED:
             acc_up += u.to(tl.float32) * value
@@ -76,13 +97,23 @@ def _gemv(x, weight, bias, residual, out, N, K: tl.constexpr, BLOCK_N: tl.conste
             if GATED:
                 u = tl.load(second + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
     result = tl.sum(acc, 1)
+    if PARTS:
+        result *= scale
     if BIAS:
         result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        result = _activate(result, tl.sum(acc_up, 1), out.dtype.element_ty)
+        up = tl.sum(acc_up, 1)
+        if PARTS:
+            up *= scale
+        result = _activate(result, up, out.dtype.element_ty)
     if ADD:
-        result += tl.load(residual + rows, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + rows, result.to(out.dtype.element_ty), mask=inside)
+        result += before
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(out + rows, rounded, mask=inside)
+    if NEXT:
+        wide = rounded.to(tl.float32)
+        tl.store(next_weighted + rows, (wide * scales).to(out.dtype.element_ty), mask=inside)
+        tl.store(next_squares + tl.program_id(0), tl.sum(wide * wide, 0))
 
 
 @triton.jit
@@ -121,25 +152,17 @@ def _read(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, POLICY: t
 
 
 @triton.jit
-def _given(source, start, columns, norm, K: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr,
-           GIVEN: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
-    """Columns of x as the second operand of a product, the norm's weight applied, [WARPS, STEPS * 32, ROWS]; and the
-    sum of their squares, [WARPS, ROWS]."""
-    value = _operand(_read(source, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS)
-    if NORM:
-        wide = value.to(tl.float32)
-        squares = tl.sum(wide * wide, 2)
-        scales = _operand(_read(norm + columns, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS)
-        value = (wide * scales.to(tl.float32)).to(value.dtype)
-    else:
-        squares = tl.zeros([WARPS, GIVEN * 8], tl.float32)
-    return tl.permute(value, [0, 2, 1]), squares
+def _given(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr, GIVEN: tl.constexpr,
+           WARPS: tl.constexpr):
+    """Columns of x as the second operand of a product, [WARPS, STEPS * 32, ROWS]."""
+    return tl.permute(_operand(_read(source, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS), [0, 2, 1])
 
 
 @triton.jit(do_not_specialize=["T"])
-def _skinny(x, weight, bias, norm, residual, out, T, N, eps, x_stride, residual_stride, out_stride, K: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BIAS: tl.constexpr,
-            NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
+def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_squares, T, N, eps, x_stride, out_stride,
+            K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+            PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NEXT: tl.constexpr, GATED: tl.constexpr,
+            PDL: tl.constexpr):
     HALVES: tl.constexpr = BLOCK_N // 8
     GIVEN: tl.constexpr = ROWS // 8
     TURN: tl.constexpr = STEPS * WARPS * 32
@@ -161,7 +184,11 @@ def _skinny(x, weight, bias, norm, residual, out, T, N, eps, x_stride, residual_
     values = x + token[:, None] * x_stride + x_columns
     acc = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
     acc_up = tl.zeros([WARPS, BLOCK_N, ROWS], tl.float32)
-    squares = tl.zeros([WARPS, ROWS], tl.float32)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, ROWS)
+    inside = (tokens < T)[None, :] & (rows < N)[:, None]
+    if NEXT:
+        scales = tl.load(next_norm + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -169,35 +196,41 @@ def _skinny(x, weight, bias, norm, residual, out, T, N, eps, x_stride, residual_
     # product's operand; carried through one, it would pass through shared memory.
     for start in tl.static_range(0, LAST, TURN):
         next_w = _read(source, start + TURN, columns, K, EVEN, "evict_first")
-        value, square = _given(values, start, x_columns, norm, K, EVEN, STEPS, GIVEN, WARPS, NORM)
-        squares += square
+        value = _given(values, start, x_columns, K, EVEN, STEPS, GIVEN, WARPS)
         if GATED:
             next_u = _read(second, start + TURN, columns, K, EVEN, "evict_first")
             acc_up = tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee")
             u = next_u
         acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
         w = next_w
-    value, square = _given(values, LAST, x_columns, norm, K, EVEN, STEPS, GIVEN, WARPS, NORM)
+    # While the last columns of W are on their way.
+    if ADD:
+        before = tl.load(out + tokens[None, :] * out_stride + rows[:, None], mask=inside, other=0.0)
+    value = _given(values, LAST, x_columns, K, EVEN, STEPS, GIVEN, WARPS)
+    if PARTS:
+        scale = _scale(squares, tl.minimum(tokens, T - 1), eps, K, PARTS)[None, :]
     acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
     # 3. The warps' parts together.
     result = tl.sum(acc, 0)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(squares + square, 0) / K + eps)[None, :]
+    if PARTS:
         result *= scale
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = tl.arange(0, ROWS)
-    inside = (tokens < T)[None, :] & (rows < N)[:, None]
     if BIAS:
         result += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
         up = tl.sum(tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee"), 0)
-        if NORM:
+        if PARTS:
             up *= scale
         result = _activate(result, up, out.dtype.element_ty)
     if ADD:
-        result += tl.load(residual + tokens[None, :] * residual_stride + rows[:, None], mask=inside,
-                          other=0.0).to(tl.float32)
-    tl.store(out + tokens[None, :] * out_stride + rows[:, None], result.to(out.dtype.element_ty), mask=inside)
+        result += before.to(tl.float32)
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(out + tokens[None, :] * out_stride + rows[:, None], rounded, mask=inside)
+    if NEXT:
+        wide = rounded.to(tl.float32)
+        tl.store(next_weighted + tokens[None, :] * N + rows[:, None], (wide * scales).to(out.dtype.element_ty),
+                 mask=inside)
+        parts = tl.sum(tl.where(inside, wide * wide, 0.0), 0)
+        tl.store(next_squares + tokens * tl.num_programs(0) + tl.program_id(0), parts, mask=tokens < T)
 
 
 def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig | None:
@@ -227,33 +260,57 @@ def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
 
 def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
     """For 2 to 16 rows."""
-    return SkinnyConfig(16, 1024, 4 if num_inputs <= 2048 else 8, fused_norm=True)
+    return SkinnyConfig(16, 1024, 4 if num_inputs <= 2048 else 8)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: RmsNorm | None = None,
-                  gated: bool = False, residual: Tensor | None = None, config: SkinnyConfig | None = None) -> Tensor:
-    """x W^T + b for x [T, K], T <= MAX_ROWS, and W [N, K], contiguous; returns [T, N].
+def skinny_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
+                  config: SkinnyConfig | None = None) -> Tensor:
+    """x W^T + b for x [T, K], T <= MAX_ROWS, or a stream's norm, and W [N, K], contiguous; returns [T, N].
 
-    norm: x is normed first. gated: W is the gate's matrix over the other's, [2 N, K], and the result is
-    silu(x gate^T) * (x up^T). residual [T, N]: the result is added to it, in place, and it is returned.
+    gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x up^T).
     """
-    tokens, num_inputs = x.shape
-    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty(tokens, num_outputs, dtype=x.dtype, device=x.device) if residual is None else residual
-    b = weight if bias is None else bias
-    c = config or choose(tokens, num_outputs, num_inputs, gated)
-    if c is None:
-        c = skinny_config(num_outputs, num_inputs, gated)
-    if norm is not None and not c.fused_norm:
-        x, norm = norm(x), None
-    grid = (triton.cdiv(num_outputs, c.block_n),)
-    if not c.tensor_cores:
-        _gemv[grid](x, weight, b, out, out, num_outputs, num_inputs, c.block_n, c.block_k, bias is not None,
-                    residual is not None, gated, num_warps=c.num_warps, **pdl(x))
-        return out
-    scales, eps = (weight, 0.0) if norm is None else (norm.weight, norm.eps)
-    _skinny[grid](
-        x, weight, b, scales, out, out, tokens, num_outputs, eps, x.stride(0), out.stride(0), out.stride(0), num_inputs,
-        8 if tokens <= 8 else MAX_ROWS, c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps,
-        bias is not None, norm is not None, residual is not None, gated, num_warps=c.num_warps, **pdl(x))
+    squares, eps = None, 0.0
+    if isinstance(x, Stream):
+        eps = x.norm.eps
+        x, squares = (x.normed(), None) if x.begun is None else x.begun
+    out = x.new_empty(x.shape[0], weight.shape[0] // (1 + gated))
+    _launch(x, weight, bias, squares, eps, out, None, None, gated, config or _choose(x, weight, gated))
     return out
+
+
+def add_skinny_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+                      norm: RmsNorm | None = None, config: SkinnyConfig | None = None) -> BegunNorm | None:
+    """Adds x W^T + b, as of skinny_linear, to residual [T, N], in place. With the norm that the sum goes through next,
+    begins it."""
+    c = config or _choose(x, weight, False)
+    tokens, num_outputs = residual.shape
+    begun = None if norm is None else BegunNorm(
+        x.new_empty(tokens, num_outputs),
+        x.new_empty(tokens, triton.cdiv(num_outputs, c.block_n), dtype=torch.float32))
+    _launch(x, weight, bias, None, 0.0, residual, norm, begun, False, c, add=True)
+    return begun
+
+
+def _choose(x: Tensor, weight: Tensor, gated: bool) -> SkinnyConfig:
+    """A configuration in any case."""
+    sizes = weight.shape[0] // (1 + gated), weight.shape[1], gated
+    return choose(x.shape[0], *sizes) or skinny_config(*sizes)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, eps: float, out: Tensor,
+            norm: RmsNorm | None, begun: BegunNorm | None, gated: bool, c: SkinnyConfig, *, add: bool = False) -> None:
+    """Either kernel. What is missing is stood in for by the weight, which is then not looked at."""
+    (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
+    grid = (triton.cdiv(num_outputs, c.block_n),)
+    b, given = weight if bias is None else bias, weight if squares is None else squares
+    scales = weight if norm is None else norm.weight
+    weighted, sums = (weight, weight) if begun is None else begun
+    flags = (0 if squares is None else squares.shape[1], bias is not None, add, begun is not None, gated)
+    if not c.tensor_cores:
+        _gemv[grid](x, weight, b, given, scales, out, weighted, sums, num_outputs, eps, num_inputs, c.block_n,
+                    c.block_k, *flags, num_warps=c.num_warps, **pdl(x))
+        return
+    _skinny[grid](
+        x, weight, b, given, scales, out, weighted, sums, tokens, num_outputs, eps, x.stride(0), out.stride(0),
+        num_inputs, 8 if tokens <= 8 else MAX_ROWS, c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps,
+        *flags, num_warps=c.num_warps, **pdl(x))

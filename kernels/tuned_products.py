@@ -6,47 +6,47 @@ the library's product is faster.
 
 from __future__ import annotations
 
-Fields = tuple[int, int, int, bool, bool]
+Fields = tuple[int, int, int, bool]
 
 PRODUCTS: dict[tuple[int, int, bool], tuple[Fields | None, Fields | None, Fields | None]] = {
     (4096, 1024, False): (  # Qwen3-0.6B, qkv
-        (2, 1024, 4, False, False),
-        (16, 1024, 4, True, True),
-        (16, 1024, 4, True, True)),
+        (2, 1024, 4, False),
+        (16, 1024, 4, True),
+        (16, 1024, 4, True)),
     (1024, 2048, False): (  # Qwen3-0.6B, o
-        (2, 2048, 8, False, False),
-        (16, 1024, 4, True, False),
+        (2, 2048, 8, False),
+        (16, 1024, 4, True),
         None),
     (3072, 1024, True): (  # Qwen3-0.6B, gate_up
-        (1, 512, 2, False, False),
-        (16, 1024, 4, True, True),
-        (16, 1024, 4, True, True)),
+        (1, 512, 2, False),
+        (16, 1024, 4, True),
+        (16, 1024, 4, True)),
     (1024, 3072, False): (  # Qwen3-0.6B, down
-        (2, 1024, 4, False, False),
-        (16, 1024, 8, True, False),
-        (16, 1024, 4, True, False)),
+        (2, 1024, 4, False),
+        (16, 1024, 8, True),
+        (16, 1024, 4, True)),
     (151936, 1024, False): (  # Qwen3-0.6B, lm_head
-        (4, 512, 4, False, False),
-        (16, 1024, 4, True, False),
+        (4, 512, 4, False),
+        (16, 1024, 4, True),
         None),
     (6144, 4096, False): (  # Llama-3.1-8B, qkv
-        (1, 4096, 8, False, False),
-        (16, 1024, 4, True, False),
+        (1, 4096, 8, False),
+        (16, 1024, 4, True),
         None),
     (4096, 4096, False): (  # Llama-3.1-8B, o
-        (8, 512, 8, False, False),
-        (16, 1024, 4, True, False),
+        (8, 512, 8, False),
+        (16, 1024, 4, True),
         None),
     (14336, 4096, True): (  # Llama-3.1-8B, gate_up
-        (1, 4096, 8, False, False),
-        (16, 1024, 4, True, False),
+        (1, 4096, 8, False),
+        (16, 1024, 4, True),
         None),
     (4096, 14336, False): (  # Llama-3.1-8B, down
-        (4, 512, 4, False, False),
+        (4, 512, 4, False),
         None,
         None),
     (128256, 4096, False): (  # Llama-3.1-8B, lm_head
-        (1, 4096, 8, False, False),
+        (1, 4096, 8, False),
         None,
         None),
 }

@@ -3,6 +3,8 @@ three, all of them with grids that depend on sizes alone, so that steps can be c
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 from torch import Tensor
@@ -34,6 +36,7 @@ class TritonAttention(AttentionBackend):
     def __init__(self, setup: AttentionSetup) -> None:
         shape = self._shape = setup.shape
         self._setup = setup
+        self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         self._scale = shape.head_dim**-0.5
         # Not cleared: no kernel reads a place that was not written.
         self.cache = torch.empty(shape.num_layers, setup.num_blocks, 2 * shape.num_kv_heads, setup.block_size,
@@ -67,10 +70,22 @@ class TritonAttention(AttentionBackend):
             return out
         qkv_rope(qkv, self._batch.positions, self._batch.places, rope.cos, rope.sin, norms, rope.eps,
                  self.cache[layer], shape.num_heads)
-        if rows.max_decode_rows:
+        if rows.max_decode_rows == 0:
+            self._attend_prompts(layer, qkv, out)
+            return out
+        with self._beside():
             self._attend_decodes(layer, qkv, out, None)
         self._attend_prompts(layer, qkv, out)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
         return out
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """What is launched in it runs beside what comes after it: decodes wait for memory, prompts for tensor cores."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
 
     def _attend_decodes(self, layer: int, qkv: Tensor, out: Tensor, rope: Rope | None) -> None:
         rows, window = self._rows, self._shape.windows[layer]

@@ -17,7 +17,7 @@ from torch import Tensor
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import Weights
 from sidestep.kernels.linear import add_linear, gated_linear, linear
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.silu_mul import silu_mul
 
 _PACK_FOR_ROWS = 8
@@ -42,11 +42,11 @@ class Linear:
         kind = "packed" if self._packed is not None else "transposed" if self._transposed is not None else "plain"
         return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
 
-    def __call__(self, x: Tensor, norm: RmsNorm | None = None) -> Tensor:
-        """With a norm, of the normed x."""
-        if x.is_cuda and self._weight is not None:
-            return linear(x, self._weight, self._bias, norm)
-        x = x if norm is None else norm(x)
+    def __call__(self, x: Tensor | Stream) -> Tensor:
+        """Of a stream: of its norm."""
+        if self._weight is not None and self._weight.is_cuda:
+            return linear(x, self._weight, self._bias)
+        x = normed(x)
         if self._packed is not None and (self._weight is None or x.shape[0] > 1):
             return _linear_pointwise(x, self._packed, self._bias, "none", [], "")
         if self._transposed is not None:
@@ -55,18 +55,19 @@ class Linear:
         assert self._weight is not None
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
-    def gated(self, x: Tensor, norm: RmsNorm | None = None) -> Tensor:
+    def gated(self, x: Tensor | Stream) -> Tensor:
         """silu(gate) * up of the result's halves, for a matrix whose first half of rows is the gate's."""
-        if x.is_cuda and self._weight is not None:
-            return gated_linear(x, self._weight, self._bias, norm)
-        return silu_mul(self(x, norm))
+        if self._weight is not None and self._weight.is_cuda:
+            return gated_linear(x, self._weight, self._bias)
+        return silu_mul(self(x))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + x W^T + b, written over residual, which is returned."""
-        if x.is_cuda and self._weight is not None:
-            return add_linear(residual, x, self._weight, self._bias)
+    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+        """Adds x W^T + b to residual, in place. norm: the one that the sum goes through next; what of it was done on
+        the way is returned."""
+        if self._weight is not None and self._weight.is_cuda:
+            return add_linear(residual, x, self._weight, self._bias, norm)
         residual += self(x)
-        return residual
+        return None
 
     def _lay_out_for_cpu(self, weight: Tensor) -> None:
         """The new form replaces the old one, unless there is memory for both."""
@@ -146,8 +147,15 @@ class RowParallelLinear:
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._parallel = parallel
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + x W^T + b. x [T, in / size]; residual [T, out], the same on all ranks, may be written over."""
+    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
+        """residual + x W^T + b, on its way through `norm`. x [T, in / size]; residual [T, out], the same on all ranks,
+        may be written over."""
+        if self._parallel.size == 1:
+            return Stream(residual, norm, self._linear.add_to(residual, x, norm))
         # The residual, like the bias, must be added once.
-        part = self._linear.add_to(residual, x) if self._parallel.rank == 0 else self._linear(x)
-        return self._parallel.all_reduce(part)
+        part = residual
+        if self._parallel.rank == 0:
+            self._linear.add_to(part, x)
+        else:
+            part = self._linear(x)
+        return Stream(self._parallel.all_reduce(part), norm)

@@ -8,7 +8,7 @@ from torch import Tensor
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import Weights
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import Stream
 
 
 def vocab_shard(weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel) -> Tensor:
@@ -38,12 +38,12 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Vectors [R, D], normed, to logits [R, V], whole on every rank: so all ranks sample the same token."""
+    """A stream [R, D], normed, to logits [R, V], whole on every rank: so all ranks sample the same token."""
 
     def __init__(self, shard: Tensor, vocab_size: int, parallel: Parallel) -> None:
         self._linear = Linear(shard)
         self._vocab_size = vocab_size
         self._parallel = parallel
 
-    def __call__(self, hidden: Tensor, norm: RmsNorm) -> Tensor:
-        return self._parallel.all_gather(self._linear(hidden, norm))[:, :self._vocab_size]
+    def __call__(self, stream: Stream) -> Tensor:
+        return self._parallel.all_gather(self._linear(stream))[:, :self._vocab_size]

@@ -16,7 +16,7 @@ from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallel
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import Weights
 from sidestep.ipc.model_spec import ModelSpec
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:
@@ -32,10 +32,10 @@ def attention_shape(spec: ModelSpec, parallel: Parallel) -> AttentionShape:
 
 
 class Attention:
-    """Self-attention of one layer."""
+    """Self-attention of one layer. following: the norm after it."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, norm: RmsNorm, parallel: Parallel) -> None:
-        self._norm = norm
+    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel) -> None:
+        self._following = following
         heads, kv_heads = parallel.share(spec.num_heads), parallel.kv_heads(spec.num_kv_heads)
         q_rows, kv_rows = rows_of_heads(heads, spec.head_dim), rows_of_heads(kv_heads, spec.head_dim)
         total_q, total_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -48,19 +48,22 @@ class Attention:
         self._head_norms = (weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
                             weights.get(f"{name}.k_norm.weight", (spec.head_dim,))) if spec.qk_norm else None
 
-    def warm_up(self, hidden: Tensor) -> None:
+    def warm_up(self, stream: Stream) -> Stream:
         """Runs the products alone."""
-        self._out.add_to(hidden, self._qkv(hidden, self._norm)[:, :self._width].contiguous())
+        return self._add(stream, self._qkv(stream)[:, :self._width].contiguous())
 
-    def __call__(self, hidden: Tensor, layer: int, attention: AttentionBackend) -> Tensor:
-        return self._out.add_to(hidden, attention.attend(layer, self._qkv(hidden, self._norm), self._head_norms))
+    def __call__(self, stream: Stream, layer: int, attention: AttentionBackend) -> Stream:
+        return self._add(stream, attention.attend(layer, self._qkv(stream), self._head_norms))
+
+    def _add(self, stream: Stream, attended: Tensor) -> Stream:
+        return self._out.add_to(stream.hidden, attended, self._following)
 
 
 class Mlp:
-    """The gated MLP of one layer."""
+    """The gated MLP of one layer. following: the norm after it."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, norm: RmsNorm, parallel: Parallel) -> None:
-        self._norm = norm
+    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel) -> None:
+        self._following = following
         width, part = spec.intermediate_size, parallel.share(spec.intermediate_size)
         self._gate_up = column_parallel(
             weights, [(f"{name}.gate_proj", width, part), (f"{name}.up_proj", width, part)], spec.hidden_size,
@@ -68,31 +71,35 @@ class Mlp:
         self._down = RowParallelLinear(weights, f"{name}.down_proj", spec.hidden_size, width, part, parallel,
                                        bias=spec.mlp_bias)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self._down.add_to(hidden, self._gate_up.gated(hidden, self._norm))
+    def __call__(self, stream: Stream) -> Stream:
+        return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)
+
+
+def hidden_norm(spec: ModelSpec, weights: Weights, name: str) -> RmsNorm:
+    """A norm of the residual stream."""
+    return RmsNorm(weights.get(f"{name}.weight", (spec.hidden_size,)), spec.rms_norm_eps)
 
 
 class Layer:
     """One decoder layer. Both halves take the residual stream [T, D], which they may write over, and return it with
-    their part added."""
+    their part added, on its way through the norm that comes after them.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, index: int, parallel: Parallel) -> None:
+    following: the norm after the layer, which is the next layer's first or the model's last.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Weights, index: int, following: RmsNorm, parallel: Parallel) -> None:
         name = f"model.layers.{index}"
-
-        def norm(kind: str) -> RmsNorm:
-            return RmsNorm(weights.get(f"{name}.{kind}_layernorm.weight", (spec.hidden_size,)), spec.rms_norm_eps)
-
         self._index = index
-        self._attention = Attention(spec, weights, f"{name}.self_attn", norm("input"), parallel)
-        self._mlp = Mlp(spec, weights, f"{name}.mlp", norm("post_attention"), parallel)
+        between = hidden_norm(spec, weights, f"{name}.post_attention_layernorm")
+        self._attention = Attention(spec, weights, f"{name}.self_attn", between, parallel)
+        self._mlp = Mlp(spec, weights, f"{name}.mlp", following, parallel)
 
-    def warm_up(self, hidden: Tensor) -> None:
+    def warm_up(self, stream: Stream) -> None:
         """Runs the products alone."""
-        self._attention.warm_up(hidden)
-        self._mlp(hidden)
+        self._mlp(self._attention.warm_up(stream))
 
-    def __call__(self, hidden: Tensor, attention: AttentionBackend) -> Tensor:
-        return self._mlp(self._attention(hidden, self._index, attention))
+    def __call__(self, stream: Stream, attention: AttentionBackend) -> Stream:
+        return self._mlp(self._attention(stream, self._index, attention))
 
 
 class DecoderForCausalLM:
@@ -101,8 +108,10 @@ class DecoderForCausalLM:
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: Parallel) -> None:
         shard = vocab_shard(weights, "model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel)
         self._embedding = VocabParallelEmbedding(shard, parallel)
-        self._layers = [Layer(spec, weights, i, parallel) for i in range(spec.num_layers)]
-        self._norm = RmsNorm(weights.get("model.norm.weight", (spec.hidden_size,)), spec.rms_norm_eps)
+        norms = [hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in range(spec.num_layers)]
+        norms.append(hidden_norm(spec, weights, "model.norm"))
+        self._first_norm = norms[0]
+        self._layers = [Layer(spec, weights, i, norms[i + 1], parallel) for i in range(spec.num_layers)]
         if not spec.tie_word_embeddings:
             shard = vocab_shard(weights, "lm_head", spec.vocab_size, spec.hidden_size, parallel)
         self._head = VocabParallelHead(shard, spec.vocab_size, parallel)
@@ -110,13 +119,15 @@ class DecoderForCausalLM:
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Runs a layer's products for each of these numbers of tokens. The library chooses among many kernels by size,
         and loads one when it is first used, for which it stops the device."""
-        norm = self._norm.weight
+        norm = self._first_norm
         for num_tokens in sizes:
-            self._layers[0].warm_up(norm.new_zeros(num_tokens, len(norm)))
+            self._layers[0].warm_up(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 
     def __call__(self, token_ids: Tensor, attention: AttentionBackend, logits_rows: Tensor | None) -> Tensor:
         """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]."""
-        hidden = self._embedding(token_ids)
+        stream = Stream(self._embedding(token_ids), self._first_norm)
         for layer in self._layers:
-            hidden = layer(hidden, attention)
-        return self._head(hidden if logits_rows is None else hidden.index_select(0, logits_rows), self._norm)
+            stream = layer(stream, attention)
+        if logits_rows is not None:
+            stream = Stream(stream.hidden.index_select(0, logits_rows), stream.norm)
+        return self._head(stream)

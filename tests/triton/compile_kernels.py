@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from sidestep.kernels import (
     block_copy_triton,
     decode_attention_triton,
+    gated_gemm_triton,
     launch,
     mask_logits_triton,
     prefill_attention_triton,
@@ -38,11 +39,12 @@ from sidestep.kernels import (
     silu_mul_triton,
     skinny_linear_triton,
 )
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
 SKINNY_ROWS = 16
+GATED_ROWS = (64, 256)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def compiling(capability: int) -> Iterator[list[Any]]:
     """Launches compile for this capability, side by side, and the list grows by what they compile."""
     triton.runtime.driver.set_active(Driver(capability))
     launch.has_pdl = lambda device: capability >= 90
-    decode_attention_triton.num_processors = lambda device: PROCESSORS
+    decode_attention_triton.num_processors = gated_gemm_triton.num_processors = lambda device: PROCESSORS
     compiled: list[Any] = []
     with launch.compiling_only(os.cpu_count() or 1):
         run = JITFunction.run
@@ -154,13 +156,20 @@ def launch_attention(model: Model, page: int, window: int) -> None:
 
 
 def launch_products(model: Model, page: int, window: int) -> None:
-    qkv = (model.heads + 2 * model.kv_heads) * model.dim
-    product, norm = skinny_linear_triton.skinny_linear, RmsNorm(bf16(model.hidden), 1e-6)
+    qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
+    product, add = skinny_linear_triton.skinny_linear, skinny_linear_triton.add_skinny_linear
+    norm = RmsNorm(bf16(model.hidden), 1e-6)
     for rows in (1, 8, SKINNY_ROWS):
         hidden = bf16(rows, model.hidden)
-        product(hidden, bf16(qkv, model.hidden), bf16(qkv), norm=norm)
-        product(bf16(rows, model.inner), bf16(model.hidden, model.inner), residual=hidden)
-        product(hidden, bf16(2 * model.inner, model.hidden), norm=norm, gated=True)
+        product(hidden, bf16(qkv, model.hidden), bf16(qkv))
+        begun = add(hidden, bf16(rows, attended), bf16(model.hidden, attended), norm=norm)
+        product(Stream(hidden, norm, begun), bf16(2 * model.inner, model.hidden), gated=True)
+        begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm=norm)
+        product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
+        add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
+    if launch.has_pdl(norm.weight.device):  # as where it is chosen
+        for rows in GATED_ROWS:
+            gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
 
 
 def disassembler() -> Path | None:

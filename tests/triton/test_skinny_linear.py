@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.rms_norm import RmsNorm
-from sidestep.kernels.skinny_linear_triton import MAX_ROWS, SkinnyConfig, choose, skinny_linear
+from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.skinny_linear_triton import (
+    MAX_ROWS,
+    SkinnyConfig,
+    add_skinny_linear,
+    choose,
+    skinny_linear,
+)
 from sidestep.kernels.tuned_products import PRODUCTS
 from tests.triton.support import (
     DTYPE,
@@ -23,8 +29,7 @@ from tests.triton.support import (
     unchanged,
 )
 
-SMALL = [SkinnyConfig(block_n=16, block_k=64, num_warps=2, fused_norm=True), SkinnyConfig(8, 128, 2),
-         SkinnyConfig(16, 32, 1)]
+SMALL = [SkinnyConfig(block_n=16, block_k=64, num_warps=2), SkinnyConfig(8, 128, 2), SkinnyConfig(16, 32, 1)]
 SMALL_ONE_ROW = SkinnyConfig(block_n=8, block_k=32, num_warps=4, tensor_cores=False)
 ROWS = [1, 2, 3, 7, 8, 9, MAX_ROWS]
 
@@ -42,31 +47,100 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, norm: Rms
     return out
 
 
+def small_configs(rows: int) -> list[SkinnyConfig | None]:
+    """One of each kernel that takes so many rows."""
+    return [SMALL[0], SMALL_ONE_ROW] if rows == 1 else [SMALL[0]]
+
+
 def check(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, with_bias: bool = False, gated: bool = False,
-          apart: int = 0, shipped: bool = False, normed: bool = False, added: bool = False) -> None:
+          apart: int = 0, shipped: bool = False) -> None:
     """With the shipped configuration, or small ones of each kernel. apart: what lies between two rows of x."""
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
-    # What is normed may be of any size.
-    x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype, scale=7 if normed else 1))
-    norm = RmsNorm(guarded(values.normal(inputs, dtype=dtype)), 1e-5) if normed else None
+    x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
     count = outputs * (2 if gated else 1)
     # Behind the last row of the weight lies NaN, as it does behind x. Its values make outputs of about 1 in size.
     weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs ** -0.5))
     bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
     others = {"bias": bias} if bias is not None else {}
-    others |= {"norm": norm.weight} if norm is not None else {}
-    small = SMALL[:2 if normed else 1] if rows > 1 else [SMALL[0], SMALL_ONE_ROW]
-    for config in [None] if shipped else small:
-        stream = poisoned(rows, outputs + apart, dtype=dtype)
-        residual = stream[:, :outputs].copy_(values.normal(rows, outputs, dtype=dtype)) if added else None
-        expected = exact(x, weight, bias, gated, norm) + (residual.double() if residual is not None else 0)
-        with unchanged(x=buffer, weight=weight, between=stream[:, outputs:], **others), PoisonedAllocations():
-            out = skinny_linear(x, weight, bias, norm=norm, gated=gated, residual=residual, config=config)
+    for config in [None] if shipped else small_configs(rows):
+        with unchanged(x=buffer, weight=weight, **others), PoisonedAllocations():
+            out = skinny_linear(x, weight, bias, gated=gated, config=config)
         assert out.shape == (rows, outputs) and out.dtype == dtype
-        assert residual is None or out is residual
+        assert_close(out, exact(x, weight, bias, gated))
+
+
+def check_added(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, with_bias: bool = False,
+                normed: bool = False, apart: int = 0, shipped: bool = False) -> None:
+    """What is added to the residual stream, and what is begun of its norm. apart: what lies between two rows of either
+    side."""
+    values = Values(rows + outputs + inputs)
+    buffer = poisoned(rows, inputs + apart, dtype=dtype)
+    x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
+    weight = guarded(values.normal(outputs, inputs, dtype=dtype, scale=inputs ** -0.5))
+    bias = guarded(values.normal(outputs, dtype=dtype)) if with_bias else None
+    norm = RmsNorm(guarded(values.normal(outputs, dtype=dtype)), 1e-5) if normed else None
+    others = {"bias": bias} if bias is not None else {}
+    others |= {"norm": norm.weight} if norm is not None else {}
+    for config in [None] if shipped else small_configs(rows):
+        whole = poisoned(rows, outputs + apart, dtype=dtype)
+        stream = whole[:, :outputs].copy_(values.normal(rows, outputs, dtype=dtype, scale=7))
+        expected = exact(x, weight, bias, False) + stream.double()
+        with unchanged(x=buffer, weight=weight, between=whole[:, outputs:], **others), PoisonedAllocations():
+            begun = add_skinny_linear(stream, x, weight, bias, norm=norm, config=config)
+        assert_close(stream, expected)
+        assert_margins_untouched(whole)
+        assert (begun is None) == (norm is None)
+        if begun is not None and norm is not None:
+            check_begun(begun, stream, norm, (config or choose(rows, outputs, inputs, False) or SMALL[0]).block_n)
+
+
+def check_begun(begun: BegunNorm, stream: Tensor, norm: RmsNorm, block: int) -> None:
+    """From the stream as it was rounded. block: how many of its columns a program has."""
+    weighted, squares = begun
+    assert weighted.shape == stream.shape and weighted.dtype == stream.dtype
+    assert_close(weighted, stream.double() * norm.weight.double(), 1)
+    assert squares.dtype == torch.float32
+    exact_squares = [part.square().sum(1) for part in stream.double().split(block, 1)]
+    assert_close(squares, torch.stack(exact_squares, 1))
+
+
+def check_scaled(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, parts: int, gated: bool = False,
+                 with_bias: bool = False) -> None:
+    """Of a stream whose norm was begun, with so many parts of the sum of a row's squares."""
+    values = Values(rows + outputs + inputs + parts)
+    weighted = guarded(values.normal(rows, inputs, dtype=dtype, scale=7))
+    squares = guarded(values.normal(rows, parts, dtype=torch.float32, scale=(49 * inputs / parts) ** 0.5).square())
+    norm = RmsNorm(poisoned(inputs, dtype=dtype), 1e-5)
+    count = outputs * (2 if gated else 1)
+    weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs ** -0.5))
+    bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
+    # Neither the stream itself nor the norm's weight is looked at again.
+    stream = Stream(poisoned(rows, inputs, dtype=dtype), norm, BegunNorm(weighted, squares))
+    scale = (squares.double().sum(1, keepdim=True) / inputs + norm.eps).rsqrt()
+    expected = exact(weighted.double() * scale, weight, bias, gated)
+    for config in small_configs(rows):
+        with unchanged(weighted=weighted, squares=squares, weight=weight), PoisonedAllocations():
+            out = skinny_linear(stream, weight, bias, gated=gated, config=config)
         assert_close(out, expected)
-        assert_margins_untouched(stream)
+
+
+def check_chain(rows: int, hidden: int, inner: int, outputs: int, dtype: torch.dtype, *, gated: bool = False,
+                shipped: bool = False) -> None:
+    """A product that begins a norm, and the one after it: the same as with the norm between them."""
+    values = Values(rows + hidden + inner)
+    stream, x = values.normal(rows, hidden, dtype=dtype, scale=7), values.normal(rows, inner, dtype=dtype)
+    first = guarded(values.normal(hidden, inner, dtype=dtype, scale=inner ** -0.5))
+    second = guarded(values.normal(outputs * (1 + gated), hidden, dtype=dtype, scale=hidden ** -0.5))
+    norm = RmsNorm(guarded(values.normal(hidden, dtype=dtype)), 1e-5)
+    kinds = [None] if shipped else small_configs(rows)
+    for config, other in zip(kinds, reversed(kinds), strict=True):
+        added = guarded(stream)
+        with PoisonedAllocations():
+            begun = add_skinny_linear(added, x, first, norm=norm, config=config)
+            out = skinny_linear(Stream(added, norm, begun), second, gated=gated, config=other)
+        assert begun is not None
+        assert_close(out, exact(added, second, None, gated, norm))
 
 
 # On a GPU the tensor cores would round float32 to 10 bits: it is not what the kernel is for there.
@@ -78,17 +152,10 @@ def test_numbers_of_rows(rows: int, gated: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", ROWS)
-def test_products_of_the_normed_input(rows: int, gated: bool, dtype: torch.dtype) -> None:
-    check(rows, 20, 100, dtype, gated=gated, normed=True, apart=12)
-
-
-@pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_added_to_the_residual_stream(rows: int, with_bias: bool, dtype: torch.dtype) -> None:
-    check(rows, 20, 100, dtype, with_bias=with_bias, added=True, apart=12)
+    check_added(rows, 20, 100, dtype, with_bias=with_bias, apart=12)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -130,6 +197,67 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int, config: SkinnyConfi
     assert more[rows].isnan().all()
 
 
+# -- Norms shared out between two products ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
+@pytest.mark.parametrize("outputs", [1, 16, 20, 33])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_first_product_begins_the_norm(rows: int, outputs: int, dtype: torch.dtype) -> None:
+    check_added(rows, outputs, 100, dtype, normed=True, with_bias=outputs == 20, apart=12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
+@pytest.mark.parametrize("parts", [1, 3, 8, 37])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_second_product_applies_the_scale(rows: int, parts: int, dtype: torch.dtype) -> None:
+    check_scaled(rows, 20, 100, dtype, parts=parts, with_bias=True)
+
+
+@pytest.mark.parametrize("inputs", [31, 64, 100])
+@pytest.mark.parametrize("outputs", [5, 16, 17])
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_the_scale_comes_before_the_gated_activation(rows: int, outputs: int, inputs: int) -> None:
+    check_scaled(rows, outputs, inputs, DTYPE, parts=6, gated=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_both_products_equal_those_with_the_norm_between_them(rows: int, gated: bool, dtype: torch.dtype) -> None:
+    check_chain(rows, 50, 40, 20, dtype, gated=gated)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_norm_that_was_not_begun_is_done_before_the_product(rows: int) -> None:
+    values = Values(rows)
+    hidden, weight = values.normal(rows, 50, dtype=DTYPE, scale=7), values.normal(20, 50, dtype=DTYPE, scale=0.1)
+    norm = RmsNorm(values.normal(50, dtype=DTYPE), 1e-5)
+    for config in small_configs(rows):
+        out = skinny_linear(Stream(hidden, norm), weight, config=config)
+        assert_close(out, exact(hidden, weight, None, False, norm))
+
+
+@pytest.mark.parametrize("config", SMALL, ids=str)
+@pytest.mark.parametrize("rows", [2, 5, 9])
+def test_no_row_changes_the_norm_of_another(rows: int, config: SkinnyConfig) -> None:
+    """NaN in one row stays there, and no row's bits change with the number of rows."""
+    values = Values(rows)
+    stream, x = values.normal(rows + 1, 50, dtype=DTYPE), values.normal(rows + 1, 40, dtype=DTYPE)
+    first, second = values.normal(50, 40, dtype=DTYPE), values.normal(20, 50, dtype=DTYPE)
+    norm = RmsNorm(values.normal(50, dtype=DTYPE), 1e-5)
+    x[rows] = float("nan")
+
+    def chain(count: int) -> Tensor:
+        added = stream[:count].clone()
+        begun = add_skinny_linear(added, x[:count], first, norm=norm, config=config)
+        return skinny_linear(Stream(added, norm, begun), second, config=config)
+
+    more = chain(rows + 1)
+    assert torch.equal(more[:rows], chain(rows))
+    assert more[rows].isnan().all()
+
+
 # -- The choice ------------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +290,18 @@ def test_matrices_of_unknown_sizes_have_a_choice_by_size(gated: bool) -> None:
     (4096, 14336, False), (4864, 896, True), (1152, 896, False)])
 def test_shapes_of_models_as_shipped(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     check(rows, outputs, inputs, DTYPE, gated=gated, shipped=True)
-    check(rows, outputs, inputs, DTYPE, gated=gated, shipped=True, normed=True)
     if not gated:
-        check(rows, outputs, inputs, DTYPE, shipped=True, added=True)
+        check_added(rows, outputs, inputs, DTYPE, shipped=True, normed=True)
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("hidden", "inner", "outputs", "gated"), [
+    (1024, 3072, 4096, False), (1024, 2048, 3072, True), (4096, 14336, 6144, False), (4096, 4096, 14336, True),
+    (896, 4864, 1152, False)])
+def test_norms_between_products_of_models_as_shipped(rows: int, hidden: int, inner: int, outputs: int,
+                                                     gated: bool) -> None:
+    check_chain(rows, hidden, inner, outputs, DTYPE, gated=gated, shipped=True)
 
 
 @needs_gpu

@@ -15,7 +15,7 @@ from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import DummyWeights
 from sidestep.ipc.model_spec import RopeSpec
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 CPU = torch.device("cpu")
 
@@ -90,4 +90,4 @@ def test_vocabulary_shards_are_alike_and_hold_all_rows_once(vocab: int, size: in
 
 def test_the_head_cuts_the_padding_off() -> None:
     head = VocabParallelHead(torch.randn(12, 8), 11, Parallel())
-    assert head(torch.randn(2, 8), RmsNorm(torch.ones(8), 1e-6)).shape == (2, 11)
+    assert head(Stream(torch.randn(2, 8), RmsNorm(torch.ones(8), 1e-6))).shape == (2, 11)

@@ -1,0 +1,81 @@
+"""The model's plumbing: which norm the residual stream goes through where, when products do parts of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.executor.layers.linear import Linear
+from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.weight_loader import DummyWeights
+from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
+from tests.fakes import SPEC
+
+SMALL = msgspec.structs.replace(SPEC, num_layers=3, windows=(0, 0, 0))
+WIDTH = SMALL.num_heads * SMALL.head_dim
+
+
+class DifferentNorms(DummyWeights):
+    """No two norms have the same weights, and every layer counts."""
+
+    def get(self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None) -> Tensor:
+        return super().get(f"{name}_" if name.endswith("norm.weight") else name, shape, rows, columns) * 20
+
+
+class NoAttention:
+    """In place of a backend: each token's queries."""
+
+    def attend(self, layer: int, qkv: Tensor, norms: object) -> Tensor:
+        return qkv[:, :WIDTH]
+
+
+def logits(model: DecoderForCausalLM, rows: Tensor | None) -> Tensor:
+    return model(torch.arange(5), NoAttention(), rows)  # type: ignore[arg-type]
+
+
+def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Linear layers share out norms as on a GPU. Returns what grows by the inputs of those that finish one."""
+    plain_call, plain_add, begun = Linear.__call__, Linear.add_to, []
+
+    def call(self: Linear, x: Tensor | Stream) -> Tensor:
+        if isinstance(x, Stream) and x.begun is not None:
+            begun.append(x.begun.weighted)
+            scale = (x.begun.squares.sum(1, keepdim=True) / x.hidden.shape[1] + x.norm.eps).rsqrt()
+            return plain_call(self, x.begun.weighted) * scale
+        return plain_call(self, x)
+
+    def add_to(self: Linear, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+        plain_add(self, residual, x)
+        parts = residual.square().unflatten(1, (2, -1)).sum(2)
+        return None if norm is None else BegunNorm(residual * norm.weight, parts)
+
+    monkeypatch.setattr(Linear, "__call__", call)
+    monkeypatch.setattr(Linear, "add_to", add_to)
+    return begun
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([1, 4])], ids=["all rows", "some rows"])
+def test_a_norm_begun_by_one_product_is_that_of_the_next(rows: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DecoderForCausalLM(SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel())
+    expected = logits(model, rows)
+    begun = begin_norms(monkeypatch)
+    torch.testing.assert_close(logits(model, rows), expected, rtol=1e-4, atol=1e-5)
+    # All but the first, and the last where only some rows go on.
+    assert len(begun) == 2 * SMALL.num_layers - (0 if rows is None else 1)
+
+
+def test_with_several_ranks_no_product_begins_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = Parallel()
+    model = DecoderForCausalLM(SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), parallel)
+    expected = logits(model, None)
+    begun = begin_norms(monkeypatch)
+    # Rank 0 of two, the other's part being zero: what it has alone is not the stream yet.
+    parallel.size = 2
+    monkeypatch.setattr(parallel, "all_reduce", lambda x: x)
+    monkeypatch.setattr("sidestep.executor.layers.vocab.VocabParallelEmbedding.__call__",
+                        lambda self, ids: torch.nn.functional.embedding(ids, self._shard))
+    torch.testing.assert_close(logits(model, None), expected)
+    assert not begun
