@@ -20,7 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -353,6 +353,7 @@ class Layers:
         cos, sin = torch.randn(2, context, model.head_dim // 2, device=DEVICE).sign()
         self.rope = Rope(cos, sin, (head_norm, head_norm) if model is MODELS[0] else None, 1e-6)
         self.x = torch.randn(rows, model.hidden, dtype=DTYPE, device=DEVICE)
+        self._before: dict[str, Any] = {}
         self.set_decode(decode or decode_config(model.head_dim, 2, model.heads))
 
     def set_decode(self, config: DecodeConfig) -> None:
@@ -361,25 +362,36 @@ class Layers:
         self.scratch = DecodeScratch(m.heads, m.kv_heads, m.head_dim, self.rows, DEVICE, config)
         self.paged.plan(config.tile, 16)
 
-    def bytes(self) -> int:
-        """What a layer reads: weights, keys and values."""
+    def bytes(self) -> dict[str, int]:
+        """What each kernel of a layer reads: weights, or keys and values."""
         m = self.model
-        weights = sum(n * (1 + gated) * k * 2 for n, k, gated in m.linears().values())
-        return weights + sum(self.paged.lengths) * 2 * m.kv_heads * m.head_dim * 2
+        weights = {name: n * (1 + gated) * k * 2 for name, (n, k, gated) in m.linears().items()}
+        return {**weights, "attention": sum(self.paged.lengths) * 2 * m.kv_heads * m.head_dim * 2}
 
     def run(self, configs: Configs, skip: str = "") -> Tensor:
         """All layers; `configs` by matrix, None for the library's product, as shipped where none is named; `skip` names
         what is left out."""
-        m, b = self.model, self.paged
-        stream, out = Stream(self.x.clone(), self.norm), self.x.new_empty(self.rows, m.heads * m.head_dim)
-        for weights, cache in zip(self.weights, b.caches, strict=True):
-            qkv = self._project(stream, weights, "qkv", configs)
-            if skip != "attention":
-                decode_attention(qkv, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, out, self.scratch,
-                                 num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=self.rope)
-            stream = self._add(stream, out, weights, "o", configs)
-            stream = self._add(stream, self._project(stream, weights, "gate_up", configs), weights, "down", configs)
+        stream = Stream(self.x.clone(), self.norm)
+        for weights, cache in zip(self.weights, self.paged.caches, strict=True):
+            qkv = self._made("qkv", skip, lambda s=stream, w=weights: self._project(s, w, "qkv", configs))
+            out = self._made("attention", skip, lambda q=qkv, c=cache: self._attend(q, c))
+            stream = self._made("o", skip, lambda s=stream, o=out, w=weights: self._add(s, o, w, "o", configs))
+            act = self._made("gate_up", skip, lambda s=stream, w=weights: self._project(s, w, "gate_up", configs))
+            stream = self._made("down", skip, lambda s=stream, a=act, w=weights: self._add(s, a, w, "down", configs))
         return stream.hidden
+
+    def _made(self, name: str, skip: str, make: Callable[[], T]) -> T:
+        """What a part makes, or, if it is left out, what it made before."""
+        if name != skip:
+            self._before[name] = make()
+        return self._before[name]
+
+    def _attend(self, qkv: Tensor, cache: Tensor) -> Tensor:
+        m, b = self.model, self.paged
+        out = qkv.new_empty(self.rows, m.heads * m.head_dim)
+        decode_attention(qkv, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, out, self.scratch,
+                         num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=self.rope)
+        return out
 
     def _project(self, stream: Stream, weights: dict[str, Tensor], name: str, configs: Configs) -> Tensor:
         """A product of the normed stream."""
@@ -447,9 +459,10 @@ TUNED_ROWS = (1, 8, 16)
 
 def decode_configs() -> Iterator[DecodeConfig]:
     """Tiles of 32 keys and of 64."""
-    for late, min_tiles in ((False, 2), (True, 2), (False, 1), (True, 4)):
-        yield DecodeConfig(late=late, min_tiles=min_tiles)
-    yield DecodeConfig(tile=64, num_warps=4, programs_per_processor=3)
+    for min_tiles in (1, 2, 4, 6):
+        yield DecodeConfig(min_tiles=min_tiles)
+    yield DecodeConfig(tile=16, num_warps=1, programs_per_processor=8, min_tiles=4)
+    yield DecodeConfig(tile=64, num_warps=4, num_stages=2, programs_per_processor=3)
 
 
 def prefill_configs() -> Iterator[PrefillConfig]:
@@ -470,7 +483,7 @@ def gemv_configs(inputs: int) -> Iterator[SkinnyConfig]:
 
 def skinny_configs() -> Iterator[SkinnyConfig]:
     """For 2 to 16 rows."""
-    for block_n, block_k, warps in ((8, 1024, 8), (16, 1024, 4), (16, 1024, 8)):
+    for block_n, block_k, warps in ((16, 512, 4), (16, 1024, 4), (16, 1024, 8), (16, 2048, 8), (32, 512, 4)):
         yield SkinnyConfig(block_n, block_k, warps)
 
 
@@ -684,13 +697,17 @@ def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
 def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[str, int], Configs]:
     """A whole layer: what a decode step spends, and the configurations of its matrices within it, by model and rows."""
     tuned: dict[tuple[str, int], Configs] = {}
-    table.add("a decode step's layer, us: floor, ours, with the library's products, without attention; all layers ms")
+    table.add("a decode step's layer, us: floor, ours, with the library's products; all layers ms; what each kernel "
+              "adds (its floor), and the rest")
     for model, rows in itertools.product(MODELS, TUNED_ROWS if tune else (1, 2, 4, 8, 16)):
         case = Layers(model, rows, 768)
-        floor = ceilings.floor(case.bytes())
         ours, library = case.time({}), case.time(dict.fromkeys(model.linears()))
-        table.add(f"  {model.name} rows {rows}: {floor:.2f} {ours:.2f} {library:.2f} {case.time({}, 'attention'):.2f}; "
-                  f"{ours * model.layers / 1e3:.3f}; same with and without overlap: {case.agrees({})}")
+        floors = {name: ceilings.floor(size) for name, size in case.bytes().items()}
+        adds = {name: ours - case.time({}, name) for name in floors}
+        parts = ", ".join(f"{name} {took:.1f} ({floors[name]:.1f})" for name, took in adds.items())
+        table.add(f"  {model.name} rows {rows}: {sum(floors.values()):.2f} {ours:.2f} {library:.2f}; "
+                  f"{ours * model.layers / 1e3:.3f}; {parts}, rest {ours - sum(adds.values()):.1f}; "
+                  f"same with and without overlap: {case.agrees({})}")
         if tune:
             tuned[model.name, rows] = tune_layer(table, case)
         del case
@@ -709,13 +726,14 @@ def tune_layer(table: Table, case: Layers) -> Configs:
         return found[0]
 
     chosen: Configs = {}
+    _, decode = best("decode", decode_configs(), lambda c: (case.set_decode(c), case.time(chosen))[1])
+    case.set_decode(decode)
     for name, (_, k, _) in model.linears().items():
         tried = [None, *product_configs(k, rows)]
         _, chosen[name] = best(name, tried, lambda c, name=name: case.time({**chosen, name: c}))
     error = relative_error(case.run(chosen), case.run(dict.fromkeys(model.linears())))
-    shipped = decode_config(model.head_dim, 2, model.heads)
     best("decode", decode_configs(), lambda c: (case.set_decode(c), case.time(chosen))[1])
-    case.set_decode(shipped)
+    case.set_decode(decode)
     chosen["lm_head"] = tune_head(table, model, rows)
     table.add(f"    all best together: {case.time(chosen):.2f}, agrees {case.agrees(chosen)}, from the library "
               f"{error:.1%} apart")

@@ -1,15 +1,18 @@
-"""Where a decode step's time goes on a GPU: each kernel of it beside the bytes it must read.
+"""Where a step's time goes on a GPU: its kernels beside the bytes that it must read.
 
     python benchmarks/gpu_step.py [--models qwen3-0.6b llama-3.1-8b] [--batches 1 8 64 256] [--context 1024]
+                                  [--prompts 8]
 
 Drives the worker's runner in this process, without the engine around it: the step alone. For each batch size: the time
 of a captured step; the floor of its weights and of its keys and values at the card's measured reading speed; and the
-kernels that take it, as the profiler sees them.
+kernels that take it, as the profiler sees them. For each number of prompts: a step that computes so many of --context
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections import defaultdict
@@ -48,14 +51,14 @@ def timed(run: Any, count: int) -> float:
     return start.elapsed_time(end) / 1e3 / count
 
 
-def make_runner(model: str, rows: int, context: int, options: dict[str, Any]) -> GpuRunner:
+def make_runner(model: str, rows: int, context: int, max_tokens: int, options: dict[str, Any]) -> GpuRunner:
     path = write_model(model, tempfile.mkdtemp())
     blocks = rows * ((context + 400) // (options["block_size"] or 64) + 2)
     runner = GpuRunner(WorkerArgs(
         rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, load_format="dummy"),
         cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
         parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
-        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=2048), max_model_len=context + 400))
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max_tokens), max_model_len=context + 400))
     runner.load()
     cache = getattr(runner._attention, "cache", None)
     if cache is not None:
@@ -96,6 +99,20 @@ class Steps:
         self._length += 1
         self._count += 1
         return step
+
+
+class PromptSteps(Steps):
+    """Steps that compute `rows` prompts of `context` tokens, the same ones again and again."""
+
+    _number = -1
+
+    def __next__(self) -> StepInput:
+        number = self._number = self._number + 1
+        self._count = self._next_block = self._held = 0
+        step = super().__next__()
+        self._length -= 1
+        lengths = step.new_num_known
+        return dataclasses.replace(step, step_id=number, num_tokens=lengths, new_num_computed=np.zeros_like(lengths))
 
 
 def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
@@ -145,10 +162,29 @@ def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> tuple[floa
     return weights / speed, kv / speed
 
 
+def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, prompts: bool) -> None:
+    """One step's time, floors and kernels."""
+    options = {"block_size": args.block_size, "enforce_eager": args.eager}
+    runner = make_runner(model, rows, args.context, rows * args.context if prompts else 2048, options)
+    steps = (PromptSteps if prompts else Steps)(rows, args.context, runner._block_size, 1000)
+    seconds = step_time(runner, steps, 12 if prompts else 40)
+    weights, kv = floors(runner._args.spec, rows, args.context, speed)
+    listed = kernels(runner, steps)
+    busy = sum(time for time, _ in listed.values())
+    what = "prompts" if prompts else "batch"
+    print(f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
+          f"{weights * 1e3:.3f}, keys and values {kv * 1e3:.3f}; kernels' times together {busy / 1e3:.3f}")
+    for name, (time, launches) in list(listed.items())[:args.top]:
+        print(f"  {time:9.1f} us  {launches:5.0f} x {time / launches:8.2f}  {name}")
+    del runner
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--eager", action="store_true")
@@ -158,19 +194,9 @@ def main() -> None:
     print(f"reading: {speed / 1e12:.2f} TB/s")
     for model in args.models:
         for rows in args.batches:
-            options = {"block_size": args.block_size, "enforce_eager": args.eager}
-            runner = make_runner(model, rows, args.context, options)
-            steps = Steps(rows, args.context, runner._block_size, 1000)
-            seconds = step_time(runner, steps)
-            weights, kv = floors(runner._args.spec, rows, args.context, speed)
-            listed = kernels(runner, steps)
-            busy = sum(time for time, _ in listed.values())
-            print(f"\n{model}, batch {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
-                  f"{weights * 1e3:.3f}, keys and values {kv * 1e3:.3f}; kernels' times together {busy / 1e3:.3f}")
-            for name, (time, launches) in list(listed.items())[:args.top]:
-                print(f"  {time:9.1f} us  {launches:5.0f} x {time / launches:8.2f}  {name}")
-            del runner
-            torch.cuda.empty_cache()
+            report(model, rows, args, speed, prompts=False)
+        for rows in args.prompts:
+            report(model, rows, args, speed, prompts=True)
 
 
 if __name__ == "__main__":

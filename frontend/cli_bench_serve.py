@@ -83,7 +83,7 @@ async def serve(llm: AsyncLLM, parsed: argparse.Namespace, goals: dict[str, floa
 
 
 async def send_all(llm: AsyncLLM, load: list[PlannedRequest], begin: float, max_concurrency: int | None,
-                   temperature: float) -> list[Sample]:
+                   temperature: float, *, detokenize: bool = True) -> list[Sample]:
     """Sends each request at its time, or as soon after as there is room."""
     room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
     running: list[asyncio.Task[Sample]] = []
@@ -91,16 +91,16 @@ async def send_all(llm: AsyncLLM, load: list[PlannedRequest], begin: float, max_
         if (early := begin + request.at - time.monotonic()) > 0:
             await asyncio.sleep(early)
         await room.acquire()
-        task = asyncio.create_task(send(llm, request, begin, temperature))
+        task = asyncio.create_task(send(llm, request, begin, temperature, detokenize))
         task.add_done_callback(lambda _: room.release())
         running.append(task)
     return await asyncio.gather(*running)
 
 
-async def send(llm: AsyncLLM, request: PlannedRequest, begin: float, temperature: float) -> Sample:
+async def send(llm: AsyncLLM, request: PlannedRequest, begin: float, temperature: float, detokenize: bool) -> Sample:
     """One request, to its end."""
     params = SamplingParams(temperature=temperature, max_tokens=request.output_len, ignore_eos=True,
-                            output_kind=RequestOutputKind.DELTA)
+                            output_kind=RequestOutputKind.DELTA, detokenize=detokenize)
     sample = Sample(planned=begin + request.at, sent=time.monotonic())
     try:
         async for output in llm.generate(request.prompt, params):

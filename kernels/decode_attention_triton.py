@@ -32,8 +32,6 @@ class DecodeConfig:
     programs_per_processor: int = 4
     min_tiles: int = 2
     combined: int = 4096
-    late: bool = False
-    """Whether the next kernel may start only when this one's programs end."""
 
 
 def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
@@ -42,8 +40,8 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
         return DecodeConfig(tile=32, num_warps=4, num_stages=2, programs_per_processor=2)
     if head_dim * itemsize > 256:
         return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_processor=2)
-    # The product that follows a wide attention would take the memory's bandwidth too early.
-    return DecodeConfig(late=num_heads * head_dim >= 4096)
+    # The wider the rest of a layer, the more a program may have to do before its start and end count.
+    return DecodeConfig(min_tiles=4 if num_heads * head_dim >= 4096 else 2)
 
 
 class DecodeScratch:
@@ -83,6 +81,15 @@ def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.conste
         keys = index * TILE + within
         block = tl.load(table + keys // PAGE, mask=keys < length, other=0)
     return block.to(tl.int64)
+
+
+@triton.jit
+def _row_at(row, there, tile_ends, seq_lens, slots, block_tables, table_stride):
+    """Its last tile's end, its length and its block table; anything if it is not there."""
+    slot = tl.load(slots + row, mask=there, other=0)
+    end = tl.load(tile_ends + row, mask=there, other=0)
+    length = tl.load(seq_lens + row, mask=there, other=0)
+    return end, length, block_tables + slot.to(tl.int64) * table_stride
 
 
 @triton.jit
@@ -137,25 +144,26 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
             GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
             TILE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
             MIN_TILES: tl.constexpr, COMBINED: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr,
-            PRECISION: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):
+            PRECISION: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0) % KVH
     part = tl.program_id(0) // KVH
-    # 1. This program's share of the tiles. The plan was written several kernels ago (see kernels.launch).
+    # 1. This program's share of the tiles, and where they are. The plan and the tables were written several kernels ago
+    # (see kernels.launch).
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     total = tl.max(ends, 0)
     quota = tl.maximum(tl.cdiv(total, PARTS), MIN_TILES)
     tile = part * quota
     last = tl.minimum(tile + quota, total)
+    row = tl.sum((ends <= tile).to(tl.int32), 0)
+    row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    row_end, length, table = _row_at(row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride)
     # Idle programs go at once; one waits in any case, so that no later kernel overtakes the one before.
     if (tile >= last) & (part > 0):
         return
-    row = tl.sum((ends <= tile).to(tl.int32), 0)
-    row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
     within = tl.arange(0, TILE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     if tile >= last:
         return
     m = tl.arange(0, M)
@@ -164,10 +172,7 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
     dtype = cache.dtype.element_ty
     while tile < last:
         # 2. One row, or the part of it that lies in this share.
-        row_end = tl.load(tile_ends + row)
         stop = tl.minimum(row_end, last)
-        length = tl.load(seq_lens + row)
-        table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
         visible = 0
         if WINDOW:
             visible = tl.maximum(length - WINDOW, 0)
@@ -256,8 +261,7 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
         tile = stop
         row_begin = row_end
         row += 1
-    if PDL and LATE:
-        tl.extra.cuda.gdc_launch_dependents()
+        row_end, length, table = _row_at(row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride)
 
 
 @triton.jit
@@ -314,5 +318,5 @@ def decode_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tens
         cos, sin, q_weight, k_weight, q.stride(0), block_tables.stride(0), cache.stride(0), out.stride(0),
         scale * 1.4426950408889634, eps, kv_heads, group, padded, max(16, padded), dim,
         max(16, triton.next_power_of_2(dim)), page, config.tile, window, tile_ends.shape[0], scratch.parts,
-        config.min_tiles, combined, rope is not None, norms is not None, "ieee", config.late,
+        config.min_tiles, combined, rope is not None, norms is not None, "ieee",
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl(q))

@@ -10,7 +10,7 @@ Fields = tuple[int, int, int, bool]
 
 PRODUCTS: dict[tuple[int, int, bool], tuple[Fields | None, Fields | None, Fields | None]] = {
     (4096, 1024, False): (  # Qwen3-0.6B, qkv
-        (2, 1024, 4, False),
+        (4, 512, 4, False),
         (16, 1024, 4, True),
         (16, 1024, 4, True)),
     (1024, 2048, False): (  # Qwen3-0.6B, o
@@ -20,23 +20,23 @@ PRODUCTS: dict[tuple[int, int, bool], tuple[Fields | None, Fields | None, Fields
     (3072, 1024, True): (  # Qwen3-0.6B, gate_up
         (1, 512, 2, False),
         (16, 1024, 4, True),
-        (16, 1024, 4, True)),
+        (16, 512, 4, True)),
     (1024, 3072, False): (  # Qwen3-0.6B, down
-        (2, 1024, 4, False),
-        (16, 1024, 8, True),
-        (16, 1024, 4, True)),
+        (1, 4096, 8, False),
+        (16, 2048, 8, True),
+        (16, 2048, 8, True)),
     (151936, 1024, False): (  # Qwen3-0.6B, lm_head
         (4, 512, 4, False),
-        (16, 1024, 4, True),
+        (32, 512, 4, True),
         None),
     (6144, 4096, False): (  # Llama-3.1-8B, qkv
-        (1, 4096, 8, False),
-        (16, 1024, 4, True),
+        (2, 2048, 8, False),
+        (32, 512, 4, True),
         None),
     (4096, 4096, False): (  # Llama-3.1-8B, o
-        (8, 512, 8, False),
-        (16, 1024, 4, True),
-        None),
+        (2, 1024, 4, False),
+        (16, 2048, 8, True),
+        (16, 1024, 4, True)),
     (14336, 4096, True): (  # Llama-3.1-8B, gate_up
         (1, 4096, 8, False),
         (16, 1024, 4, True),

@@ -3,8 +3,6 @@ three, all of them with grids that depend on sizes alone, so that steps can be c
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 from torch import Tensor
@@ -22,6 +20,10 @@ from sidestep.kernels.qkv_rope_triton import qkv_rope
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many rows and for any number, not for each."""
+
+
+FUSED_ROWS = 16
+"""Up to so many rows decode attention norms and turns them itself; for more, a kernel before it does."""
 
 
 class TritonAttention(AttentionBackend):
@@ -65,27 +67,31 @@ class TritonAttention(AttentionBackend):
         shape, rows, setup = self._shape, self._rows, self._setup
         rope = Rope(setup.rotary.cos, setup.rotary.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
-        if rows.max_prompt_rows == 0:
+        if rows.max_prompt_rows == 0 and qkv.shape[0] <= FUSED_ROWS:
             self._attend_decodes(layer, qkv, out, rope)
             return out
         qkv_rope(qkv, self._batch.positions, self._batch.places, rope.cos, rope.sin, norms, rope.eps,
                  self.cache[layer], shape.num_heads)
-        if rows.max_decode_rows == 0:
-            self._attend_prompts(layer, qkv, out)
-            return out
-        with self._beside():
+        if rows.max_prompt_rows == 0:
             self._attend_decodes(layer, qkv, out, None)
-        self._attend_prompts(layer, qkv, out)
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+        elif rows.max_decode_rows == 0:
+            self._attend_prompts(layer, qkv, out)
+        else:
+            self._attend_both(layer, qkv, out)
         return out
 
-    def _beside(self) -> AbstractContextManager[object]:
-        """What is launched in it runs beside what comes after it: decodes wait for memory, prompts for tensor cores."""
+    def _attend_both(self, layer: int, qkv: Tensor, out: Tensor) -> None:
+        """Beside each other: decodes wait for memory, prompts for tensor cores."""
         if self._side is None:
-            return nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
+            self._attend_decodes(layer, qkv, out, None)
+            self._attend_prompts(layer, qkv, out)
+            return
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            self._attend_decodes(layer, qkv, out, None)
+        self._attend_prompts(layer, qkv, out)
+        main.wait_stream(self._side)
 
     def _attend_decodes(self, layer: int, qkv: Tensor, out: Tensor, rope: Rope | None) -> None:
         rows, window = self._rows, self._shape.windows[layer]
