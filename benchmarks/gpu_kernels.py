@@ -508,23 +508,20 @@ def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
             yield {**others, name: product}
 
 
-GATED_ROWS = (32, 64, 128, 256, 512)
+GATED_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 8192)
 _GATED_TILES = {
-    # rows, columns of each half, step, warps, stages, programs, split
-    64: ((64, 64, 64, 4, 4, 2), (64, 128, 64, 4, 4), (64, 128, 64, 4, 5), (64, 64, 128, 4, 4), (64, 32, 64, 4, 4, 3),
-         (64, 64, 64, 4, 4, 2, True), (64, 64, 64, 4, 8, 1, True), (64, 128, 64, 4, 5, 1, True)),
+    # rows, columns of each half, step, warps, stages, programs
+    64: ((64, 64, 64, 4, 4, 2), (64, 128, 64, 4, 4), (64, 128, 64, 4, 5), (64, 64, 128, 4, 4), (64, 32, 64, 4, 4, 3)),
     128: ((128, 128, 64, 8, 4), (128, 64, 64, 4, 3, 2), (64, 128, 64, 4, 5), (64, 64, 64, 4, 4, 2), (128, 64, 64, 8, 6),
-          (128, 32, 64, 8, 4, 2), (128, 128, 64, 8, 4, 1, True), (128, 64, 64, 8, 6, 1, True),
-          (128, 64, 64, 4, 3, 2, True), (128, 64, 128, 8, 3, 1, True)),
-    512: ((256, 64, 64, 8, 4), (128, 128, 64, 8, 4), (128, 64, 64, 4, 3, 2), (64, 64, 64, 4, 4, 2),
-          (128, 32, 64, 8, 4, 2), (256, 64, 64, 8, 4, 1, True), (256, 64, 64, 8, 3, 1, True),
-          (128, 128, 64, 8, 4, 1, True), (128, 64, 64, 4, 3, 2, True), (128, 64, 128, 8, 3, 1, True))}
+          (128, 32, 64, 8, 4, 2)),
+    8192: ((256, 64, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 64, 64, 4, 3, 2),
+           (64, 64, 64, 4, 4, 2))}
 
 
 def gated_configs(rows: int) -> list[GatedConfig]:
-    """Tiles shared out last: only they can wait for one another."""
+    """What may be best for so many rows."""
     by_rows = next(tiles for most, tiles in _GATED_TILES.items() if rows <= most)
-    return [GatedConfig(tile[0], tile[1], tile[2], tile[3], tile[4], *tile[5:]) for tile in by_rows]
+    return [GatedConfig(*tile) for tile in by_rows]
 
 
 def compile_gated(model: Model, rows: int, config: GatedConfig) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, StepBatch
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
+from sidestep.executor.device_clock import DeviceClock
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
@@ -50,13 +51,13 @@ class GpuOutput(PendingOutput):
     """A step on the device, or behind others in its queue."""
 
     def __init__(self, step_id: int, ids: Int32, samples: np.ndarray[tuple[int], np.dtype[np.bool_]],
-                 started: torch.cuda.Event, done: torch.cuda.Event, launched_ns: int) -> None:
+                 started: torch.cuda.Event, done: torch.cuda.Event, clock: DeviceClock) -> None:
         self._step_id = step_id
         self._ids = ids
         self._samples = samples
         self._started = started
         self._done = done
-        self._launched_ns = launched_ns
+        self._clock = clock
 
     @property
     def ready(self) -> bool:
@@ -64,8 +65,7 @@ class GpuOutput(PendingOutput):
 
     def wait(self) -> StepOutput:
         self._done.synchronize()
-        end = time.monotonic_ns()
-        start = max(self._launched_ns, end - int(self._started.elapsed_time(self._done) * 1e6))
+        start, end = self._clock.times(self._started, self._done, time.monotonic_ns())
         return StepOutput(self._step_id, start, end, self._ids[:len(self._samples)][self._samples])
 
 
@@ -127,6 +127,7 @@ class GpuRunner(Runner):
         self._host_ids = self._out_ids.numpy()
         self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
                         for _ in range(ROTATION)]
+        self._clock = DeviceClock()
 
     def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
         return backend(AttentionSetup(
@@ -194,7 +195,6 @@ class GpuRunner(Runner):
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> PendingOutput:
-        launched = time.monotonic_ns()
         position = self._num_steps % ROTATION
         self._num_steps += 1
         # 1. What is new, and how this step's tokens lie.
@@ -214,7 +214,7 @@ class GpuRunner(Runner):
         else:
             self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch)
         done.record()
-        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, started, done, launched)
+        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, started, done, self._clock)
 
     def _eager_sizes(self, rows: int, tokens: int, decodes: int) -> StepSizes:
         """Padded to few different sizes: for a new one the library of products may choose a kernel it has not loaded

@@ -7,13 +7,21 @@ where the library is faster, as it is taken to be beyond the last.
 
 from __future__ import annotations
 
-Fields = tuple[int, int, int, int, int, int, bool, bool]
+Fields = tuple[int, int, int, int, int, int, bool]
+_ANY = 1 << 30
 
 GATED: dict[tuple[int, int], tuple[tuple[int, Fields | None], ...]] = {
-    (3072, 1024): (
-        (64, (64, 64, 128, 4, 4, 1, False, True)), (128, None), (256, (64, 64, 64, 4, 4, 2, False, True)),
-        (512, (128, 64, 64, 4, 3, 2, False, True)), (1 << 20, (128, 128, 64, 8, 4, 1, False, True))),
-    (14336, 4096): (
-        (32, None), (64, (64, 64, 128, 4, 4, 1, False, True)), (128, (128, 64, 64, 4, 3, 2, False, True)),
-        (256, (256, 64, 64, 8, 4, 1, False, True)), (1024, None), (1 << 20, (128, 128, 64, 8, 4, 1, False, True))),
+    (3072, 1024): (  # Qwen3-0.6B
+        (64, (64, 64, 128, 4, 4, 1, True)),
+        (128, None),
+        (256, (64, 64, 64, 4, 4, 2, True)),
+        (_ANY, (128, 64, 64, 4, 3, 2, True))),
+    (14336, 4096): (  # Llama-3.1-8B
+        (32, None),
+        (64, (64, 64, 128, 4, 4, 1, True)),
+        (128, (128, 64, 64, 4, 3, 2, True)),
+        (256, (256, 64, 64, 8, 4, 1, True)),
+        (768, None),
+        (4096, (128, 128, 64, 8, 3, 1, True)),
+        (_ANY, (128, 128, 64, 8, 4, 1, True))),
 }
