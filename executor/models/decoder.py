@@ -52,8 +52,12 @@ class Attention:
         """Runs the products alone."""
         return self._add(stream, self._qkv(stream)[:, :self._width].contiguous())
 
-    def __call__(self, stream: Stream, layer: int, attention: AttentionBackend) -> Stream:
-        return self._add(stream, attention.attend(layer, self._qkv(stream), self._head_norms))
+    def __call__(self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None) -> Stream:
+        """rows: see Layer."""
+        attended = attention.attend(layer, self._qkv(stream), self._head_norms)
+        if rows is not None:
+            stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
+        return self._add(stream, attended)
 
     def _add(self, stream: Stream, attended: Tensor) -> Stream:
         return self._out.add_to(stream.hidden, attended, self._following)
@@ -98,8 +102,9 @@ class Layer:
         """Runs the products alone."""
         self._mlp(self._attention.warm_up(stream))
 
-    def __call__(self, stream: Stream, attention: AttentionBackend) -> Stream:
-        return self._mlp(self._attention(stream, self._index, attention))
+    def __call__(self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None) -> Stream:
+        """rows: the tokens of which anything is needed but their keys and values (int [R]; None for all)."""
+        return self._mlp(self._attention(stream, self._index, attention, rows))
 
 
 class DecoderForCausalLM:
@@ -126,8 +131,6 @@ class DecoderForCausalLM:
     def __call__(self, token_ids: Tensor, attention: AttentionBackend, logits_rows: Tensor | None) -> Tensor:
         """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]."""
         stream = Stream(self._embedding(token_ids), self._first_norm)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             stream = layer(stream, attention)
-        if logits_rows is not None:
-            stream = Stream(stream.hidden.index_select(0, logits_rows), stream.norm)
-        return self._head(stream)
+        return self._head(self._layers[-1](stream, attention, logits_rows))

@@ -63,8 +63,17 @@ def test_a_norm_begun_by_one_product_is_that_of_the_next(rows: Tensor | None, mo
     expected = logits(model, rows)
     begun = begin_norms(monkeypatch)
     torch.testing.assert_close(logits(model, rows), expected, rtol=1e-4, atol=1e-5)
-    # All but the first, and the last where only some rows go on.
-    assert len(begun) == 2 * SMALL.num_layers - (0 if rows is None else 1)
+    assert len(begun) == 2 * SMALL.num_layers, "all but the first"
+
+
+def test_the_last_layer_goes_on_with_those_tokens_alone_whose_logits_are_wanted(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DecoderForCausalLM(SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel())
+    plain, counts = Linear.gated, []
+    monkeypatch.setattr(Linear, "gated", lambda self, x: (counts.append(len(x.hidden)), plain(self, x))[1])
+    every = logits(model, None)
+    torch.testing.assert_close(logits(model, torch.tensor([1, 4])), every[[1, 4]], rtol=1e-4, atol=1e-5)
+    assert counts == [5] * SMALL.num_layers + [5] * (SMALL.num_layers - 1) + [2]
 
 
 def test_with_several_ranks_no_product_begins_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
