@@ -22,7 +22,6 @@ from itertools import chain
 
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.prompt_budget import PromptBudget
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
@@ -65,7 +64,6 @@ class Scheduler:
         self._leaving: dict[Request, None] = {}
         """Ended or preempted, but steps in flight still touch them."""
         self._free_slots = list(range(limits.num_slots))
-        self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
         self._outboxes: dict[int, _Outbox] = {}
@@ -121,10 +119,10 @@ class Scheduler:
             self._yield_to_urgent()
         # 2. Those that run, most important first: one token each, or a chunk of prompt.
         num_preemptions = self._num_preemptions
-        budget, prompts, seats = self._schedule_running(step)
+        budget, seats = self._schedule_running(step)
         # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
         if self._queue and self._num_preemptions == num_preemptions:
-            self._admit(step, min(budget, prompts), seats)
+            self._admit(step, budget, seats)
         if step.is_empty:
             return None
         # 4. Remember what is in flight.
@@ -137,7 +135,6 @@ class Scheduler:
         """Takes the oldest step's tokens; returns what each frontend must be told."""
         plan = self._plans.popleft()
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
-        self._prompt_budget.learn(plan.num_prompt_tokens, (output.end_ns - output.start_ns) / 1e9)
         block_size = self.kv.block_size
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
@@ -241,14 +238,11 @@ class Scheduler:
 
     # Inside schedule().
 
-    def _schedule_running(self, step: StepBuilder) -> tuple[int, int, int]:
-        """Rows for running requests; returns what is left of the token budget, how much of it prompts may have, and how
-        many more may enter."""
+    def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
+        """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         # Not those whose last token is on its way: they need no row any more, so their seats are free already.
         live = [r for r in self._running if len(r.token_ids) + r.num_placeholders < r.max_total]
-        decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in live)
-        prompts = self._prompt_budget.tokens() if decodes else budget
         later = len(live)
         for request in live:
             later -= 1
@@ -256,9 +250,7 @@ class Scheduler:
                 continue  # preempted while this loop made room for another
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
             if count > 1:  # Each request after this one can count on a token: prompts never starve those that decode.
-                count = min(count, budget - later, prompts)
-            if count <= 0:
-                continue
+                count = min(count, budget - later)
             blocks: list[int] | None = _NO_BLOCKS
             if request.num_computed + count > len(request.block_ids) * block_size:
                 blocks = self._make_room(request, request.num_computed + count)
@@ -267,9 +259,8 @@ class Scheduler:
             step.add(request, count, blocks)
             budget -= count
             if count > 1:
-                prompts -= count
                 self.kv.remember(request)
-        return budget, max(0, prompts), self._limits.max_num_seqs - len(live)
+        return budget, self._limits.max_num_seqs - len(live)
 
     def _admit(self, step: StepBuilder, budget: int, seats: int) -> None:
         """Rows for waiting requests while seats, slots, blocks and budget last."""

@@ -21,8 +21,6 @@ class StepPlan:
     sampling: list[Request]
     """Those of `rows` that sample a token, in the same order."""
     num_tokens: int
-    num_prompt_tokens: int
-    """Of rows with more than one."""
     num_entered: int
 
 
@@ -87,9 +85,7 @@ class StepBuilder:
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
-        num_prompt_tokens = sum(then.num_tokens)
-        return message, StepPlan(self._step_id, rows, sampling, len(first.requests) + num_prompt_tokens,
-                                 num_prompt_tokens, len(new))
+        return message, StepPlan(self._step_id, rows, sampling, len(first.requests) + sum(then.num_tokens), len(new))
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:

@@ -33,11 +33,8 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        """`options` are those of EngineArgs; target_itl_ms is 0 unless given, since nobody waits for single tokens.
-
-        Raises ValidationError, TypeError for an unknown one, EngineStartError.
-        """
-        self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **{"target_itl_ms": 0.0, **options}))
+        """`options` are those of EngineArgs. Raises ValidationError, TypeError for an unknown one, EngineStartError."""
+        self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
         self._thread.start()

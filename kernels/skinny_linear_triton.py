@@ -69,7 +69,7 @@ def _gemv(x, weight, bias, squares, next_norm, out, next_weighted, next_squares,
                 eviction_policy="evict_first")
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if GATED:
-        second = source + N.to(tl.int64) * K
+        second = source + tl.cast(N, tl.int64) * K
         u = tl.load(second, mask=inside[:, None] & (EVEN | (columns < K)[None, :]), other=0.0,
                     eviction_policy="evict_first")
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -173,7 +173,7 @@ def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_square
     row = tl.minimum(tl.program_id(0) * BLOCK_N + _rows_of(index, HALVES, WARPS), N - 1)
     columns = _columns_of(index, HALVES, WARPS)
     source = weight + row[:, None].to(tl.int64) * K + columns
-    second = source + N.to(tl.int64) * K
+    second = source + tl.cast(N, tl.int64) * K
     w = _read(source, 0, columns, K, EVEN, "evict_first")
     u = w
     if GATED:

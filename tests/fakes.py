@@ -51,10 +51,10 @@ def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, cli
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,
                    policy: str = "fcfs", prefix_caching: bool = True, max_model_len: int = 4096,
                    eos: tuple[int, ...] = (), clock: Callable[[], float] | None = None,
-                   overlap: bool = True, target_itl_ms: float | None = None) -> Scheduler:
+                   overlap: bool = True) -> Scheduler:
     """A scheduler over a small cache; its invariants are checked after the test."""
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, scheduling_policy=policy,
-                             async_scheduling=overlap, target_itl_ms=target_itl_ms)
+                             async_scheduling=overlap)
     scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(num_blocks, block_size, prefix_caching),
                           max_model_len=max_model_len, eos_token_ids=eos, clock=clock or Clock())
     _made.add(scheduler)

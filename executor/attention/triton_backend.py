@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels: the default on a GPU. A step of decodes is one kernel a layer, one with prompts
+"""Attention by our own Triton kernels: the default on a GPU. A step of few decodes is one kernel a layer, any other two or
 three, all of them with grids that depend on sizes alone, so that steps can be captured."""
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from sidestep.kernels.prefill_attention_triton import prefill_attention, prefill
 from sidestep.kernels.qkv_rope_triton import qkv_rope
 
 _FEW_ROWS = 16
-"""Kernels are compiled for at most this many rows and for any number, not for each."""
-
-
-FUSED_ROWS = 16
-"""Up to so many rows decode attention norms and turns them itself; for more, a kernel before it does."""
+"""Kernels are compiled for at most this many rows and for any number, not for each. So few are normed and turned by
+decode attention itself, more by a kernel before it."""
 
 
 class TritonAttention(AttentionBackend):
@@ -67,7 +64,7 @@ class TritonAttention(AttentionBackend):
         shape, rows, setup = self._shape, self._rows, self._setup
         rope = Rope(setup.rotary.cos, setup.rotary.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
-        if rows.max_prompt_rows == 0 and qkv.shape[0] <= FUSED_ROWS:
+        if rows.max_prompt_rows == 0 and qkv.shape[0] <= _FEW_ROWS:
             self._attend_decodes(layer, qkv, out, rope)
             return out
         qkv_rope(qkv, self._batch.positions, self._batch.places, rope.cos, rope.sin, norms, rope.eps,

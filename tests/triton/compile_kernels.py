@@ -167,6 +167,10 @@ def launch_products(model: Model, page: int, window: int) -> None:
         begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm=norm)
         product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
         add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
+        # The compiler knows a size of one when it compiles.
+        product(hidden, bf16(1, model.hidden), bf16(1))
+        product(hidden, bf16(2, model.hidden), gated=True)
+        add(bf16(rows, 1), bf16(rows, model.inner), bf16(1, model.inner), norm=RmsNorm(bf16(1), 1e-6))
     if launch.has_pdl(norm.weight.device):  # as where it is chosen
         for rows in GATED_ROWS:
             gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
