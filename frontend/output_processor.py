@@ -52,6 +52,9 @@ class RequestState:
         """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
         self._wake: asyncio.Future[None] | None = None
+        self.is_waiting = True
+        """Whether the engine has not scheduled it yet."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self._detokenizer: Detokenizer | None = None
         if request.sampling.detokenize:
             self._detokenizer = Detokenizer(
@@ -178,6 +181,10 @@ class OutputProcessor:
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._num_deliveries = 0
+        self.num_waiting = 0
+        """Requests that the engine has not scheduled yet."""
+        self.num_waiting_tokens = 0
+        """The tokens of their prompts."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -189,12 +196,15 @@ class OutputProcessor:
         """From now on its tokens are expected."""
         self._states[state.handle] = state
         self._by_id[state.request_id] = state
+        self.num_waiting += 1
+        self.num_waiting_tokens += state.num_prompt_tokens
 
     def handle(self, outputs: Outputs) -> None:
         """One step's news for all requests. Tokens for requests that have ended here are dropped."""
         begin = time.monotonic_ns()
         for started in outputs.started:
             if (state := self._states.get(started.handle)) is not None:
+                self._waits_no_more(state)
                 state.started(started)
         # The token that a request stops at comes in the same message as its end.
         hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
@@ -254,3 +264,10 @@ class OutputProcessor:
         """No more tokens are expected."""
         del self._states[state.handle]
         del self._by_id[state.request_id]
+        self._waits_no_more(state)
+
+    def _waits_no_more(self, state: RequestState) -> None:
+        if state.is_waiting:
+            state.is_waiting = False
+            self.num_waiting -= 1
+            self.num_waiting_tokens -= state.num_prompt_tokens

@@ -10,6 +10,7 @@ import pytest
 from sidestep import DEFAULT_MODEL, AsyncLLM
 from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.config import FrontendConfig
 from sidestep.ipc.messages import AbortRequests, Ready
 from tests.unit.frontend.fakes import FakeChannel, client_of, input_processor
 
@@ -39,7 +40,7 @@ def llm(channel: FakeChannel, tokenizer: Tokenizer) -> AsyncLLM:
     llm._tokenizer = tokenizer
     llm._inputs = input_processor(tokenizer)
     llm._handles = itertools.count()
-    llm._stream_interval = 1
+    llm._limits = FrontendConfig()
     llm._preparing = {}
     llm._ready = Ready(max_model_len=100, num_kv_blocks=9, block_size=16, device="fake", core_pid=0, worker_pids=[])
     return made
