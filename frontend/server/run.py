@@ -63,11 +63,15 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def make_server(service: Service, keys: tuple[str, ...], version: str) -> Server:
+    """A server that is not started. Raises ValidationError for certificates that cannot be used."""
+    return Server(_config(make_app(service, keys, version), service.args), service)
+
+
 async def serve(llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], keys: tuple[str, ...], version: str,
                 listener: socket.socket) -> EngineDeadError | None:
     """Serves until a signal, or the engine's death, which it returns."""
-    service = Service(llm, args, names)
-    server = Server(_config(make_app(service, keys, version), args), service)
+    server = make_server(Service(llm, args, names), keys, version)
     dead: list[EngineDeadError] = []
 
     async def watch() -> None:

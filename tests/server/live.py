@@ -91,7 +91,8 @@ class LiveServer:
         for line in self.http.get("/metrics").raise_for_status().text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                samples[re.sub(r',?model_name="[^"]*"', "", name).replace("{}", "")] = float(value)
+                name = re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")
+                samples[name] = float(value)
         return samples
 
     def connect(self) -> socket.socket:
@@ -101,8 +102,9 @@ class LiveServer:
 
 def raw_request(path: str, body: bytes, **headers: str) -> bytes:
     """A request's bytes."""
-    fields = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
-    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
+    fields = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(body)),
+              **{name.replace("_", "-"): value for name, value in headers.items()}}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
