@@ -19,16 +19,48 @@ class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message."""
+Text = str | list[TextPart]
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+
+class SystemMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
+    """What the model is to keep to."""
+
+    content: Text
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+
+
+class DeveloperMessage(SystemMessage, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="developer"):
+    """The system's message by its newer name: the same for every model that is served here."""
+
+
+class UserMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
+    """What the user says."""
+
+    content: Text
+    name: str | None = None
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
+    """What the model has said."""
+
+    content: Text | None = None
+    name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
     refusal: None = None
+
+
+class ToolMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"):
+    """What a call has given."""
+
+    content: Text
+    tool_call_id: str
+
+
+ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+_ROLES: dict[type, str] = {SystemMessage: "system", DeveloperMessage: "system", UserMessage: "user",
+                           AssistantMessage: "assistant", ToolMessage: "tool"}
+"""As templates know them."""
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,22 +121,22 @@ def template_messages(messages: list[ChatMessage]) -> list[Message]:
 
 def _template_message(index: int, message: ChatMessage) -> Message:
     content: Any = message.content
+    calls = message.tool_calls if isinstance(message, AssistantMessage) else None
     if content is None:
-        if not message.tool_calls:
-            raise refused(f"messages[{index}].content", "is required")
+        if not calls:
+            raise refused(f"messages[{index}].content", "is required in a message without tool calls")
         content = ""  # templates join it to other text
     elif not isinstance(content, str):
         content = "\n".join(part.text for part in content)
-    # What OpenAI calls the developer's message is the system's for every model that is served here.
-    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    made: dict[str, Any] = {"role": _ROLES[type(message)], "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
+        if (value := getattr(message, name, None)) is not None:
             made[name] = value
-    if message.tool_calls:
+    if calls:
         made["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {
                 "name": call.function.name, "arguments": _arguments(f"messages[{index}].tool_calls[{i}]", call)}}
-            for i, call in enumerate(message.tool_calls)]
+            for i, call in enumerate(calls)]
     return made
 
 

@@ -26,10 +26,14 @@ MAX_CHOICES = 1024
 _DEFAULT_TOKENS = 16
 
 
+PromptText = Annotated[str, msgspec.Meta(min_length=1)]
+PromptIds = Annotated[list[Natural], msgspec.Meta(min_length=1)]
+
+
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to /v1/completions."""
 
-    prompt: str | Annotated[list[str | int | list[Natural]], msgspec.Meta(min_length=1)]
+    prompt: PromptText | Annotated[list[PromptText | int | PromptIds], msgspec.Meta(min_length=1)]
     """Text, token ids, or a list of either."""
     echo: bool | None = None
     """Repeat the prompt before the completion."""

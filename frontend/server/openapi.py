@@ -88,11 +88,13 @@ def make_document(version: str) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
-    content = {"text/plain": {"schema": {"type": "string"}}} if operation.answer is None else {
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}} if operation.answer is None else {
         "application/json": {"schema": by_type.get(operation.answer, {"type": "object"})}}
     if operation.event is not None:
-        content["text/event-stream"] = {"schema": {"type": "string", "description":
-                                                   f"Events, each a {operation.event.__name__}; then [DONE]."}}
+        content["text/event-stream"] = {"schema": {
+            "description": "Each event; the data of the last is [DONE].", "type": "object", "required": ["data"],
+            "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, {
+                "contentMediaType": "application/json", "contentSchema": by_type[operation.event]}]}}}}
     error = {"application/json": {"schema": by_type[ErrorBody]}}
     statuses = (*(_OF_GETS if operation.request is None else _OF_POSTS), *operation.more_statuses)
     made: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Live servers: one with the bundled model, one on the fake device, and as many as a test needs with its own options."""
+"""Live servers: with the bundled model, on the fake device, and those that tests make with their own options."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def test_a_client_may_leave_at_any_stage(path: str, body: dict[str, Any], stage:
             continue
         data = raw_request(path, json.dumps({**body, "stream": stream}).encode())
         head = data.index(b"\r\n\r\n") + 4
-        sent = {"connected": 0, "half of the head": head // 2, "head": head, "half of the body": (head + len(data)) // 2}
+        sent = {"connected": 0, "half of the head": head // 2, "head": head,
+                "half of the body": (head + len(data)) // 2}
         connection = fake.connect()
         connection.sendall(data[:sent.get(stage, len(data))])
         if stage == "running":
