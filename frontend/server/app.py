@@ -15,9 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sidestep.frontend.server.body import read_body
 from sidestep.frontend.server.chat import ChatRoute
 from sidestep.frontend.server.completions import CompletionRoute
+from sidestep.frontend.server.connection import RAW_SEND
 from sidestep.frontend.server.errors import ApiError, ClientGoneError, as_api_error
 from sidestep.frontend.server.guard import Guard
 from sidestep.frontend.server.openapi import OpenApiRoute
+from sidestep.frontend.server.responses import ResponsesRoute
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.server.status import StatusRoutes
 from sidestep.frontend.server.tokens import DetokenizeRoute, TokenizeRoute
@@ -37,6 +39,7 @@ def make_app(service: Service, keys: Sequence[str], version: str) -> ASGIApp:
         "/openapi.json": OpenApiRoute(version)}
     posts: dict[str, Post] = {
         "/v1/chat/completions": ChatRoute(service), "/v1/completions": CompletionRoute(service),
+        "/v1/responses": ResponsesRoute(service),
         "/tokenize": TokenizeRoute(service), "/detokenize": DetokenizeRoute(service)}
     routes = [Route(path, _get(path, handler), methods=["GET"]) for path, handler in gets.items()]
     routes += [Route(path, _post(path, service, handler), methods=["POST"]) for path, handler in posts.items()]
@@ -101,5 +104,6 @@ class _Counted:
                 self._responses[scope.get(_ROUTE, "other"), str(message["status"])] += 1
             await send(message)
 
+        scope[RAW_SEND] = send
         if scope["type"] == "http":
             await self._app(scope, receive, counting)

@@ -70,7 +70,8 @@ class ChatRoute:
         ids = await service.llm.tokenize(prompt, add_special_tokens=False)
         service.check_length("messages", ids)
         name = new_id("chatcmpl")
-        choices = service.choices(http, request, name, [ids], params)
+        choices = service.choices(http, name, [ids], params, n=request.n, priority=request.priority,
+                                  salt=request.cache_salt, deadline_ms=request.deadline_ms)
         answer = ChatAnswer(service, name, model, choices, parsers, self._tools)
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)

@@ -61,7 +61,8 @@ class CompletionRoute:
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind)
         name, n = new_id("cmpl"), request.n or 1
-        choices = service.choices(http, request, name, prompts, params)
+        choices = service.choices(http, name, prompts, params, n=n, priority=request.priority,
+                                  salt=request.cache_salt, deadline_ms=request.deadline_ms)
         echo = [self._text(ids) for ids in prompts] if request.echo else [""] * len(prompts)
         answer = CompletionAnswer(service, name, model, choices, n, echo)
         if not request.stream:

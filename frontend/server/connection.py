@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,10 +11,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sidestep.frontend.server.errors import ClientGoneError, as_api_error
+from sidestep.frontend.server.errors import ApiError, ClientGoneError, as_api_error
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+RAW_SEND = "sidestep.send"
+"""Where in a request's scope the server's own `send` is: what wraps it looks at an answer's beginning only, and would
+cost as much for each token as the token's event."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -38,43 +41,44 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+def _error_event(error: ApiError) -> bytes:
+    return b"data: %b\n\n%b" % (msgspec.json.encode(error.body), DONE)
+
+
 class EventStream(Response):
     """Server-sent events. What fails before the first of them is an answer with its own status."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None,
-                 error_prefix: bytes = b"", end: bytes = DONE) -> None:
-        """events: whole events, one or several at a time. end: what follows an error, whose event begins with
-        `error_prefix`."""
+                 encode_error: Callable[[ApiError], bytes] | None = None) -> None:
+        """events: whole events, one or several at a time. encode_error: makes the last event of a stream that fails."""
         super().__init__(headers={**_STREAM_HEADERS, **(headers or {})})
         del self.headers["content-length"]  # of the empty body that it would be without the events
         self._events = events
-        self._error_prefix = error_prefix
-        self._end = end
+        self._encode_error = encode_error or _error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(self._send(send), receive)
+            await while_connected(self._send(send, scope.get(RAW_SEND, send)), receive)
         except ClientGoneError:
             pass
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, send_body: Send) -> None:
         async with aclosing(self._events) as events:
             try:
                 event = await anext(events)
             except Exception as error:
                 raise as_api_error(error) from error
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send_body({"type": "http.response.body", "body": event, "more_body": True})
             try:
                 async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await send_body({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                body = msgspec.json.encode(as_api_error(error).body)
-                await send({"type": "http.response.body", "more_body": True,
-                            "body": b"%bdata: %b\n\n%b" % (self._error_prefix, body, self._end)})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                event = self._encode_error(as_api_error(error))
+                await send_body({"type": "http.response.body", "body": event, "more_body": True})
+            await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:

@@ -6,6 +6,7 @@ NOT_YET: it may be left out, be null or have its neutral value, and anything els
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -29,6 +30,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
+    "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
     "structured_outputs": (),
@@ -51,9 +53,8 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "user": (),
 }
-"""Known field -> its neutral values, besides null."""
-LOGPROBS_NOT_YET = (False,)
-"""`logprobs` is a switch of chats and a number of completions, where 0 already asks for some."""
+"""Known field -> its neutral values, besides null. `logprobs` is a switch of chats and a number of completions, where 0
+already asks for some."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -104,14 +105,13 @@ _ENGINE_FIELDS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed"
                   "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output")
 
 
-def refuse_not_yet(request: msgspec.Struct) -> None:
+def refuse_not_yet(request: msgspec.Struct, table: Mapping[str, tuple[Any, ...]] = NOT_YET) -> None:
     """Raises ApiError for a field that would do nothing."""
     for name in request.__struct_fields__:
-        neutral = LOGPROBS_NOT_YET if name == "logprobs" else NOT_YET.get(name)
-        if neutral is not None:
+        if (neutral := table.get(name)) is not None:
             refuse_unless(name, getattr(request, name), *neutral)
     options = getattr(request, "stream_options", None)
-    if options is not None:
+    if isinstance(options, StreamOptions):
         if not getattr(request, "stream", False):
             raise refused("stream_options", "has a meaning only with stream: true")
         refuse_unless("stream_options.include_obfuscation", options.include_obfuscation, False)
@@ -126,9 +126,9 @@ def refuse_unless(name: str, value: object, *neutral: object) -> None:
                   "unsupported_field")
 
 
-def sampling_params(request: SamplingFields, max_tokens: int | None, **more: Any) -> SamplingParams:
+def sampling_params(request: msgspec.Struct, max_tokens: int | None, **more: Any) -> SamplingParams:
     """As the engine takes them. Raises ValidationError, and ApiError for stop strings beyond the bound."""
-    given = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name)) is not None}
+    given = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None)) is not None}
     stops = given.get("stop", ())
     if sum(map(len, [stops] if isinstance(stops, str) else stops)) > MAX_STOP_CHARACTERS:
         raise refused("stop", f"has more than {MAX_STOP_CHARACTERS} characters altogether")

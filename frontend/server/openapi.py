@@ -12,7 +12,7 @@ from starlette.responses import Response
 from sidestep.frontend.server.chat_protocol import ChatRequest
 from sidestep.frontend.server.completions import CompletionRequest
 from sidestep.frontend.server.errors import ErrorBody
-from sidestep.frontend.server.fields import LOGPROBS_NOT_YET, NOT_YET
+from sidestep.frontend.server.fields import NOT_YET
 from sidestep.frontend.server.protocol import (
     ChatChunk,
     ChatCompletion,
@@ -25,6 +25,7 @@ from sidestep.frontend.server.protocol import (
     Tokens,
     Version,
 )
+from sidestep.frontend.server.responses_protocol import RESPONSES_NOT_YET, ResponsesAnswer, ResponsesRequest
 from sidestep.frontend.server.service import DEADLINE_HEADER
 from sidestep.frontend.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -48,6 +49,7 @@ class Operation:
 OPERATIONS = (
     Operation("/v1/chat/completions", "Answer a conversation.", ChatCompletion, ChatRequest, ChatChunk, ("429",)),
     Operation("/v1/completions", "Complete prompts.", Completion, CompletionRequest, Completion, ("429",)),
+    Operation("/v1/responses", "Answer, item by item.", ResponsesAnswer, ResponsesRequest, dict, ("429",)),
     Operation("/tokenize", "Text or messages to token ids.", Tokens, TokenizeRequest),
     Operation("/detokenize", "Token ids to text.", Text, DetokenizeRequest),
     Operation("/v1/models", "The model, under all its names.", ModelList),
@@ -91,10 +93,11 @@ def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}} if operation.answer is None else {
         "application/json": {"schema": by_type.get(operation.answer, {"type": "object"})}}
     if operation.event is not None:
+        data = by_type.get(operation.event, {"type": "object"})
         content["text/event-stream"] = {"schema": {
             "description": "Each event; the data of the last is [DONE].", "type": "object", "required": ["data"],
             "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, {
-                "contentMediaType": "application/json", "contentSchema": by_type[operation.event]}]}}}}
+                "contentMediaType": "application/json", "contentSchema": data}]}}}}
     error = {"application/json": {"schema": by_type[ErrorBody]}}
     statuses = (*(_OF_GETS if operation.request is None else _OF_POSTS), *operation.more_statuses)
     made: dict[str, Any] = {
@@ -117,9 +120,9 @@ def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
 
 def _add_neutral_values(schemas: dict[str, Any]) -> None:
     """Fields that do nothing yet take only the values that ask for nothing."""
-    for request in (ChatRequest, CompletionRequest):
+    for request, table in ((ChatRequest, NOT_YET), (CompletionRequest, NOT_YET), (ResponsesRequest, RESPONSES_NOT_YET)):
         properties = schemas[request.__name__]["properties"]
-        for name, neutral in {**NOT_YET, "logprobs": LOGPROBS_NOT_YET}.items():
+        for name, neutral in table.items():
             if name in properties:
                 properties[name] = {"enum": [None, *neutral], "default": None, "description": "Not implemented."}
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}

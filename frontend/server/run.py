@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import sys
 from types import FrameType
@@ -87,6 +88,9 @@ async def serve(llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], keys: t
         scheme = "https" if args.ssl_certfile else "http"
         print(f"serving {names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr,
               flush=True)
+        # What is there now stays: the collector need not look at it again and again while tokens come and go.
+        gc.collect()
+        gc.freeze()
         await serving
     finally:
         watcher.cancel()

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
-from sidestep.frontend.server.fields import SamplingFields, for_choice
+from sidestep.frontend.server.fields import for_choice
 from sidestep.frontend.server.guard import TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
@@ -93,13 +93,12 @@ class Service:
             raise refused(field, f"has {len(ids)} tokens; with one of output that is more than the model's "
                           f"{self.llm.max_model_len}", "context_length_exceeded")
 
-    def choices(self, http: Request, request: SamplingFields, base: str, prompts: Sequence[Sequence[int]],
-                params: SamplingParams) -> list[Choice]:
+    def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
+                n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None) -> list[Choice]:
         """All completions that a request asks for, prompt by prompt."""
-        deadline_s, salt, n = _deadline(http, request.deadline_ms), self._salt(http, request.cache_salt), request.n or 1
+        deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
-        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), request.priority or 0, salt,
-                       deadline_s)
+        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s)
                 for i, prompt in enumerate(prompts) for j in range(n)]
 
     def _salt(self, http: Request, salt: str | None) -> str | None:

@@ -8,15 +8,19 @@ import pytest
 
 from sidestep.frontend.server.chat_protocol import ChatRequest
 from sidestep.frontend.server.completions import CompletionRequest
-from sidestep.frontend.server.fields import LOGPROBS_NOT_YET, NOT_YET
+from sidestep.frontend.server.fields import NOT_YET
+from sidestep.frontend.server.responses_protocol import RESPONSES_NOT_YET, ResponsesRequest
 from tests.server.live import LiveServer
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
 ROUTES = {"/v1/chat/completions": (CHAT, ChatRequest), "/v1/completions": (TEXT, CompletionRequest)}
-NEUTRAL = {**NOT_YET, "logprobs": LOGPROBS_NOT_YET}
-NOT_WORKING = [(path, name) for path, (_, request) in ROUTES.items() for name in request.__struct_fields__
-               if name in NEUTRAL]
+RESPONSES = "/v1/responses"
+ALL: dict[str, tuple[dict[str, Any], Any, dict[str, tuple[Any, ...]]]] = {
+    **{path: (body, request, NOT_YET) for path, (body, request) in ROUTES.items()},
+    RESPONSES: ({"input": "hi", "max_output_tokens": 2}, ResponsesRequest, RESPONSES_NOT_YET)}
+NOT_WORKING = [(path, name) for path, (_, request, table) in ALL.items() for name in request.__struct_fields__
+               if name in table]
 
 
 def refusal(server: LiveServer, path: str, body: dict[str, Any] | bytes, status: int = 400) -> dict[str, Any]:
@@ -29,9 +33,9 @@ def refusal(server: LiveServer, path: str, body: dict[str, Any] | bytes, status:
 
 @pytest.mark.parametrize(("path", "name"), NOT_WORKING)
 def test_a_field_that_does_nothing_yet_is_refused_by_name(path: str, name: str, fake: LiveServer) -> None:
-    body = ROUTES[path][0]
+    body, _, table = ALL[path]
     for value in (2, True, "x", ["y"], {"type": "json_object"}):
-        if not any(value == n and type(value) is type(n) for n in NEUTRAL[name]):
+        if not any(value == n and type(value) is type(n) for n in table[name]):
             error = refusal(fake, path, {**body, name: value})
             assert (error["param"], error["code"]) == (name, "unsupported_field")
             assert error["message"].startswith(f"{name}: ")
@@ -39,8 +43,9 @@ def test_a_field_that_does_nothing_yet_is_refused_by_name(path: str, name: str, 
 
 @pytest.mark.parametrize(("path", "name"), NOT_WORKING)
 def test_its_neutral_values_are_taken(path: str, name: str, fake: LiveServer) -> None:
-    for value in (None, *NEUTRAL[name]):
-        answer = fake.post(path, {**ROUTES[path][0], name: value})
+    body, _, table = ALL[path]
+    for value in (None, *table[name]):
+        answer = fake.post(path, {**body, name: value})
         assert answer.status_code == 200, answer.text
 
 
@@ -92,7 +97,7 @@ def test_more_choices_than_may_be_are_refused(fake: LiveServer) -> None:
     assert refusal(fake, "/v1/completions", {"prompt": ["a"] * 9, "n": 128})["param"] == "prompt"
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [*ALL, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\\ud800"}',
                                   b"[" * 200_000, b'{"a":' * 200_000, b'{"prompt": NaN}'],
                          ids=lambda body: f"{body[:12]!r}")
