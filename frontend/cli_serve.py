@@ -19,7 +19,8 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
     try:
         from sidestep.frontend.server.run import bind, serve
     except ModuleNotFoundError as error:
-        raise SidestepError(f"{error.name} is missing; install the server: pip install 'sidestep[server]'") from None
+        library = (error.name or "a library").partition(".")[0]
+        raise SidestepError(f"{library} is missing; install the server: pip install 'sidestep[server]'") from None
     args = ServerArgs(**option_values(parsed, ServerArgs))
     keys = read_api_keys(args.api_key_file, api_keys_of_environment())
     arguments = engine_args(parsed)

@@ -137,7 +137,7 @@ class CompletionAnswer:
         head: dict[str, object] = {"id": self._name, "object": "text_completion", "created": self._created,
                                    "model": self._model}
         streams = [self._stream(i, EventEncoder(i, head, "text", include_usage)) for i in range(len(self._choices))]
-        async with aclosing(merged(streams)) as events:
+        async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
             async for event in events:
                 yield event
         if include_usage:

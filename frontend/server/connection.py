@@ -18,6 +18,8 @@ DONE = b"data: [DONE]\n\n"
 RAW_SEND = "sidestep.send"
 """Where in a request's scope the server's own `send` is: what wraps it looks at an answer's beginning only, and would
 cost as much for each token as the token's event."""
+_MOST_READY = 256
+"""Events of several choices that wait to be sent together."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -83,13 +85,8 @@ class EventStream(Response):
 
 async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
     """The events of several streams as they come; those that are ready together go out together."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for event in only:
-                yield event
-        return
     ready: list[bytes] = []
-    news = asyncio.Event()
+    news, taken = asyncio.Event(), asyncio.Event()
 
     async def read(stream: AsyncGenerator[bytes, None]) -> None:
         try:
@@ -97,6 +94,10 @@ async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerat
                 async for event in events:
                     ready.append(event)
                     news.set()
+                    # While the client is slow, tokens merge in the streams' mailboxes rather than pile up here.
+                    while len(ready) >= _MOST_READY:
+                        taken.clear()
+                        await taken.wait()
         finally:
             news.set()
 
@@ -111,6 +112,7 @@ async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerat
             if ready:
                 event = b"".join(ready)
                 ready.clear()
+                taken.set()
                 yield event
     finally:
         for task in tasks:

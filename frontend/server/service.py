@@ -19,10 +19,11 @@ from sidestep.frontend.server.guard import TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
-from sidestep.ipc.errors import QueueFullError
+from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
 
 DEADLINE_HEADER = "x-deadline-ms"
+_STATS_S = 5.0
 _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
 
@@ -156,6 +157,14 @@ class Service:
             async for output in outputs:
                 pass
         return output
+
+    async def stats(self) -> dict[str, float]:
+        """What the engine counts. Raises EngineStalledError, so that nobody waits for an engine that hangs."""
+        try:
+            async with asyncio.timeout(_STATS_S):
+                return await self.llm.get_stats()
+        except TimeoutError:
+            raise EngineStalledError(f"the engine core has not answered for {_STATS_S:g} s") from None
 
     # Ending.
 

@@ -46,13 +46,13 @@ class StatusRoutes:
 
     async def load(self, http: Request) -> Response:
         """How busy the engine is."""
-        stats = await self._service.llm.get_stats()
+        stats = await self._service.stats()
         return _json(Load(int(stats["num_running"]), int(stats["num_waiting"]), self._service.num_running,
                           stats["kv_cache_usage"]))
 
     async def metrics(self, http: Request) -> Response:
         """For Prometheus."""
-        stats = await self._service.llm.get_stats()
+        stats = await self._service.stats()
         return Response(self._service.metrics.text(stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> Model:

@@ -128,6 +128,20 @@ def test_nothing_but_the_server_imports_what_only_it_needs() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_without_its_libraries_the_command_says_what_to_install() -> None:
+    code = ("import sys; sys.modules['starlette'] = None\n"
+            "from sidestep.frontend.cli import main; sys.exit(main(['serve']))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.splitlines() == [
+        "sidestep: starlette is missing; install the server: pip install 'sidestep[server]'"]
+
+
+def test_an_address_of_ipv6(make_server: Make) -> None:
+    server = make_server("--host", "::1")
+    assert server.url.startswith("http://[::1]:")
+    assert server.post("/v1/completions", {"prompt": "hi"}).status_code == 200
+
+
 def test_version_and_names(fake: LiveServer) -> None:
     import sidestep
 

@@ -85,13 +85,17 @@ def test_an_error_before_the_first_event_is_an_answer_of_its_own(fake: LiveServe
     assert answer.json()["error"]["message"].startswith("prompt_token_ids")
 
 
-def test_a_slow_reader_gets_merged_deltas_and_all_of_the_text(fake: LiveServer) -> None:
-    body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "seed": 1}
-    whole = fake.post("/v1/completions", body).json()["choices"][0]["text"]
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_slow_reader_gets_all_of_the_text(n: int, fake: LiveServer) -> None:
+    body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "seed": 1, "n": n}
+    whole = fake.post("/v1/completions", body).json()["choices"]
     with fake.connect() as connection:
         connection.sendall(raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode(),
                                        Connection="close"))
         fake.until(lambda load: load["num_running"] == 0)  # nothing has been read while it ran
         data = read_all(connection)
-    found = re.findall(rb'data: (\{.*\})\n\n', data)
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in found) == whole
+    texts = [""] * n
+    for event in re.findall(rb"data: (\{.*\})\n\n", re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data)):
+        choice = json.loads(event)["choices"][0]
+        texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole]
