@@ -164,40 +164,47 @@ class ChatAnswer:
             message.tool_calls = calls
         return message
 
-    async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
         head: dict[str, object] = {"id": self._name, "object": "chat.completion.chunk", "created": self._created,
                                    "model": self._model}
-        streams = [self._stream(i, EventEncoder(i, head, "delta", include_usage)) for i in range(len(self._choices))]
-        async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
-            async for event in events:
-                yield event
-        if include_usage:
-            outputs = cast(list[RequestOutput], self._last)
-            yield usage_event(head, usage_of(outputs, len(outputs))) + DONE
-        else:
-            yield DONE
+        encoders = [EventEncoder(i, head, "delta", include_usage) for i in range(len(self._choices))]
 
-    async def _stream(self, index: int, encoder: EventEncoder) -> AsyncGenerator[bytes, None]:
+        def end() -> bytes:
+            outputs = cast(list[RequestOutput], self._last)
+            return usage_event(head, usage_of(outputs, len(outputs))) + DONE if include_usage else DONE
+
+        if len(encoders) == 1:
+            return self._stream(0, encoders[0], end)
+        return merged([self._stream(i, encoder) for i, encoder in enumerate(encoders)], end)
+
+    async def _stream(self, index: int, encoder: EventEncoder,
+                      end: Callable[[], bytes] | None = None) -> AsyncGenerator[bytes, None]:
+        """The events of one choice; `end` gives what follows the last of them."""
+        choice = self._choices[index]
         parser = self._parsers[index]
         deltas = None if parser is None else _Deltas(self._tools)
         event = encoder.delta(Delta(role="assistant", content=""))
-        async with aclosing(self._service.stream(self._choices[index])) as outputs:
-            async for output in outputs:
-                completion = output.outputs[0]
-                if deltas is None or parser is None:
-                    if completion.text:
-                        event += encoder.content(completion.text)
-                else:
-                    found = parser.feed(completion.text) + (parser.finish() if output.finished else [])
-                    event += b"".join(map(encoder.delta, deltas.of(found)))
-                if output.finished:
-                    word = _finish_word(completion.finish_reason, deltas is not None and deltas.num_calls > 0)
-                    event += encoder.end(b"{}", word, completion.stop_reason)
-                    self._last[index] = output
-                if event:
-                    yield event
-                event = b""
+        with self._service.tally(choice) as tally:
+            async with aclosing(self._service.generate(choice)) as outputs:
+                async for output in outputs:
+                    tally.note(output)
+                    completion = output.outputs[0]
+                    if deltas is None or parser is None:
+                        if completion.text:
+                            event += encoder.content(completion.text)
+                    else:
+                        found = parser.feed(completion.text) + (parser.finish() if output.finished else [])
+                        event += b"".join(map(encoder.delta, deltas.of(found)))
+                    if output.finished:
+                        word = _finish_word(completion.finish_reason, deltas is not None and deltas.num_calls > 0)
+                        event += encoder.end(b"{}", word, completion.stop_reason)
+                        self._last[index] = output
+                        if end is not None:
+                            event += end()
+                    if event:
+                        yield event
+                    event = b""
 
 
 class _Deltas:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, cast
 
@@ -132,30 +132,38 @@ class CompletionAnswer:
         return Response(msgspec.json.encode(body), media_type="application/json",
                         headers={"x-request-id": self._name})
 
-    async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
         head: dict[str, object] = {"id": self._name, "object": "text_completion", "created": self._created,
                                    "model": self._model}
-        streams = [self._stream(i, EventEncoder(i, head, "text", include_usage)) for i in range(len(self._choices))]
-        async with aclosing(streams[0] if len(streams) == 1 else merged(streams)) as events:
-            async for event in events:
-                yield event
-        if include_usage:
-            yield usage_event(head, usage_of(cast(list[RequestOutput], self._last), self._n)) + DONE
-        else:
-            yield DONE
+        encoders = [EventEncoder(i, head, "text", include_usage) for i in range(len(self._choices))]
 
-    async def _stream(self, index: int, encoder: EventEncoder) -> AsyncGenerator[bytes, None]:
+        def end() -> bytes:
+            usage = usage_of(cast(list[RequestOutput], self._last), self._n) if include_usage else None
+            return DONE if usage is None else usage_event(head, usage) + DONE
+
+        if len(encoders) == 1:
+            return self._stream(0, encoders[0], end)
+        return merged([self._stream(i, encoder) for i, encoder in enumerate(encoders)], end)
+
+    async def _stream(self, index: int, encoder: EventEncoder,
+                      end: Callable[[], bytes] | None = None) -> AsyncGenerator[bytes, None]:
+        """The events of one choice; `end` gives what follows the last of them."""
+        choice = self._choices[index]
         echo = self._echo[index // self._n]
         event = encoder.text(echo) if echo else b""
-        async with aclosing(self._service.stream(self._choices[index])) as outputs:
-            async for output in outputs:
-                completion = output.outputs[0]
-                if completion.text:
-                    event += encoder.text(completion.text)
-                if output.finished:
-                    event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason)
-                    self._last[index] = output
-                if event:
-                    yield event
-                event = b""
+        with self._service.tally(choice) as tally:
+            async with aclosing(self._service.generate(choice)) as outputs:
+                async for output in outputs:
+                    tally.note(output)
+                    completion = output.outputs[0]
+                    if completion.text:
+                        event += encoder.text(completion.text)
+                    if output.finished:
+                        event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason)
+                        self._last[index] = output
+                        if end is not None:
+                            event += end()
+                    if event:
+                        yield event
+                    event = b""

@@ -83,8 +83,10 @@ class EventStream(Response):
             await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
-    """The events of several streams as they come; those that are ready together go out together."""
+async def merged(streams: Sequence[AsyncGenerator[bytes, None]],
+                 end: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
+    """The events of several streams as they come; those that are ready together go out together. Then what `end`
+    gives."""
     ready: list[bytes] = []
     news, taken = asyncio.Event(), asyncio.Event()
 
@@ -114,6 +116,7 @@ async def merged(streams: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerat
                 ready.clear()
                 taken.set()
                 yield event
+        yield end()
     finally:
         for task in tasks:
             task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import msgspec
@@ -165,8 +165,11 @@ async def _stream(service: Service, choice: Choice, answer: ResponsesAnswer, par
                   events: _Events) -> AsyncGenerator[bytes, None]:
     items = _Items()
     data = events.make("response.created", response=answer) + events.make("response.in_progress", response=answer)
-    async with aclosing(service.stream(choice)) as outputs:
+    async with AsyncExitStack() as stack:
+        tally = stack.enter_context(service.tally(choice))
+        outputs = await stack.enter_async_context(aclosing(service.generate(choice)))
         async for output in outputs:
+            tally.note(output)
             found = parser.feed(output.outputs[0].text) + (parser.finish() if output.finished else [])
             for event in found:
                 assert isinstance(event, Content | Reasoning)

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from starlette.requests import Request
 
@@ -41,12 +43,40 @@ class Choice:
     deadline_s: float | None
 
 
-@dataclass
-class Running:
-    """A choice that runs for a client."""
+class Tally:
+    """The counts of one choice while it runs, from `with` to its end, however that comes."""
 
-    last: RequestOutput | None = None
-    reason: str = "abort"
+    def __init__(self, service: Service, request_id: str) -> None:
+        self._service = service
+        self._request_id = request_id
+        self._gaps = service.metrics.token_gaps
+        self._last: RequestOutput | None = None
+        self._last_ts = 0.0
+        self._told = 0
+
+    def __enter__(self) -> Self:
+        self._service.choice_begins(self._request_id)
+        return self
+
+    def note(self, output: RequestOutput) -> None:
+        """One more output."""
+        self._last, metrics = output, output.metrics
+        if (now := metrics.last_token_ts) is not None:
+            new = metrics.num_generation_tokens - self._told
+            if self._told and new > 0:
+                self._gaps.observe((now - self._last_ts) / new, new)
+            self._last_ts, self._told = now, metrics.num_generation_tokens
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        reason = "abort"  # the client has gone, unless there is something else to say
+        if isinstance(error, QueueFullError):
+            reason = "rejected"
+        elif isinstance(error, Exception):
+            reason = "error"
+        elif self._last is not None and self._last.finished:
+            reason = self._last.outputs[0].finish_reason or reason
+        self._service.choice_ends(self._request_id, self._last, reason)
 
 
 class Service:
@@ -60,7 +90,7 @@ class Service:
         self.metrics = ServerMetrics(self.names[0])
         self.started = int(time.time())
         self.is_draining = False
-        self._running: dict[str, Running] = {}
+        self._running: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -109,38 +139,28 @@ class Service:
 
     # Running.
 
-    async def stream(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one choice, counted. Raises what AsyncLLM.generate raises."""
-        running = self._running[choice.request_id] = Running()
+    def generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one choice, to be read within its `tally`. Raises what AsyncLLM.generate raises."""
+        return self.llm.generate(choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
+                                 cache_salt=choice.cache_salt, deadline_s=choice.deadline_s)
+
+    def tally(self, choice: Choice) -> Tally:
+        """Counts one choice."""
+        return Tally(self, choice.request_id)
+
+    def choice_begins(self, request_id: str) -> None:
+        """A client waits for it from now on."""
+        self._running.add(request_id)
         self._idle.clear()
-        gaps, last_ts, told = self.metrics.token_gaps, 0.0, 0
-        try:
-            async with aclosing(self.llm.generate(
-                    choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
-                    cache_salt=choice.cache_salt, deadline_s=choice.deadline_s)) as outputs:
-                async for output in outputs:
-                    running.last = output
-                    metrics = output.metrics
-                    if (now := metrics.last_token_ts) is not None:
-                        if told and metrics.num_generation_tokens > told:
-                            new = metrics.num_generation_tokens - told
-                            gaps.observe((now - last_ts) / new, new)
-                        last_ts, told = now, metrics.num_generation_tokens
-                    if output.finished:
-                        running.reason = output.outputs[0].finish_reason or "abort"
-                    yield output
-        except QueueFullError:
+
+    def choice_ends(self, request_id: str, last: RequestOutput | None, reason: str) -> None:
+        """Nobody waits for it any more. `last` is its last output, if it gave any."""
+        self._running.remove(request_id)
+        self.metrics.request_ended(last, reason)
+        if reason == "rejected":
             self.metrics.rejections["queue_full"] += 1
-            running.reason = "rejected"
-            raise
-        except Exception:
-            running.reason = "error"
-            raise
-        finally:
-            del self._running[choice.request_id]
-            self.metrics.request_ended(running.last, running.reason)
-            if not self._running:
-                self._idle.set()
+        if not self._running:
+            self._idle.set()
 
     async def whole(self, choices: Sequence[Choice]) -> list[RequestOutput]:
         """The last outputs of all choices; the first failure ends them all, and is raised."""
@@ -153,9 +173,10 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _last(self, choice: Choice) -> RequestOutput:
-        async with aclosing(self.stream(choice)) as outputs:
-            async for output in outputs:
-                pass
+        with self.tally(choice) as tally:
+            async with aclosing(self.generate(choice)) as outputs:
+                async for output in outputs:
+                    tally.note(output)
         return output
 
     async def stats(self) -> dict[str, float]:
