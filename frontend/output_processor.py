@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,7 +41,6 @@ class RequestState:
         self.request_id = request_id
         self._request = request
         self._is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
-        self._is_final_only = request.sampling.output_kind == RequestOutputKind.FINAL_ONLY
         self._token_ids: list[int] = []
         self._metrics = RequestMetrics(arrival_time=request.arrival)
         self._num_cached: int | None = None
@@ -48,7 +48,7 @@ class RequestState:
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
         self._taken_tokens = 0
-        self._due_at = 1
+        self._due_at: float = math.inf if request.sampling.output_kind == RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
         self._wake: asyncio.Future[None] | None = None
@@ -95,7 +95,7 @@ class RequestState:
         stop = self._detokenizer.add(token) if self._detokenizer is not None else None
         if stop is not None:
             self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
-        if self._wake is not None and (self._is_due() or stop is not None):
+        if self._wake is not None and (len(self._token_ids) >= self._due_at or stop is not None):
             self._wake_reader()
         return stop is not None
 
@@ -135,12 +135,7 @@ class RequestState:
         return self._take()
 
     def _has_news(self) -> bool:
-        if self.is_finished:
-            return True
-        return self._is_due()
-
-    def _is_due(self) -> bool:
-        return len(self._token_ids) >= self._due_at and not self._is_final_only
+        return len(self._token_ids) >= self._due_at or self.is_finished
 
     def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
