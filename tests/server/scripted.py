@@ -4,24 +4,18 @@ model's words."""
 from __future__ import annotations
 
 import asyncio
-import itertools
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 
-from sidestep import AsyncLLM
-from sidestep.frontend.input_processor import InputProcessor
-from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.run import bind, make_server
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.config import FrontendConfig
-from sidestep.ipc.messages import AbortRequests, FinishReason, Ready, unpack_ids
-from tests.unit.frontend.fakes import FakeChannel, client_of
+from sidestep.ipc.messages import FinishReason, unpack_ids
+from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 
 class ScriptedEngine:
@@ -31,29 +25,12 @@ class ScriptedEngine:
         self.tokenizer = Tokenizer(folder)
         self.channel = FakeChannel()
         self.says = ""
-        self.llm = self._make_llm()
+        self.llm = llm_of(self.channel, self.tokenizer, 2000)
 
     def prompts(self) -> list[str]:
         """The prompts that came, as text."""
         return [self.tokenizer.decode(unpack_ids(m.prompt_token_ids).tolist(), skip_special_tokens=False)
                 for m in self.channel.added]
-
-    def _make_llm(self) -> AsyncLLM:
-        made = AsyncLLM.__new__(AsyncLLM)
-        llm: Any = made
-        llm._client = client_of(self.channel)
-        llm._outputs = OutputProcessor(lambda handles: llm._client.send(AbortRequests(client=0, handles=handles)))
-        llm._client._on_outputs = llm._outputs.handle
-        llm._client._on_death = llm._outputs.fail_all
-        llm._finalizer = weakref.finalize(llm, llm._client.close)
-        llm._tokenizer = self.tokenizer
-        llm._inputs = InputProcessor(self.tokenizer, vocab_size=self.tokenizer.vocab_size, max_model_len=2000)
-        llm._handles = itertools.count()
-        llm._limits = FrontendConfig()
-        llm._preparing = {}
-        llm._ready = Ready(max_model_len=2000, num_kv_blocks=9, block_size=16, device="fake", core_pid=0,
-                           worker_pids=[])
-        return made
 
     async def run(self) -> None:
         """Plays the core."""
