@@ -139,6 +139,18 @@ def test_a_prompt_that_was_seen_before_comes_from_the_cache(client: openai.OpenA
     assert 0 < (second.prompt_tokens_details.cached_tokens or 0) < second.prompt_tokens
 
 
+def test_the_client_s_helpers_for_streams_work(client: openai.OpenAI) -> None:
+    hello = {"model": MODEL, "temperature": 0}
+    with client.chat.completions.stream(**hello, messages=[{"role": "user", "content": "hi"}]) as chat:
+        chat.until_done()
+        text = chat.get_final_completion().choices[0].message.content
+    with client.responses.stream(**hello, input="hi") as response:
+        response.until_done()
+        assert response.get_final_response().output_text == text
+    raw = client.completions.with_raw_response.create(**hello, prompt=PROMPT)
+    assert raw.headers["x-request-id"] == raw.parse().id
+
+
 def test_errors_are_the_client_s_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="a")
