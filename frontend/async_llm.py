@@ -18,7 +18,13 @@ from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
 from sidestep.ipc.config import EngineArgs, EngineConfig
 from sidestep.ipc.core_args import ClientAddress, Invitation
-from sidestep.ipc.errors import EngineDeadError, EngineStalledError, EngineStartError, ValidationError
+from sidestep.ipc.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    EngineStartError,
+    QueueFullError,
+    ValidationError,
+)
 from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
 from sidestep.ipc.model_spec import resolve_model_path
 from sidestep.ipc.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
@@ -53,7 +59,7 @@ class AsyncLLM:
             raise
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
                                       max_model_len=self._ready.max_model_len)
-        self._stream_interval = config.frontend.stream_interval
+        self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
         """Requests that are being checked and tokenised: whether they are still wanted."""
         self._handles = itertools.count()
@@ -93,7 +99,8 @@ class AsyncLLM:
         requests share cached prefixes only with the same `cache_salt`; after `deadline_s` seconds the request ends with
         finish_reason 'abort' and stop_reason 'deadline'.
 
-        Raises ValidationError, which names the field; RequestError when the engine refuses it; EngineDeadError.
+        Raises ValidationError, which names the field; QueueFullError when too much waits already; RequestError when
+        the engine refuses it; EngineDeadError.
         """
         self._client.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
@@ -105,7 +112,8 @@ class AsyncLLM:
         finally:
             wanted = self._preparing.pop(request_id)
         self._client.attach()
-        state = RequestState(next(self._handles), request_id, request, self._tokenizer, self._stream_interval)
+        state = RequestState(next(self._handles), request_id, request, self._tokenizer, self._limits.stream_interval)
+        self._check_queue(state.num_prompt_tokens)
         self._outputs.add(state)
         try:
             if wanted:
@@ -128,6 +136,20 @@ class AsyncLLM:
             if preparing in self._preparing:
                 self._preparing[preparing] = False
 
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text as `generate` would make them, without holding up the event loop over a long one."""
+        return await self._inputs.tokenize(text, add_special_tokens)
+
+    @property
+    def num_waiting(self) -> int:
+        """This frontend's requests that the engine has not scheduled yet."""
+        return self._outputs.num_waiting
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """The tokens of their prompts."""
+        return self._outputs.num_waiting_tokens
+
     # The engine.
 
     def get_tokenizer(self) -> Tokenizer:
@@ -144,6 +166,10 @@ class AsyncLLM:
         stalled = answer["seconds_since_progress"]
         if stalled > max_stall_s:
             raise EngineStalledError(f"the steps in flight have made no progress for {stalled:.1f} s")
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Returns when the engine has died, with what it died of; never after a shutdown."""
+        return await self._client.wait_dead()
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; running requests go on."""
@@ -223,6 +249,15 @@ class AsyncLLM:
         check_text("request_id", request_id)
         if request_id in self._outputs or request_id in self._preparing:
             raise ValidationError("request_id", f"{request_id!r} is in use by a request that has not ended")
+
+    def _check_queue(self, num_tokens: int) -> None:
+        """Raises QueueFullError. One prompt larger than the limit may wait alone, or it could never run."""
+        most, most_tokens = self._limits.max_num_queued_reqs, self._limits.max_num_queued_tokens
+        if most is not None and self.num_waiting >= most:
+            raise QueueFullError(f"{self.num_waiting} requests wait already; {most} may (max_num_queued_reqs)")
+        if most_tokens is not None and self.num_waiting and self.num_waiting_tokens + num_tokens > most_tokens:
+            raise QueueFullError(f"prompts of {self.num_waiting_tokens} tokens wait already; with {num_tokens} more "
+                                 f"they would be above {most_tokens} (max_num_queued_tokens)")
 
     def _send(self, state: RequestState, request: ProcessedRequest) -> None:
         self._client.send(AddRequest(

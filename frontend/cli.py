@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sidestep.frontend.cli_args import add_engine_flags, add_sampling_flags, add_serve_flags
+from sidestep.frontend.cli_args import add_engine_flags, add_http_flags, add_sampling_flags, add_serve_flags
 from sidestep.ipc.errors import SidestepError
 
 
@@ -26,6 +26,10 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message")
     add_engine_flags(chat, positional_model=True)
     add_sampling_flags(chat, max_tokens=256)
+
+    server = commands.add_parser("serve", help="serve the OpenAI API over HTTP", allow_abbrev=False)
+    add_http_flags(server)
+    add_engine_flags(server, positional_model=True)
 
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
@@ -63,6 +67,10 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli_generate import run_generate as run
         elif parsed.command == "chat":
             from sidestep.frontend.cli_chat import run_chat as run
+        elif parsed.command == "serve":
+            from sidestep.frontend.cli_serve import run_serve
+
+            return run_serve(parsed, version)
         elif parsed.command == "trace":
             from sidestep.frontend.cli_trace import run_trace as run
         elif parsed.bench == "serve":

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from sidestep.frontend.server.options import ServerArgs
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 from sidestep.ipc.sampling_params import SamplingParams
 
@@ -35,19 +36,33 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, positional_model: bool)
     if positional_model:
         parser.add_argument("model_argument", nargs="?", metavar="MODEL",
                             help="folder or hub name of the model (default: the bundled one)")
-    hints = typing.get_type_hints(EngineArgs)
-    for field in fields(EngineArgs):
+    _add_option_flags(group, EngineArgs)
+
+
+def add_http_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of ServerArgs."""
+    _add_option_flags(parser.add_argument_group("server options"), ServerArgs)
+
+
+def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
+    """Those of a class's options that were given."""
+    return {f.name: getattr(parsed, f.name) for f in fields(cls) if hasattr(parsed, f.name)}
+
+
+def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any]) -> None:
+    hints = typing.get_type_hints(cls)
+    for field in fields(cls):
         assert field.default is not MISSING
         default = "the bundled model" if field.default == DEFAULT_MODEL else field.default
         doc = field.metadata["doc"]
-        text = doc if "Default:" in doc else f"{doc} (default: {default})"
+        text = doc if "Default:" in doc or default is None else f"{doc} (default: {default})"
         _add_flag(group, field.name, hints[field.name], text, choices=field.metadata["choices"],
                   parse=field.metadata["parse"])
 
 
 def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
     """EngineArgs from what was given; `defaults` are the command's own, for what was not."""
-    given = {f.name: getattr(parsed, f.name) for f in fields(EngineArgs) if hasattr(parsed, f.name)}
+    given = option_values(parsed, EngineArgs)
     model = getattr(parsed, "model_argument", None)
     if model is not None:
         given["model"] = model

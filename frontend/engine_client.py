@@ -55,6 +55,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
         self._closed = False
+        self._watchers: set[asyncio.Future[None]] = set()
 
     # Starting and ending.
 
@@ -98,6 +99,19 @@ class EngineClient:
         if self._dead_error is None and unwatched and self._core is not None and self._core.wait(0):
             self._dead_error = EngineDeadError(self._core.death_cause())
         return self._dead_error
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Returns when the engine has died; never after a close."""
+        if not self._closed and self.dead_error is None:
+            self.attach()
+        while (error := self.dead_error) is None:
+            watcher = asyncio.get_running_loop().create_future()
+            self._watchers.add(watcher)
+            try:
+                await watcher
+            finally:
+                self._watchers.discard(watcher)
+        return error
 
     # Talking.
 
@@ -200,5 +214,8 @@ class EngineClient:
         if self._dead_error is not None or self._closed:
             return
         self._dead_error = EngineDeadError(cause)
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_result(None)
         self.fail_calls(self._dead_error)
         self._on_death(self._dead_error)

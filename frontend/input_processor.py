@@ -58,14 +58,17 @@ class InputProcessor:
         _check_options(priority, cache_salt, deadline_s)
         text, special, ids = self._read(prompt)
         if text is not None:
-            if len(text) > _LONG_TEXT:
-                ids = await asyncio.to_thread(self._tokenizer.encode, text, special)
-            else:
-                ids = self._tokenizer.encode(text, special)
+            ids = await self.tokenize(text, special)
         self._check_ids(ids)
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; of a long one in a thread. Raises ValidationError."""
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens)
 
     def _read(self, prompt: object) -> tuple[str | None, bool, list[int]]:
         """The prompt as (text, whether to add special tokens, ids); one of text and ids is empty."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,7 +41,6 @@ class RequestState:
         self.request_id = request_id
         self._request = request
         self._is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
-        self._is_final_only = request.sampling.output_kind == RequestOutputKind.FINAL_ONLY
         self._token_ids: list[int] = []
         self._metrics = RequestMetrics(arrival_time=request.arrival)
         self._num_cached: int | None = None
@@ -48,10 +48,13 @@ class RequestState:
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
         self._taken_tokens = 0
-        self._due_at = 1
+        self._due_at: float = math.inf if request.sampling.output_kind == RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
         self._wake: asyncio.Future[None] | None = None
+        self.is_waiting = True
+        """Whether the engine has not scheduled it yet."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self._detokenizer: Detokenizer | None = None
         if request.sampling.detokenize:
             self._detokenizer = Detokenizer(
@@ -92,7 +95,7 @@ class RequestState:
         stop = self._detokenizer.add(token) if self._detokenizer is not None else None
         if stop is not None:
             self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
-        if self._wake is not None and (self._is_due() or stop is not None):
+        if self._wake is not None and (len(self._token_ids) >= self._due_at or stop is not None):
             self._wake_reader()
         return stop is not None
 
@@ -132,12 +135,7 @@ class RequestState:
         return self._take()
 
     def _has_news(self) -> bool:
-        if self.is_finished:
-            return True
-        return self._is_due()
-
-    def _is_due(self) -> bool:
-        return len(self._token_ids) >= self._due_at and not self._is_final_only
+        return len(self._token_ids) >= self._due_at or self.is_finished
 
     def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -178,6 +176,10 @@ class OutputProcessor:
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._num_deliveries = 0
+        self.num_waiting = 0
+        """Requests that the engine has not scheduled yet."""
+        self.num_waiting_tokens = 0
+        """The tokens of their prompts."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -189,12 +191,15 @@ class OutputProcessor:
         """From now on its tokens are expected."""
         self._states[state.handle] = state
         self._by_id[state.request_id] = state
+        self.num_waiting += 1
+        self.num_waiting_tokens += state.num_prompt_tokens
 
     def handle(self, outputs: Outputs) -> None:
         """One step's news for all requests. Tokens for requests that have ended here are dropped."""
         begin = time.monotonic_ns()
         for started in outputs.started:
             if (state := self._states.get(started.handle)) is not None:
+                self._waits_no_more(state)
                 state.started(started)
         # The token that a request stops at comes in the same message as its end.
         hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
@@ -254,3 +259,10 @@ class OutputProcessor:
         """No more tokens are expected."""
         del self._states[state.handle]
         del self._by_id[state.request_id]
+        self._waits_no_more(state)
+
+    def _waits_no_more(self, state: RequestState) -> None:
+        if state.is_waiting:
+            state.is_waiting = False
+            self.num_waiting -= 1
+            self.num_waiting_tokens -= state.num_prompt_tokens

@@ -193,9 +193,14 @@ class FrontendConfig:
 
     stream_interval: int = option(
         1, "Wake a request's reader every so many tokens, after its first and at its end; more is cheaper.")
+    max_num_queued_reqs: int | None = option(
+        None, "Refuse a request while so many of this frontend's wait to be scheduled. Default: no limit.")
+    max_num_queued_tokens: int | None = option(
+        None, "Refuse a request whose prompt would bring the tokens of the prompts that wait above this. Default: no "
+        "limit.")
 
     def __post_init__(self) -> None:
-        _require_positive_int(self, "stream_interval")
+        _require_positive_int(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")
 
 
 @dataclass(frozen=True)
@@ -255,6 +260,11 @@ class EngineArgs(FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, M
     def replace(self, **changes: Any) -> Self:
         """A copy with some options changed."""
         return dataclasses.replace(self, **changes)
+
+
+def api_keys_of_environment() -> list[str]:
+    """The server's keys in SIDESTEP_API_KEYS, separated by commas or white space."""
+    return os.environ.get("SIDESTEP_API_KEYS", "").replace(",", " ").split()
 
 
 def available_cores() -> int:

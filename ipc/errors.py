@@ -27,5 +27,9 @@ class EngineStalledError(SidestepError, RuntimeError):
     """The engine is alive but has made no progress for longer than the health check allows."""
 
 
+class QueueFullError(SidestepError, RuntimeError):
+    """As many requests or prompt tokens wait as may: nothing was sent, and the same call may do better later."""
+
+
 class RequestError(SidestepError, RuntimeError):
     """One request failed inside the engine; the others go on."""

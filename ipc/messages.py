@@ -28,8 +28,6 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-
-
 # Frontend to core.
 
 class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

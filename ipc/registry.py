@@ -36,6 +36,20 @@ ATTENTION_BACKENDS: dict[str, str] = {
 }
 """Paged attention implementations."""
 
+TOOL_PARSERS: dict[str, str] = {
+    "hermes": "sidestep.frontend.parsers.hermes:HermesToolParser",
+    "llama3_json": "sidestep.frontend.parsers.llama3_json:Llama3JsonToolParser",
+    "mistral": "sidestep.frontend.parsers.mistral:MistralToolParser",
+    "qwen3": "sidestep.frontend.parsers.hermes:HermesToolParser",
+}
+"""How a model writes tool calls."""
+
+REASONING_PARSERS: dict[str, str] = {
+    "deepseek_r1": "sidestep.frontend.parsers.think:DeepSeekR1ReasoningParser",
+    "qwen3": "sidestep.frontend.parsers.think:Qwen3ReasoningParser",
+}
+"""How a model writes its reasoning."""
+
 
 def load(target: str) -> Any:
     """The object that "module:attribute" names."""

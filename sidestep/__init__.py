@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         EngineDeadError,
         EngineStalledError,
         EngineStartError,
+        QueueFullError,
         RequestError,
         SidestepError,
         ValidationError,
@@ -37,6 +38,7 @@ _HOMES = {
     "EngineDeadError": "ipc.errors",
     "EngineStalledError": "ipc.errors",
     "EngineStartError": "ipc.errors",
+    "QueueFullError": "ipc.errors",
     "RequestError": "ipc.errors",
     "SidestepError": "ipc.errors",
     "ValidationError": "ipc.errors",
@@ -48,8 +50,8 @@ _HOMES = {
 
 __all__ = [
     "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
-    "EngineStartError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind", "RequestRecord",
-    "SamplingParams", "SidestepError", "StepRecord", "ValidationError",
+    "EngineStartError", "QueueFullError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
+    "RequestRecord", "SamplingParams", "SidestepError", "StepRecord", "ValidationError",
 ]
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
+from sidestep import AsyncLLM
 from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor
 from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.config import FrontendConfig
 from sidestep.ipc.core_args import ClientAddress
 from sidestep.ipc.messages import (
     AbortRequests,
@@ -16,6 +21,7 @@ from sidestep.ipc.messages import (
     Finished,
     FinishReason,
     Outputs,
+    Ready,
     ToCore,
     ToFrontend,
     pack_ids,
@@ -88,6 +94,25 @@ def client_of(channel: FakeChannel) -> EngineClient:
     """A client without a core's process."""
     processor = OutputProcessor(lambda handles: None)
     return EngineClient(channel, processor.handle, processor.fail_all)
+
+
+def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100) -> AsyncLLM:
+    """An AsyncLLM whose core is the test."""
+    made = AsyncLLM.__new__(AsyncLLM)
+    llm: Any = made
+    llm._client = client_of(channel)
+    llm._outputs = OutputProcessor(lambda handles: llm._client.send(AbortRequests(client=0, handles=handles)))
+    llm._client._on_outputs = llm._outputs.handle
+    llm._client._on_death = llm._outputs.fail_all
+    llm._finalizer = weakref.finalize(llm, llm._client.close)
+    llm._tokenizer = tokenizer
+    llm._inputs = input_processor(tokenizer, max_model_len)
+    llm._handles = itertools.count()
+    llm._limits = FrontendConfig()
+    llm._preparing = {}
+    llm._ready = Ready(max_model_len=max_model_len, num_kv_blocks=9, block_size=16, device="fake", core_pid=0,
+                       worker_pids=[])
+    return made
 
 
 def input_processor(tokenizer: Tokenizer, max_model_len: int = 100) -> InputProcessor:

@@ -1,0 +1,99 @@
+"""What parsers of a model's text find in it. Joined, the events of a text are the same however the text was cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that leads to the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call of a function begins; its arguments follow."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments' JSON, of the call that has begun last."""
+
+    text: str
+
+
+Event = Content | Reasoning | CallBegin | CallArguments
+
+
+class Parser(Protocol):
+    """Reads a text as it comes."""
+
+    def feed(self, text: str) -> list[Event]:
+        """What the new text settles."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """What was held back: nothing follows."""
+        ...
+
+
+class ToolParser(Parser, Protocol):
+    """Finds the calls in an answer. One for each answer; its class is named in ipc.registry.TOOL_PARSERS."""
+
+    special_tokens: ClassVar[bool]
+    """Whether its marks are special tokens, which a text lacks otherwise."""
+
+    @staticmethod
+    def new_call_id() -> str:
+        """A call's id, in the form that the model's template wants it back."""
+        ...
+
+
+class ReasoningParser(Parser, Protocol):
+    """Tells the reasoning from the answer. One for each answer, made with the prompt's end; its class is named in
+    ipc.registry.REASONING_PARSERS."""
+
+
+class AnswerParser:
+    """Both: tools are looked for in what is not reasoning."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def feed(self, text: str) -> list[Event]:
+        """What the new text settles."""
+        return self._find_calls([Content(text)] if self._reasoning is None else self._reasoning.feed(text))
+
+    def finish(self) -> list[Event]:
+        """What was held back: nothing follows."""
+        events = self._find_calls([] if self._reasoning is None else self._reasoning.finish())
+        return events if self._tools is None else events + self._tools.finish()
+
+    def _find_calls(self, events: list[Event]) -> list[Event]:
+        if self._tools is None:
+            return events
+        found: list[Event] = []
+        for event in events:
+            found += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return found
+
+
+def partial_length(text: str, mark: str) -> int:
+    """Characters at the end of `text` that could be the beginning of `mark`."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

@@ -1,0 +1,89 @@
+"""Calls as Hermes models and Qwen2.5 and Qwen3 write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
+one after the other, with or without text before them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import ClassVar
+
+from sidestep.frontend.parsers.events import Content, Event, partial_length
+from sidestep.frontend.parsers.json_calls import CallScanner
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesToolParser:
+    """Reads one answer."""
+
+    special_tokens: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._held = ""
+        """Text that is not settled."""
+        self._call: CallScanner | None = None
+        self._skips = False
+        """Between a call's object and its closing mark."""
+        self._has_calls = False
+
+    @staticmethod
+    def new_call_id() -> str:
+        """As OpenAI's API makes them."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def feed(self, text: str) -> list[Event]:
+        """What the new text settles."""
+        self._held += text
+        events: list[Event] = []
+        while self._step(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        """A call that has not begun was text after all."""
+        rest = self._held
+        if self._call is not None:
+            rest = "" if self._call.begun else _OPEN + self._call.raw
+        elif self._skips or (self._has_calls and not rest.strip()):
+            rest = ""
+        self._held, self._call = "", None
+        return [Content(rest)] if rest else []
+
+    def _step(self, events: list[Event]) -> bool:
+        """One thing. False when more text is needed."""
+        if self._call is not None:
+            return self._read_call(self._call, events)
+        if self._skips:
+            return self._skip_to_close()
+        at = self._held.find(_OPEN)
+        if at < 0:
+            # White space before a call does not belong to the answer, so it waits for what follows it.
+            known = self._held[:len(self._held) - partial_length(self._held, _OPEN)].rstrip()
+            self._tell(known, events)
+            self._held = self._held[len(known):]
+            return False
+        self._tell(self._held[:at].rstrip(), events)
+        self._held, self._call = self._held[at + len(_OPEN):], CallScanner()
+        return True
+
+    def _read_call(self, call: CallScanner, events: list[Event]) -> bool:
+        end = call.feed(self._held, 0, events)
+        self._held = self._held[end:]
+        self._has_calls |= call.begun
+        if call.broken:
+            self._call, self._skips = None, call.begun
+            self._tell("" if call.begun else _OPEN + call.raw, events)
+        elif call.done:
+            self._call, self._skips = None, True
+        return call.broken or call.done
+
+    def _skip_to_close(self) -> bool:
+        at = self._held.find(_CLOSE)
+        if at < 0:
+            self._held = self._held[len(self._held) - partial_length(self._held, _CLOSE):]
+            return False
+        self._held, self._skips = self._held[at + len(_CLOSE):], False
+        return True
+
+    def _tell(self, text: str, events: list[Event]) -> None:
+        if text:
+            events.append(Content(text))

@@ -1,0 +1,75 @@
+"""Calls as Llama 3.1 and 3.2 write them: the whole answer is `{"name": ..., "parameters": {...}}`, perhaps after
+`<|python_tag|>`, perhaps several with semicolons between them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sidestep.frontend.parsers.events import Content, Event
+from sidestep.frontend.parsers.hermes import HermesToolParser
+from sidestep.frontend.parsers.json_calls import CallScanner
+
+_TAG = "<|python_tag|>"
+_BETWEEN = " \t\r\n;,"
+
+
+class Llama3JsonToolParser:
+    """Reads one answer."""
+
+    special_tokens: ClassVar[bool] = True
+    new_call_id = staticmethod(HermesToolParser.new_call_id)
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._call: CallScanner | None = None
+        self._is_text = False
+        """What follows is no call."""
+
+    def feed(self, text: str) -> list[Event]:
+        """What the new text settles."""
+        if self._is_text:
+            return [Content(text)] if text else []
+        self._held += text
+        events: list[Event] = []
+        while self._held and not self._is_text and self._step(events):
+            pass
+        if self._is_text and self._held:
+            events.append(Content(self._held))
+            self._held = ""
+        return events
+
+    def finish(self) -> list[Event]:
+        """A call that has not begun was text after all."""
+        call, rest = self._call, self._held
+        if call is not None:
+            rest = "" if call.begun else call.raw + rest
+        self._held, self._call = "", None
+        return [Content(rest)] if rest.strip(_BETWEEN) else []
+
+    def _step(self, events: list[Event]) -> bool:
+        """One thing. False when more text is needed."""
+        if self._call is None:
+            return self._find_object()
+        end = self._call.feed(self._held, 0, events)
+        self._held = self._held[end:]
+        if self._call.broken:
+            if not self._call.begun:
+                self._held = self._call.raw + self._held
+            self._is_text, self._call = True, None
+        elif self._call.done:
+            self._call = None
+        else:
+            return False
+        return True
+
+    def _find_object(self) -> bool:
+        text = self._held.lstrip(_BETWEEN)
+        if text.startswith("{"):
+            self._held, self._call = text, CallScanner()
+            return True
+        if text.startswith(_TAG):
+            self._held = text[len(_TAG):]
+            return True
+        if text and not _TAG.startswith(text):
+            self._is_text = True
+        return False

@@ -1,0 +1,89 @@
+"""Reasoning between `<think>` and `</think>`, before the answer."""
+
+from __future__ import annotations
+
+from sidestep.frontend.parsers.events import Content, Event, Reasoning, partial_length
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class ThinkParser:
+    """Reads one answer. White space around the reasoning belongs to neither part."""
+
+    def __init__(self, begins_inside: bool) -> None:
+        """begins_inside: the prompt, or the model's habit, has opened the reasoning already."""
+        self._inside = begins_inside
+        self._at_start = True
+        """Where an opening mark may still come."""
+        self._is_first = True
+        """Nothing of the part that is being read has been told."""
+        self._held = ""
+
+    def feed(self, text: str) -> list[Event]:
+        """What the new text settles."""
+        if not self._inside and not self._at_start and not self._is_first:
+            return [Content(text)] if text else []
+        self._held += text
+        events: list[Event] = []
+        if self._at_start and not self._read_start():
+            return events
+        if self._inside:
+            self._read_reasoning(events)
+        if not self._inside:
+            self._read_answer(events)
+        return events
+
+    def finish(self) -> list[Event]:
+        """What was held back: white space at the end of reasoning that was cut off is dropped."""
+        held, self._held = self._held, ""
+        if not self._inside:
+            return [Content(held)] if held and (self._at_start or held.strip()) else []
+        rest = held.strip() if self._is_first else held.rstrip()
+        return [Reasoning(rest)] if rest else []
+
+    def _read_start(self) -> bool:
+        """False while it is open whether the text begins with a mark."""
+        text = self._held.lstrip()
+        if text.startswith(_OPEN):
+            self._held, self._inside = text[len(_OPEN):], True
+        elif _OPEN.startswith(text):
+            return False
+        elif not self._inside:
+            self._is_first = False  # an answer without reasoning is told as it is
+        self._at_start = False
+        return True
+
+    def _read_reasoning(self, events: list[Event]) -> None:
+        if self._is_first:
+            self._held = self._held.lstrip()
+        at = self._held.find(_CLOSE)
+        size = at if at >= 0 else len(self._held) - partial_length(self._held, _CLOSE)
+        known = self._held[:size].rstrip()
+        if known:
+            events.append(Reasoning(known))
+            self._is_first = False
+        if at >= 0:
+            self._held, self._inside, self._is_first = self._held[at + len(_CLOSE):], False, True
+        else:
+            self._held = self._held[len(known):]
+
+    def _read_answer(self, events: list[Event]) -> None:
+        text = self._held.lstrip() if self._is_first else self._held
+        self._held = ""
+        if text:
+            self._is_first = False
+            events.append(Content(text))
+
+
+class Qwen3ReasoningParser(ThinkParser):
+    """The model opens its reasoning itself, or the template has done so; without a mark there is none."""
+
+    def __init__(self, prompt: str) -> None:
+        super().__init__(begins_inside=prompt.rstrip().endswith(_OPEN))
+
+
+class DeepSeekR1ReasoningParser(ThinkParser):
+    """The model reasons from the start, with or without an opening mark."""
+
+    def __init__(self, prompt: str) -> None:
+        super().__init__(begins_inside=not prompt.rstrip().endswith(_CLOSE))

@@ -1,0 +1,109 @@
+"""The application: its routes, and what each request passes on its way to one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidestep.frontend.server.body import read_body
+from sidestep.frontend.server.chat import ChatRoute
+from sidestep.frontend.server.completions import CompletionRoute
+from sidestep.frontend.server.connection import RAW_SEND
+from sidestep.frontend.server.errors import ApiError, ClientGoneError, as_api_error
+from sidestep.frontend.server.guard import Guard
+from sidestep.frontend.server.openapi import OpenApiRoute
+from sidestep.frontend.server.responses import ResponsesRoute
+from sidestep.frontend.server.service import Service
+from sidestep.frontend.server.status import StatusRoutes
+from sidestep.frontend.server.tokens import DetokenizeRoute, TokenizeRoute
+
+Get = Callable[[Request], Awaitable[Response]]
+Post = Callable[[Request, bytes], Awaitable[Response]]
+_ROUTE = "sidestep.route"
+"""Where in a request's scope its route's pattern is: paths that clients make up must not become labels."""
+
+
+def make_app(service: Service, keys: Sequence[str], version: str) -> ASGIApp:
+    """Everything, as one ASGI application. `keys`: one of them must come with each request, if there are any."""
+    status = StatusRoutes(service, version)
+    gets: dict[str, Get] = {
+        "/health": status.health, "/ready": status.ready, "/version": status.version, "/metrics": status.metrics,
+        "/v1/models": status.models, "/v1/models/{model:path}": status.model, "/v1/load": status.load,
+        "/openapi.json": OpenApiRoute(version)}
+    posts: dict[str, Post] = {
+        "/v1/chat/completions": ChatRoute(service), "/v1/completions": CompletionRoute(service),
+        "/v1/responses": ResponsesRoute(service),
+        "/tokenize": TokenizeRoute(service), "/detokenize": DetokenizeRoute(service)}
+    routes = [Route(path, _get(path, handler), methods=["GET"]) for path, handler in gets.items()]
+    routes += [Route(path, _post(path, service, handler), methods=["POST"]) for path, handler in posts.items()]
+    handlers: dict[Any, Any] = {HTTPException: _http_error, ClientGoneError: _gone, ApiError: _error,
+                                Exception: _error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return _Counted(Guard(app, keys, service.args.allowed_origins or ()), service)
+
+
+def _get(path: str, handler: Get) -> Get:
+    async def endpoint(http: Request) -> Response:
+        http.scope[_ROUTE] = path
+        try:
+            return await handler(http)
+        except Exception as error:
+            return as_api_error(error).response()
+
+    return endpoint
+
+
+def _post(path: str, service: Service, handler: Post) -> Get:
+    async def endpoint(http: Request) -> Response:
+        http.scope[_ROUTE] = path
+        try:
+            body = await read_body(http, service.args.max_body_bytes, service.args.read_timeout)
+            service.check_admission()
+            return await handler(http, body)
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            return as_api_error(error).response()
+
+    return endpoint
+
+
+async def _error(http: Request, error: Exception) -> Response:
+    return as_api_error(error).response()
+
+
+async def _gone(http: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # it reaches nobody, but the count
+
+
+async def _http_error(http: Request, error: Exception) -> Response:
+    """What the router says of paths and methods."""
+    wrong = cast(HTTPException, error)
+    text = {404: f"there is no {http.url.path} here", 405: f"{http.url.path} does not take {http.method}"}
+    return ApiError(wrong.status_code, text.get(wrong.status_code, wrong.detail), headers=wrong.headers).response()
+
+
+class _Counted:
+    """Counts the answers by route and status."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._responses = service.metrics.responses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._responses[scope.get(_ROUTE, "other"), str(message["status"])] += 1
+            await send(message)
+
+        scope[RAW_SEND] = send
+        if scope["type"] == "http":
+            await self._app(scope, receive, counting)

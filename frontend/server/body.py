@@ -1,0 +1,78 @@
+"""From a request's bytes to its struct. What is wrong is said by the field's name."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from sidestep.frontend.server.errors import ApiError, ClientGoneError, refused
+
+T = TypeVar("T")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+
+
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """All of a request's body, at most `limit` bytes of it. Raises ApiError (408, 413, 415), ClientGoneError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A page of another origin can send other types without asking first; see guard.py.
+        raise ApiError(415, f"the body must be application/json, not {kind or 'without a content-type'}")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"the body has not come within {timeout_s:g} s",
+                       headers={"connection": "close"}) from None
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """The struct. Raises ApiError (400)."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+
+
+def _wrong_field(message: str) -> ApiError:
+    """msgspec's message, which ends with a path such as `$.messages[0].role`, as an error of that field."""
+    path = _PATH.search(message)
+    at = path["path"] if path else ""
+    text = message[:path.start()] if path else message
+    if (unknown := _UNKNOWN.search(text)) is not None:
+        return refused(_join(at, unknown["name"]), "is not a field of this request; nothing is accepted and ignored",
+                       "unknown_field")
+    if (missing := _MISSING.search(text)) is not None:
+        return refused(_join(at, missing["name"]), "is required", "missing_field")
+    return refused(at, text) if at else ApiError(400, text)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,242 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.parsers.events import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    ReasoningParser,
+    ToolParser,
+)
+from sidestep.frontend.server.body import decode
+from sidestep.frontend.server.chat_protocol import ChatRequest, max_tokens_of, template_messages, tools_in_use
+from sidestep.frontend.server.connection import DONE, EventStream, merged, while_connected
+from sidestep.frontend.server.encoding import EventEncoder, usage_event
+from sidestep.frontend.server.errors import refused
+from sidestep.frontend.server.fields import refuse_not_yet, sampling_params
+from sidestep.frontend.server.protocol import (
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    Delta,
+    FinishWord,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
+from sidestep.ipc.registry import REASONING_PARSERS, TOOL_PARSERS, load
+from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+class ChatRoute:
+    """Answers chats of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        args = service.args
+        self._make_reasoning: Callable[[str], ReasoningParser] | None = \
+            load(REASONING_PARSERS[args.reasoning_parser]) if args.reasoning_parser else None
+        self._tools: type[ToolParser] | None = load(TOOL_PARSERS[args.tool_call_parser]) \
+            if args.tool_call_parser else None
+
+    async def __call__(self, http: Request, body: bytes) -> Response:
+        service, request = self._service, decode(body, _decoder)
+        model = service.check_model(request.model)
+        refuse_not_yet(request)
+        tools = tools_in_use(request)
+        prompt = render(service, request, tools)
+        self._check_tools(tools)
+        parsers = [self._parser(prompt, tools) for _ in range(request.n or 1)]
+        params = self._params(request, tools)
+        # The template writes the special tokens itself.
+        ids = await service.llm.tokenize(prompt, add_special_tokens=False)
+        service.check_length("messages", ids)
+        name = new_id("chatcmpl")
+        choices = service.choices(http, name, [ids], params, n=request.n, priority=request.priority,
+                                  salt=request.cache_salt, deadline_ms=request.deadline_ms)
+        answer = ChatAnswer(service, name, model, choices, parsers, self._tools)
+        if not request.stream:
+            return await while_connected(answer.whole(), http.receive)
+        include_usage = request.stream_options is not None and request.stream_options.include_usage
+        return EventStream(answer.events(include_usage), {"x-request-id": name})
+
+    def _params(self, request: ChatRequest, tools: Sequence[Any] | None) -> SamplingParams:
+        more: dict[str, Any] = {
+            "output_kind": RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY}
+        if tools and self._tools is not None and self._tools.special_tokens:
+            # The parser's marks are special tokens. The one that ends the text is left out in any case.
+            if request.skip_special_tokens:
+                raise refused("skip_special_tokens", "this model's tool calls are told by special tokens")
+            more["skip_special_tokens"] = False
+        return sampling_params(request, max_tokens_of(request), **more)
+
+    def _check_tools(self, tools: Sequence[Any] | None) -> None:
+        """Raises ApiError when the model could not be told of tools, or its calls not be read."""
+        if not tools:
+            return
+        if self._tools is None:
+            raise refused("tools", "this server was started without --tool-call-parser", "unsupported_field")
+        if "tools" not in (self._service.llm.get_tokenizer().chat_template or ""):
+            raise refused("tools", "this model's chat template has no place for them", "unsupported_field")
+
+    def _parser(self, prompt: str, tools: Sequence[Any] | None) -> AnswerParser | None:
+        reasoning = self._make_reasoning(prompt) if self._make_reasoning else None
+        calls = self._tools() if tools and self._tools else None
+        return AnswerParser(reasoning, calls) if reasoning or calls else None
+
+
+def render(service: Service, request: Any, tools: Sequence[Any] | None) -> str:
+    """The prompt of a conversation. Raises ApiError and ValidationError."""
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    for name in _OWN_VARIABLES:
+        if name in variables:
+            raise refused(f"chat_template_kwargs.{name}", "is set by the request's other fields")
+    messages = template_messages(request.messages)
+    if tools:
+        variables["tools"] = tools
+    return service.llm.get_tokenizer().render_chat(messages, **variables)
+
+
+class ChatAnswer:
+    """The answer to one request, in its two forms."""
+
+    def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice],
+                 parsers: Sequence[AnswerParser | None], tools: type[ToolParser] | None) -> None:
+        self._service = service
+        self._name = name
+        self._model = model
+        self._choices = choices
+        self._parsers = parsers
+        self._tools = tools
+        self._created = int(time.time())
+        self._last: list[RequestOutput | None] = [None] * len(choices)
+
+    async def whole(self) -> Response:
+        """One body."""
+        outputs = await self._service.whole(self._choices)
+        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+        body = ChatCompletion(id=self._name, created=self._created, model=self._model, choices=choices,
+                              usage=usage_of(outputs, len(outputs)))
+        return Response(msgspec.json.encode(body), media_type="application/json",
+                        headers={"x-request-id": self._name})
+
+    def _choice(self, index: int, output: RequestOutput) -> ChatChoice:
+        completion, parser = output.outputs[0], self._parsers[index]
+        message = AnswerMessage(content=completion.text)
+        if parser is not None:
+            message = self._message(parser.feed(completion.text) + parser.finish())
+        reason = _finish_word(completion.finish_reason, bool(message.tool_calls))
+        return ChatChoice(index=index, message=message, finish_reason=reason, stop_reason=completion.stop_reason)
+
+    def _message(self, events: Sequence[Event]) -> AnswerMessage:
+        content, reasoning, calls = "", "", list[ToolCall]()
+        for event in events:
+            if isinstance(event, Content):
+                content += event.text
+            elif isinstance(event, CallBegin):
+                calls.append(ToolCall(id=_new_call_id(self._tools), function=FunctionCall(event.name, "")))
+            elif isinstance(event, CallArguments):
+                calls[-1].function.arguments += event.text
+            else:
+                reasoning += event.text
+        message = AnswerMessage(content=content if content or not calls else None)
+        if reasoning:
+            message.reasoning_content = reasoning
+        if calls:
+            message.tool_calls = calls
+        return message
+
+    def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+        """Server-sent events."""
+        head: dict[str, object] = {"id": self._name, "object": "chat.completion.chunk", "created": self._created,
+                                   "model": self._model}
+        encoders = [EventEncoder(i, head, "delta", include_usage) for i in range(len(self._choices))]
+
+        def end() -> bytes:
+            outputs = cast(list[RequestOutput], self._last)
+            return usage_event(head, usage_of(outputs, len(outputs))) + DONE if include_usage else DONE
+
+        if len(encoders) == 1:
+            return self._stream(0, encoders[0], end)
+        return merged([self._stream(i, encoder) for i, encoder in enumerate(encoders)], end)
+
+    async def _stream(self, index: int, encoder: EventEncoder,
+                      end: Callable[[], bytes] | None = None) -> AsyncGenerator[bytes, None]:
+        """The events of one choice; `end` gives what follows the last of them."""
+        choice = self._choices[index]
+        parser = self._parsers[index]
+        deltas = None if parser is None else _Deltas(self._tools)
+        event = encoder.delta(Delta(role="assistant", content=""))
+        with self._service.tally(choice) as tally:
+            async with aclosing(self._service.generate(choice)) as outputs:
+                async for output in outputs:
+                    tally.note(output)
+                    completion = output.outputs[0]
+                    if deltas is None or parser is None:
+                        if completion.text:
+                            event += encoder.content(completion.text)
+                    else:
+                        found = parser.feed(completion.text) + (parser.finish() if output.finished else [])
+                        event += b"".join(map(encoder.delta, deltas.of(found)))
+                    if output.finished:
+                        word = _finish_word(completion.finish_reason, deltas is not None and deltas.num_calls > 0)
+                        event += encoder.end(b"{}", word, completion.stop_reason)
+                        self._last[index] = output
+                        if end is not None:
+                            event += end()
+                    if event:
+                        yield event
+                    event = b""
+
+
+class _Deltas:
+    """What a parser finds, as the deltas of a stream."""
+
+    def __init__(self, tools: type[ToolParser] | None) -> None:
+        self._tools = tools
+        self.num_calls = 0
+
+    def of(self, events: Sequence[Event]) -> list[Delta]:
+        """One delta for each event."""
+        return [self._delta(event) for event in events]
+
+    def _delta(self, event: Event) -> Delta:
+        if isinstance(event, Content):
+            return Delta(content=event.text)
+        if isinstance(event, CallBegin):
+            self.num_calls += 1
+            return Delta(tool_calls=[ToolCallDelta(index=self.num_calls - 1, id=_new_call_id(self._tools),
+                                                   type="function", function=FunctionDelta(event.name, ""))])
+        if isinstance(event, CallArguments):
+            return Delta(tool_calls=[ToolCallDelta(index=self.num_calls - 1,
+                                                   function=FunctionDelta(arguments=event.text))])
+        return Delta(reasoning_content=event.text)
+
+
+def _new_call_id(tools: type[ToolParser] | None) -> str:
+    assert tools is not None  # only it finds calls
+    return tools.new_call_id()
+
+
+def _finish_word(reason: str | None, has_calls: bool) -> FinishWord:
+    if reason == "stop" and has_calls:
+        return "tool_calls"
+    return cast(FinishWord, reason)

@@ -1,0 +1,43 @@
+"""The bytes of a stream's events. What is the same for all of a choice's events is made once; a token costs its own
+text's encoding and one join."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sidestep.frontend.server.protocol import Delta, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EventEncoder:
+    """Events of one choice of one stream."""
+
+    def __init__(self, index: int, head: dict[str, object], slot: str, include_usage: bool) -> None:
+        """head: what each event has besides its choice. slot: the choice's key for what is new: 'delta' or 'text'."""
+        tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (_encode(head)[:-1], index, slot.encode())
+        self._after = b',"logprobs":null,"finish_reason":null}]' + tail
+        self._tail = tail
+
+    def content(self, text: str) -> bytes:
+        """New text of a chat."""
+        return b'%b{"content":%b}%b' % (self._before, _encode(text), self._after)
+
+    def text(self, text: str) -> bytes:
+        """New text of a completion."""
+        return b"%b%b%b" % (self._before, _encode(text), self._after)
+
+    def delta(self, delta: Delta) -> bytes:
+        """Anything else that is new of a chat."""
+        return b"%b%b%b" % (self._before, _encode(delta), self._after)
+
+    def end(self, empty: bytes, finish_reason: str, stop_reason: int | str | None) -> bytes:
+        """The choice's last event; `empty` is what stands where the new text was."""
+        return b'%b%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b' % (
+            self._before, empty, _encode(finish_reason), _encode(stop_reason), self._tail)
+
+
+def usage_event(head: dict[str, object], usage: Usage) -> bytes:
+    """The event after the last choice's end."""
+    return b"data: %b\n\n" % _encode({**head, "choices": [], "usage": usage})

@@ -1,0 +1,101 @@
+"""What every request passes before it reaches a route: whose page sent it, and whether it brings a key.
+
+A browser sends any page's requests to any server, a local one too. So requests that carry an `Origin` are served only
+for origins that are allowed, or that are this server itself. A name that resolves to this machine proves nothing (any
+name can be made to), so only `localhost` and plain addresses count as the server itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidestep.frontend.server.errors import ApiError
+
+OPEN_PATHS = ("/health", "/ready")
+"""For whoever watches over the process, who has no key."""
+TENANT = "sidestep.tenant"
+"""Where in a request's scope its key's digest is, when there are several keys."""
+
+
+class Guard:
+    """Wraps the application."""
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], allowed_origins: Collection[str]) -> None:
+        self._app = app
+        # Digests are of one length: comparing them tells nothing of a key's.
+        self._keys = [_digest(key) for key in keys]
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        if origin is None:
+            return await self._with_key(headers, scope, receive, send)
+        if not self._is_allowed(origin, headers.get("host", "")):
+            error = ApiError(403, f"pages of {origin} may not call this server; see --allowed-origins",
+                             kind="permission_error", code="origin_not_allowed")
+            return await error.response()(scope, receive, send)
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            wanted = headers.get("access-control-request-headers", "")
+            return await _preflight(origin, wanted)(scope, receive, send)
+
+        async def send_with_origin(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(
+                    {"access-control-allow-origin": origin, "access-control-expose-headers": "*", "vary": "origin"})
+            await send(message)
+
+        await self._with_key(headers, scope, receive, send_with_origin)
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        if "*" in self._origins or origin.lower() in self._origins:
+            return True
+        try:
+            parts = urlsplit(origin)
+            return parts.netloc.lower() == host.lower() and _is_this_server(parts.hostname or "")
+        except ValueError:
+            return False
+
+    async def _with_key(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            given = _digest(key.strip())
+            # All are compared, so that the time tells nothing of which is right.
+            matches = [hmac.compare_digest(given, known) for known in self._keys]
+            if kind.lower() != "bearer" or not any(matches):
+                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY",
+                                 kind="authentication_error", code="invalid_api_key",
+                                 headers={"www-authenticate": "Bearer"})
+                return await error.response()(scope, receive, send)
+            if len(self._keys) > 1:
+                scope[TENANT] = given.hex()
+        await self._app(scope, receive, send)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _is_this_server(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _preflight(origin: str, wanted: str) -> Response:
+    """A browser asks before it sends: an allowed origin may send the headers it names."""
+    return Response(status_code=204, headers={
+        "access-control-allow-origin": origin, "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": wanted, "access-control-max-age": "600", "vary": "origin"})

@@ -1,0 +1,140 @@
+"""The OpenAPI document, made from the structs that requests are read into and answers are encoded from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sidestep.frontend.server.chat_protocol import ChatRequest
+from sidestep.frontend.server.completions import CompletionRequest
+from sidestep.frontend.server.errors import ErrorBody
+from sidestep.frontend.server.fields import NOT_YET
+from sidestep.frontend.server.protocol import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Load,
+    Model,
+    ModelList,
+    Status,
+    Text,
+    Tokens,
+    Version,
+)
+from sidestep.frontend.server.responses_protocol import RESPONSES_NOT_YET, ResponsesAnswer, ResponsesRequest
+from sidestep.frontend.server.service import DEADLINE_HEADER
+from sidestep.frontend.server.tokens import DetokenizeRequest, TokenizeRequest
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One route's line in the document."""
+
+    path: str
+    summary: str
+    answer: type | None
+    """None for plain text."""
+    request: type | None = None
+    event: type | None = None
+    """What each event of a stream holds, where there is one."""
+    more_statuses: tuple[str, ...] = ()
+    open: bool = False
+    """Needs no key."""
+
+
+OPERATIONS = (
+    Operation("/v1/chat/completions", "Answer a conversation.", ChatCompletion, ChatRequest, ChatChunk, ("429",)),
+    Operation("/v1/completions", "Complete prompts.", Completion, CompletionRequest, Completion, ("429",)),
+    Operation("/v1/responses", "Answer, item by item.", ResponsesAnswer, ResponsesRequest, dict, ("429",)),
+    Operation("/tokenize", "Text or messages to token ids.", Tokens, TokenizeRequest),
+    Operation("/detokenize", "Token ids to text.", Text, DetokenizeRequest),
+    Operation("/v1/models", "The model, under all its names.", ModelList),
+    Operation("/v1/models/{model}", "The model under one of its names.", Model, more_statuses=("404",)),
+    Operation("/v1/load", "How busy the engine is.", Load),
+    Operation("/health", "Whether the engine makes progress.", Status, open=True),
+    Operation("/ready", "Whether new requests are taken.", Status, open=True),
+    Operation("/version", "The server's version.", Version),
+    Operation("/metrics", "Counts for Prometheus.", None),
+    Operation("/openapi.json", "This document.", dict),
+)
+_STATUSES = {
+    "400": "A field is wrong; it is named.", "401": "No key, or a wrong one.", "403": "A page of another origin.",
+    "404": "No such model.", "408": "The body has not come in time.", "413": "The body is too large.",
+    "415": "The body is not application/json.", "429": "Too much waits already.",
+    "500": "The request failed inside the engine.", "503": "The engine is dead or stalled, or the server shuts down."}
+_OF_GETS = ("401", "403", "500", "503")
+_OF_POSTS = ("400", "401", "403", "404", "408", "413", "415", "500", "503")
+_REF = "#/components/schemas/{name}"
+
+
+def make_document(version: str) -> dict[str, Any]:
+    """The document of this version."""
+    used: list[Any] = [ErrorBody]
+    for operation in OPERATIONS:
+        used += [t for t in (operation.answer, operation.request, operation.event) if t not in (None, dict)]
+    unique = list(dict.fromkeys(used))
+    refs, schemas = msgspec.json.schema_components(unique, ref_template=_REF)
+    by_type: dict[Any, Any] = dict(zip(unique, refs, strict=True))
+    _add_neutral_values(schemas)
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        method = "get" if operation.request is None else "post"
+        paths[operation.path] = {method: _operation(operation, by_type)}
+    return {
+        "openapi": "3.1.0", "info": {"title": "Sidestep", "version": version}, "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
+
+
+def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}} if operation.answer is None else {
+        "application/json": {"schema": by_type.get(operation.answer, {"type": "object"})}}
+    if operation.event is not None:
+        data = by_type.get(operation.event, {"type": "object"})
+        content["text/event-stream"] = {"schema": {
+            "description": "Each event; the data of the last is [DONE].", "type": "object", "required": ["data"],
+            "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, {
+                "contentMediaType": "application/json", "contentSchema": data}]}}}}
+    error = {"application/json": {"schema": by_type[ErrorBody]}}
+    statuses = (*(_OF_GETS if operation.request is None else _OF_POSTS), *operation.more_statuses)
+    made: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {"200": {"description": "Success.", "content": content},
+                      **{s: {"description": _STATUSES[s], "content": error} for s in sorted(statuses)}},
+        # The empty alternative: keys are needed only where the server was given some.
+        "security": [] if operation.open else [{}, {"key": []}]}
+    if "{model}" in operation.path:
+        made["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.request is not None:
+        made["requestBody"] = {"required": True,
+                               "content": {"application/json": {"schema": by_type[operation.request]}}}
+    if operation.event is not None:
+        made["parameters"] = [{
+            "name": DEADLINE_HEADER, "in": "header", "schema": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+            "description": "Milliseconds after which the request ends with what it has."}]
+    return made
+
+
+def _add_neutral_values(schemas: dict[str, Any]) -> None:
+    """Fields that do nothing yet take only the values that ask for nothing."""
+    for request, table in ((ChatRequest, NOT_YET), (CompletionRequest, NOT_YET), (ResponsesRequest, RESPONSES_NOT_YET)):
+        properties = schemas[request.__name__]["properties"]
+        for name, neutral in table.items():
+            if name in properties:
+                properties[name] = {"enum": [None, *neutral], "default": None, "description": "Not implemented."}
+    schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
+    schemas["FunctionTool"]["properties"]["strict"] = {"enum": [None, False], "default": None}
+    schemas["ChatRequest"]["properties"]["tool_choice"] = {"enum": [None, "auto", "none"], "default": None}
+
+
+class OpenApiRoute:
+    """Serves the document."""
+
+    def __init__(self, version: str) -> None:
+        self._body = msgspec.json.encode(make_document(version))
+
+    async def __call__(self, http: Request) -> Response:
+        return Response(self._body, media_type="application/json")

@@ -1,0 +1,72 @@
+"""The options of `sidestep serve`, declared in one place like those of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sidestep.ipc.config import DEFAULT_MODEL, option, parse_bytes
+from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.registry import REASONING_PARSERS, TOOL_PARSERS
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    """What the HTTP side may be told. Raises ValidationError, which names the option."""
+
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of IPv4.")
+    port: int = option(8000, "Port to listen at; 0 takes a free one.")
+    served_model_name: list[str] | None = option(
+        None, "Name that requests call the model by, instead of the one it is loaded by.")
+    api_key_file: str | None = option(
+        None, "File with the keys that requests must bring, one a line; those of SIDESTEP_API_KEYS count too.")
+    ssl_certfile: str | None = option(None, "Certificate chain: serve HTTPS.")
+    ssl_keyfile: str | None = option(None, "Private key of --ssl-certfile, where it is a file of its own.")
+    ssl_ca_certs: str | None = option(None, "Certificates of which a client must bring one.")
+    allowed_origins: list[str] | None = option(
+        None, "Origin, such as https://chat.example, whose pages may call this server; '*' for any.")
+    max_body_bytes: int = option(16 << 20, "Largest request body, such as 16M.", parse=parse_bytes)
+    read_timeout: float = option(30.0, "Seconds that a client may take to send a request's headers, and its body.")
+    shutdown_timeout: float = option(30.0, "Seconds that running requests get to end after SIGTERM.")
+    tool_call_parser: str | None = option(
+        None, "How the model writes tool calls; without it requests with tools are refused.",
+        choices=tuple(TOOL_PARSERS))
+    reasoning_parser: str | None = option(
+        None, "How the model writes its reasoning, which is then told apart from its answer.",
+        choices=tuple(REASONING_PARSERS))
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 1 << 16, "port", f"must be between 0 and 65535, not {self.port}")
+        _require(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1")
+        _require(self.read_timeout > 0, "read_timeout", "must be above 0")
+        _require(self.shutdown_timeout >= 0, "shutdown_timeout", "must not be negative")
+        _require(self.ssl_certfile is not None or (self.ssl_keyfile is None and self.ssl_ca_certs is None),
+                 "ssl_certfile", "is needed to serve HTTPS")
+        for origin in self.allowed_origins or ():
+            _require(origin == "*" or "://" in origin, "allowed_origins",
+                     f"{origin!r} is no origin, such as https://chat.example")
+
+    def model_names(self, model: str) -> tuple[str, ...]:
+        """What requests may call the model that is loaded as `model`; the first is what answers call it."""
+        if self.served_model_name:
+            return tuple(self.served_model_name)
+        return (Path(DEFAULT_MODEL).name if model == DEFAULT_MODEL else model,)
+
+
+def read_api_keys(file: str | None, of_environment: list[str]) -> tuple[str, ...]:
+    """All keys, each once. Raises ValidationError for a file without any: it was meant to guard."""
+    keys = list(of_environment)
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValidationError("api_key_file", f"{file} cannot be read: {error}") from None
+        of_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        _require(bool(of_file), "api_key_file", f"{file} holds no key")
+        keys += of_file
+    return tuple(dict.fromkeys(keys))
+
+
+def _require(condition: bool, name: str, problem: str) -> None:
+    if not condition:
+        raise ValidationError(name, problem)

@@ -1,0 +1,114 @@
+"""One server's life: it listens once the engine serves, drains at SIGTERM, and ends with the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.server.app import make_app
+from sidestep.frontend.server.http_protocol import BoundedHttpProtocol
+from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.service import Service
+from sidestep.ipc.errors import EngineDeadError, ValidationError
+
+_LAST_SENDS_S = 2
+"""For answers that are complete, to clients that read slowly, before connections are closed."""
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections: who closes one first must not be the one who is just being asked."""
+
+
+def bind(args: ServerArgs) -> socket.socket:
+    """The socket to listen at. Raises ValidationError: an address in use is known before the engine starts."""
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    made = socket.socket(family)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((args.host, args.port))
+    except OSError as error:
+        made.close()
+        raise ValidationError("port" if args.port else "host",
+                              f"cannot listen at {args.host}:{args.port}: {error.strerror}") from None
+    made.setblocking(False)
+    return made
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which drains before it shuts down."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._ends: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends at once."""
+        self._loop.call_soon_threadsafe(self.end, self._service.is_draining)
+
+    def end(self, at_once: bool = False) -> None:
+        """Takes no more requests; ends when those that run have ended."""
+        if at_once:
+            self.force_exit = self.should_exit = True
+        elif self._ends is None:
+            self._ends = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._service.drain(self._service.args.shutdown_timeout)
+        self.should_exit = True
+
+
+def make_server(service: Service, keys: tuple[str, ...], version: str) -> Server:
+    """A server that is not started. Raises ValidationError for certificates that cannot be used."""
+    return Server(_config(make_app(service, keys, version), service.args), service)
+
+
+async def serve(llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], keys: tuple[str, ...], version: str,
+                listener: socket.socket) -> EngineDeadError | None:
+    """Serves until a signal, or the engine's death, which it returns."""
+    server = make_server(Service(llm, args, names), keys, version)
+    dead: list[EngineDeadError] = []
+
+    async def watch() -> None:
+        dead.append(await llm.wait_dead())
+        server.should_exit = True  # the requests that ran have been told
+
+    watcher = asyncio.create_task(watch())
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0)
+        host, port = listener.getsockname()[:2]
+        scheme = "https" if args.ssl_certfile else "http"
+        print(f"serving {names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr,
+              flush=True)
+        # What is there now stays: the collector need not look at it again and again while tokens come and go.
+        gc.collect()
+        gc.freeze()
+        await serving
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+    return dead[0] if dead else None
+
+
+def _config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
+    protocol = type("Protocol", (BoundedHttpProtocol,), {"head_timeout": args.read_timeout})
+    try:
+        config = uvicorn.Config(
+            app, http=protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+            server_header=False, proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_SENDS_S, ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile,
+            ssl_ca_certs=args.ssl_ca_certs, ssl_cert_reqs=2 if args.ssl_ca_certs else 0)
+        config.load()
+    except OSError as error:
+        raise ValidationError("ssl_certfile", f"cannot be used: {error}") from None
+    return config
+
+

@@ -1,0 +1,227 @@
+"""What the routes share: the engine, its names, its requests that run for clients, and whether it still takes any."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from starlette.requests import Request
+
+from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
+from sidestep.frontend.server.fields import for_choice
+from sidestep.frontend.server.guard import TENANT
+from sidestep.frontend.server.metrics import ServerMetrics
+from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.protocol import PromptDetails, Usage
+from sidestep.ipc.errors import EngineStalledError, QueueFullError
+from sidestep.ipc.sampling_params import SamplingParams
+
+DEADLINE_HEADER = "x-deadline-ms"
+_STATS_S = 5.0
+_LAST_WORDS_S = 1.0
+"""For what requests that are ended still have to say."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One completion to make: one request of the engine."""
+
+    index: int
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int
+    cache_salt: str | None
+    deadline_s: float | None
+
+
+class Tally:
+    """The counts of one choice while it runs, from `with` to its end, however that comes."""
+
+    def __init__(self, service: Service, request_id: str) -> None:
+        self._service = service
+        self._request_id = request_id
+        self._gaps = service.metrics.token_gaps
+        self._last: RequestOutput | None = None
+        self._last_ts = 0.0
+        self._told = 0
+
+    def __enter__(self) -> Self:
+        self._service.choice_begins(self._request_id)
+        return self
+
+    def note(self, output: RequestOutput) -> None:
+        """One more output."""
+        self._last, metrics = output, output.metrics
+        if (now := metrics.last_token_ts) is not None:
+            new = metrics.num_generation_tokens - self._told
+            if self._told and new > 0:
+                self._gaps.observe((now - self._last_ts) / new, new)
+            self._last_ts, self._told = now, metrics.num_generation_tokens
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        reason = "abort"  # the client has gone, unless there is something else to say
+        if isinstance(error, QueueFullError):
+            reason = "rejected"
+        elif isinstance(error, Exception):
+            reason = "error"
+        elif self._last is not None and self._last.finished:
+            reason = self._last.outputs[0].finish_reason or reason
+        self._service.choice_ends(self._request_id, self._last, reason)
+
+
+class Service:
+    """One server's hold on one engine."""
+
+    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str]) -> None:
+        """names: what requests may call the model; the first is what answers call it."""
+        self.llm = llm
+        self.args = args
+        self.names = tuple(names)
+        self.metrics = ServerMetrics(self.names[0])
+        self.started = int(time.time())
+        self.is_draining = False
+        self._running: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __repr__(self) -> str:
+        return f"Service({self.names[0]!r}, {len(self._running)} running, draining={self.is_draining})"
+
+    @property
+    def num_running(self) -> int:
+        """Choices whose clients wait."""
+        return len(self._running)
+
+    # What a request must pass.
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the answer. Raises ApiError (404) for another model's."""
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"model: {name!r} is not served here; {', '.join(map(repr, self.names))} is",
+                           param="model", code="model_not_found")
+        return self.names[0] if name is None else name
+
+    def check_admission(self) -> None:
+        """Raises ApiError (503) when the server takes no more requests."""
+        if self.is_draining:
+            self.metrics.rejections["draining"] += 1
+            raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
+                           headers={**RETRY_AFTER, "connection": "close"})
+
+    def check_length(self, field: str, ids: Sequence[int]) -> None:
+        """Raises ApiError (400) for a prompt that leaves no room for output."""
+        if len(ids) + 1 > self.llm.max_model_len:
+            raise refused(field, f"has {len(ids)} tokens; with one of output that is more than the model's "
+                          f"{self.llm.max_model_len}", "context_length_exceeded")
+
+    def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
+                n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None) -> list[Choice]:
+        """All completions that a request asks for, prompt by prompt."""
+        deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
+        self.metrics.histograms["request_params_n"].observe(float(n))
+        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s)
+                for i, prompt in enumerate(prompts) for j in range(n)]
+
+    def _salt(self, http: Request, salt: str | None) -> str | None:
+        """Users of different keys share no cached prefixes: how fast an answer comes would tell what another asked."""
+        tenant: str | None = http.scope.get(TENANT)
+        return salt if tenant is None else f"{tenant}:{salt or ''}"
+
+    # Running.
+
+    def generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one choice, to be read within its `tally`. Raises what AsyncLLM.generate raises."""
+        return self.llm.generate(choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
+                                 cache_salt=choice.cache_salt, deadline_s=choice.deadline_s)
+
+    def tally(self, choice: Choice) -> Tally:
+        """Counts one choice."""
+        return Tally(self, choice.request_id)
+
+    def choice_begins(self, request_id: str) -> None:
+        """A client waits for it from now on."""
+        self._running.add(request_id)
+        self._idle.clear()
+
+    def choice_ends(self, request_id: str, last: RequestOutput | None, reason: str) -> None:
+        """Nobody waits for it any more. `last` is its last output, if it gave any."""
+        self._running.remove(request_id)
+        self.metrics.request_ended(last, reason)
+        if reason == "rejected":
+            self.metrics.rejections["queue_full"] += 1
+        if not self._running:
+            self._idle.set()
+
+    async def whole(self, choices: Sequence[Choice]) -> list[RequestOutput]:
+        """The last outputs of all choices; the first failure ends them all, and is raised."""
+        tasks = [asyncio.create_task(self._last(choice)) for choice in choices]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _last(self, choice: Choice) -> RequestOutput:
+        with self.tally(choice) as tally:
+            async with aclosing(self.generate(choice)) as outputs:
+                async for output in outputs:
+                    tally.note(output)
+        return output
+
+    async def stats(self) -> dict[str, float]:
+        """What the engine counts. Raises EngineStalledError, so that nobody waits for an engine that hangs."""
+        try:
+            async with asyncio.timeout(_STATS_S):
+                return await self.llm.get_stats()
+        except TimeoutError:
+            raise EngineStalledError(f"the engine core has not answered for {_STATS_S:g} s") from None
+
+    # Ending.
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no more requests and waits for those that run; ends those that have not within the time."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            await self.llm.abort(list(self._running))
+            try:
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._idle.wait()
+            except TimeoutError:
+                pass  # a client that does not read: its connection is closed next
+
+
+def new_id(kind: str) -> str:
+    """A request's name, in its answer and in the engine's records."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
+    """Tokens of all choices; those of a prompt count once for its `n` choices."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs[::n])
+    cached = sum(output.num_cached_tokens or 0 for output in outputs[::n])
+    generated = sum(output.metrics.num_generation_tokens for output in outputs)
+    return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
+
+
+def _deadline(http: Request, field: int | None) -> float | None:
+    """Seconds; the sooner of what the field and the header say."""
+    header = http.headers.get(DEADLINE_HEADER)
+    if header is not None:
+        if not header.isascii() or not header.isdigit() or len(header) > 10 or not 1 <= int(header) < 2**31:
+            raise refused(DEADLINE_HEADER, f"must be a whole number of milliseconds, not {header!r}")
+        field = min(int(header), field or 2**31)
+    return None if field is None else field / 1000

@@ -1,0 +1,64 @@
+"""What operators and routers ask: is it alive, does it take requests, what does it serve, how busy is it."""
+
+from __future__ import annotations
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sidestep.frontend.server.errors import RETRY_AFTER, ApiError
+from sidestep.frontend.server.protocol import Load, Model, ModelList, Status, Version
+from sidestep.frontend.server.service import Service
+
+
+class StatusRoutes:
+    """All of them; each method is one route's."""
+
+    def __init__(self, service: Service, version: str) -> None:
+        self._service = service
+        self._version = version
+
+    async def health(self, http: Request) -> Response:
+        """200 while the engine makes progress: its busy loop answers and its steps come back."""
+        await self._service.llm.check_health()  # what it raises is a 503
+        return _json(Status("ok"))
+
+    async def ready(self, http: Request) -> Response:
+        """200 while new requests are taken."""
+        if self._service.is_draining:
+            raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
+                           headers=RETRY_AFTER)
+        await self._service.llm.check_health()
+        return _json(Status("ready"))
+
+    async def version(self, http: Request) -> Response:
+        """The server's version."""
+        return _json(Version(self._version))
+
+    async def models(self, http: Request) -> Response:
+        """The model, under all its names."""
+        return _json(ModelList(data=[self._model(name) for name in self._service.names]))
+
+    async def model(self, http: Request) -> Response:
+        """The model under one of its names."""
+        return _json(self._model(self._service.check_model(http.path_params["model"])))
+
+    async def load(self, http: Request) -> Response:
+        """How busy the engine is."""
+        stats = await self._service.stats()
+        return _json(Load(int(stats["num_running"]), int(stats["num_waiting"]), self._service.num_running,
+                          stats["kv_cache_usage"]))
+
+    async def metrics(self, http: Request) -> Response:
+        """For Prometheus."""
+        stats = await self._service.stats()
+        return Response(self._service.metrics.text(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def _model(self, name: str) -> Model:
+        return Model(id=name, created=self._service.started, root=self._service.names[0],
+                     max_model_len=self._service.llm.max_model_len)
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

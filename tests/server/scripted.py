@@ -1,0 +1,65 @@
+"""A server in the test's own process, over an engine that says what the test has it say: for what depends on the
+model's words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+
+from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.run import bind, make_server
+from sidestep.frontend.server.service import Service
+from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.messages import FinishReason, unpack_ids
+from tests.unit.frontend.fakes import FakeChannel, llm_of
+
+
+class ScriptedEngine:
+    """Answers each request with the tokens of a text, one a step, then ends it."""
+
+    def __init__(self, folder: str) -> None:
+        self.tokenizer = Tokenizer(folder)
+        self.channel = FakeChannel()
+        self.says = ""
+        self.llm = llm_of(self.channel, self.tokenizer, 2000)
+
+    def prompts(self) -> list[str]:
+        """The prompts that came, as text."""
+        return [self.tokenizer.decode(unpack_ids(m.prompt_token_ids).tolist(), skip_special_tokens=False)
+                for m in self.channel.added]
+
+    async def run(self) -> None:
+        """Plays the core."""
+        answered = 0
+        while True:
+            for request in self.channel.added[answered:]:
+                answered += 1
+                for token in self.tokenizer.encode(self.says, add_special_tokens=False):
+                    self.channel.say_tokens((request.handle, token))
+                    await asyncio.sleep(0)
+                self.channel.say_tokens((request.handle, 0), finished=[(request.handle, FinishReason.STOP)])
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def scripted_server(folder: str, **options: Any) -> AsyncIterator[tuple[ScriptedEngine, openai.AsyncOpenAI]]:
+    """The engine, and a client of a server over it."""
+    engine = ScriptedEngine(folder)
+    args = ServerArgs(port=0, **options)
+    listener = bind(args)
+    server = make_server(Service(engine.llm, args, ("scripted",)), (), "0")
+    tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(engine.run())]
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield engine, client
+    finally:
+        server.should_exit = True
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        engine.llm.shutdown()
+        engine.channel.close()

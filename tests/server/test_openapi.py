@@ -1,0 +1,49 @@
+"""The OpenAPI document: it has every route, and what the server does is in it, whatever is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+
+from sidestep.frontend.server.openapi import OPERATIONS, make_document
+from tests.server.live import LiveServer
+
+schema: Any = schemathesis.openapi.from_dict(make_document("0"))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
+def test_every_operation_is_a_route_and_every_route_an_operation(operation: Any, fake: LiveServer) -> None:
+    document = fake.http.get("/openapi.json").json()
+    assert set(document["paths"]) == {each.path for each in OPERATIONS}
+    (method,) = document["paths"][operation.path]
+    other = "POST" if method == "get" else "GET"
+    path = operation.path.replace("{model}", "fake")
+    assert fake.http.request(other, path).status_code == 405
+    assert fake.http.request(method.upper(), path).status_code != 404
+
+
+def test_fields_that_do_nothing_yet_show_what_they_take() -> None:
+    fields = make_document("0")["components"]["schemas"]["ChatRequest"]
+    assert fields["properties"]["presence_penalty"]["enum"] == [None, 0]
+    assert fields["properties"]["logprobs"]["enum"] == [None, False]
+    assert fields["additionalProperties"] is False
+
+
+@schema.parametrize()
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+          suppress_health_check=list(HealthCheck))
+def test_no_answer_is_a_5xx_or_outside_of_the_document(case: Any, fake: LiveServer) -> None:
+    if isinstance(case.body, dict):
+        # Neither another model's name nor the answer's length is what is tested here.
+        case.body.pop("model", None)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if isinstance(case.body.get(name), int):
+                case.body[name] = min(case.body[name], 20)
+    answer = case.call(base_url=fake.url)
+    case.validate_response(answer, checks=[
+        schemathesis.checks.not_a_server_error, schemathesis.specs.openapi.checks.status_code_conformance,
+        schemathesis.specs.openapi.checks.content_type_conformance,
+        schemathesis.specs.openapi.checks.response_schema_conformance])
