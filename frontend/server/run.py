@@ -47,6 +47,12 @@ class Server(uvicorn.Server):
         self._service = service
         self._ends: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connections are taken once this has returned."""
+        await super().startup(sockets)
+        self.listens.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends at once."""
@@ -82,8 +88,9 @@ async def serve(llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], keys: t
     watcher = asyncio.create_task(watch())
     serving = asyncio.create_task(server.serve([listener]))
     try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(0)
+        listening = asyncio.create_task(server.listens.wait())
+        await asyncio.wait((listening, serving), return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
         host, port = listener.getsockname()[:2]
         scheme = "https" if args.ssl_certfile else "http"
         print(f"serving {names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr,
