@@ -4,9 +4,10 @@
                                   [--prompts 8]
 
 Drives the worker's runner in this process, without the engine around it: the step alone. For each batch size: the time
-of a captured step; the floor of its weights and of its keys and values at the card's measured reading speed; and the
-kernels that take it, as the profiler sees them. For each number of prompts: a step that computes so many of --context
-tokens.
+of a captured step; the floor of its weights and of its keys and values at the card's measured reading speed; the
+kernels that take it, as the profiler sees them; and each part of a step beside its own floor, of bytes alone, which
+large products do not come near: they are bound by arithmetic. For each number of prompts: a step that computes so many
+of --context tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.gpu_step_parts import Kernel, beside_floors, part_times
 from benchmarks.workloads import MODELS, write_model
 from sidestep.executor.gpu_runner import GpuRunner
 from sidestep.executor.runner import WorkerArgs
@@ -132,19 +134,27 @@ def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
     return start.elapsed_time(end) / 1e3 / count
 
 
-def kernels(runner: GpuRunner, steps: Steps, count: int = 4) -> dict[str, tuple[float, float]]:
-    """Of each kernel: microseconds and launches in a step."""
+def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
+    """What the device does in so many steps, each with another queued behind it; microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
-        for _ in range(count):
-            runner.execute(next(steps)).wait()
+        flying = [runner.execute(next(steps))]
+        for _ in range(count - 1):
+            flying.append(runner.execute(next(steps)))
+            flying.pop(0).wait()
+        flying.pop().wait()
+    return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in profiled.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]:
+    """Of each kernel: microseconds and launches in one of the trace's steps, the longest first."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            entry = found[short_name(event.name)]
-            entry[0] += event.device_time / count
-            entry[1] += 1 / count
+    for kernel in kernels:
+        entry = found[short_name(kernel.name)]
+        entry[0] += (kernel.end - kernel.start) / count
+        entry[1] += 1 / count
     return {name: (time, launches) for name, (time, launches) in
             sorted(found.items(), key=lambda item: -item[1][0])}
 
@@ -153,29 +163,43 @@ def short_name(name: str) -> str:
     return name.split("(")[0].replace("void ", "")[:70]
 
 
-def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> tuple[float, float]:
-    """Seconds to read the weights once, and every row's keys and values."""
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
-    weights = 2 * (spec.num_layers * layer + spec.vocab_size * spec.hidden_size)
-    kv = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * context * rows
-    return weights / speed, kv / speed
+def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
+    """Microseconds to read once what each part of a step reads: weights, or every row's keys and values."""
+    hidden, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    layer = {"qkv": hidden * (q + 2 * kv), "attention": 2 * kv * context * rows, "o": q * hidden,
+             "gate_up": 2 * hidden * spec.intermediate_size, "down": hidden * spec.intermediate_size}
+    numbers = {part: spec.num_layers * size for part, size in layer.items()} | {"lm_head": spec.vocab_size * hidden}
+    return {part: 2 * size / speed * 1e6 for part, size in numbers.items()}
+
+
+def part_lines(kernels: list[Kernel], bounds: dict[str, float], seconds: float) -> list[str]:
+    """Each part beside its floor, or why the trace does not tell."""
+    try:
+        return beside_floors(part_times(kernels), bounds, seconds * 1e6)
+    except ValueError as error:
+        return [f"    no parts: {error}"]
 
 
 def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, prompts: bool) -> None:
-    """One step's time, floors and kernels."""
+    """One step's time, floors, kernels and parts."""
+    traced = 4
     options = {"block_size": args.block_size, "enforce_eager": args.eager}
     runner = make_runner(model, rows, args.context, rows * args.context if prompts else 2048, options)
     steps = (PromptSteps if prompts else Steps)(rows, args.context, runner._block_size, 1000)
     seconds = step_time(runner, steps, 12 if prompts else 40)
-    weights, kv = floors(runner._args.spec, rows, args.context, speed)
-    listed = kernels(runner, steps)
+    bounds = floors(runner._args.spec, rows, args.context, speed)
+    weights = sum(bounds.values()) - bounds["attention"]
+    kernels = trace(runner, steps, traced)
+    listed = by_name(kernels, traced)
     busy = sum(time for time, _ in listed.values())
     what = "prompts" if prompts else "batch"
     print(f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
-          f"{weights * 1e3:.3f}, keys and values {kv * 1e3:.3f}; kernels' times together {busy / 1e3:.3f}")
+          f"{weights / 1e3:.3f}, keys and values {bounds['attention'] / 1e3:.3f}; kernels' times together "
+          f"{busy / 1e3:.3f}")
     for name, (time, launches) in list(listed.items())[:args.top]:
         print(f"  {time:9.1f} us  {launches:5.0f} x {time / launches:8.2f}  {name}")
+    if not prompts:
+        print("\n".join(part_lines(kernels, bounds, seconds)))
     del runner
     torch.cuda.empty_cache()
 

@@ -1,0 +1,105 @@
+"""Which part of a decode step each kernel of a trace belongs to, and how long each part takes beside its floor.
+
+A trace has names only, and one name serves several products. So products are told apart by their order: between the
+attention of one layer and that of the next come o, gate_up, down and qkv, and what lies between them, which depends on
+the number of rows, has names of its own. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+PARTS = ("inputs", "qkv", "attention", "o", "gate_up", "down", "norms", "lm_head", "sampling")
+"""Inputs are what comes before the first layer, with the gap behind the step before. A product is counted with what
+belongs to it: qkv with norms of heads and the rotary embedding where these are a kernel, gate_up with its activation,
+and all with the sums of the library's split products."""
+
+_FIRST = "_prepare"
+_ATTENTION = "_decode"
+_NORM = "_rms_norm"
+_SAMPLING = "_mask_logits"
+_NEXT_PRODUCT = {"inputs": "qkv", "attention": "o", "o": "gate_up", "gate_up": "down", "down": "qkv"}
+_PRODUCT = re.compile(r"_skinny|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
+_SUM = re.compile(r"reduce", re.IGNORECASE)
+
+
+class Kernel(NamedTuple):
+    """A kernel, or a copy, as the profiler saw it; any unit of time."""
+
+    name: str
+    start: float
+    end: float
+
+
+def part_times(trace: Iterable[Kernel]) -> dict[str, float]:
+    """The time of each part in a step: the mean of all steps but the first, which only says when the second begins.
+
+    A kernel's time is that from the end of the kernel before it to its own end. So the times add up to the step, though
+    kernels that are launched early overlap; and a product that reads its weights while the kernel before it still runs
+    may take less than its floor. Raises ValueError where the kernels are not those of decode steps.
+    """
+    kernels = sorted(trace, key=lambda kernel: kernel.start)
+    ends = list(accumulate((kernel.end for kernel in kernels), max))
+    starts = list(_step_starts(kernels))
+    if len(starts) < 2:
+        raise ValueError(f"the trace has {len(starts)} kernels {_FIRST}, one a step; two steps are needed at least")
+    times = dict.fromkeys(PARTS, 0.0)
+    for begin, stop in pairwise([*starts[1:], len(kernels)]):
+        parts = _parts([kernel.name for kernel in kernels[begin:stop]])
+        for part, (before, end) in zip(parts, pairwise(ends[begin - 1:stop]), strict=True):
+            times[part] += (end - before) / (len(starts) - 1)
+    return times
+
+
+def _step_starts(kernels: Sequence[Kernel]) -> Iterator[int]:
+    """The copy of a step's message comes before its first kernel."""
+    for i, kernel in enumerate(kernels):
+        if kernel.name == _FIRST:
+            yield i - 1 if i and kernels[i - 1].name.startswith("Memcpy") else i
+
+
+def _is_product(name: str) -> bool:
+    return _PRODUCT.search(name) is not None and _SUM.search(name) is None
+
+
+def _parts(names: Sequence[str]) -> Iterator[str]:
+    """The part of each kernel of one step."""
+    last = max((i for i, name in enumerate(names) if _is_product(name)), default=-1)
+    part = "inputs"
+    for i, name in enumerate(names):
+        if name == _NORM:
+            yield "norms"  # between two products or not, as they leave it: the order of products does not depend on it
+            continue
+        if name == _ATTENTION:
+            part = _after(part, ("qkv",), "attention", name)
+        elif _is_product(name):
+            product = "lm_head" if i == last and part == "down" else _NEXT_PRODUCT.get(part, "")
+            part = _after(part, _NEXT_PRODUCT, product, name)
+        elif name == _SAMPLING:
+            part = _after(part, ("lm_head",), "sampling", name)
+        yield part
+    if part != "sampling":
+        raise ValueError(f"a step ends with {part}")
+
+
+def _after(part: str, allowed: Iterable[str], following: str, name: str) -> str:
+    if part not in allowed:
+        raise ValueError(f"{name} follows {part}: not the kernels of a decode step as they are known here")
+    return following
+
+
+def beside_floors(times: Mapping[str, float], floors: Mapping[str, float], step: float) -> list[str]:
+    """Lines: each part of a step beside its floor, and what is left between all floors and the step as it was measured
+    without the profiler."""
+    over = {part: time - floors.get(part, 0.0) for part, time in times.items()}
+    lines = ["    part         took     floor      over"]
+    for part, time in times.items():
+        floor = f"{floors[part]:9.1f}" if part in floors else f"{'':9}"
+        lines.append(f"    {part:9}{time:9.1f} {floor} {over[part]:9.1f}")
+    bound = sum(floors.values())
+    over["outside the trace"] = step - sum(times.values())
+    named = ", ".join(f"{part} {left:.1f}" for part, left in sorted(over.items(), key=lambda item: -item[1]))
+    return [*lines, f"    left between the floors, {bound:.1f}, and the step, {step:.1f}: {step - bound:.1f} = {named}"]
