@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_attention import Paged
-from benchmarks.gpu_models import MODELS, Model
+from benchmarks.gpu_models import Model
 from benchmarks.gpu_timing import DEVICE, DTYPE, microseconds
 from sidestep.kernels.decode_attention_triton import (
     DecodeConfig,
@@ -39,7 +39,7 @@ class Layers:
         self.norm = RmsNorm(torch.ones(model.hidden, dtype=DTYPE, device=DEVICE), 1e-6)
         head_norm = torch.ones(model.head_dim, dtype=DTYPE, device=DEVICE)
         cos, sin = torch.randn(2, context, model.head_dim // 2, device=DEVICE).sign()
-        self.rope = Rope(cos, sin, (head_norm, head_norm) if model is MODELS[0] else None, 1e-6)
+        self.rope = Rope(cos, sin, (head_norm, head_norm) if model.head_norms else None, 1e-6)
         self.x = torch.randn(rows, model.hidden, dtype=DTYPE, device=DEVICE)
         self._before: dict[str, Any] = {}
         self.set_decode(decode or decode_config(model.head_dim, 2, model.heads))

@@ -18,6 +18,8 @@ class Model:
     layers: int
     kept: int
     head_dim: int = 128
+    head_norms: bool = False
+    """Whether queries and keys are normed."""
 
     def linears(self) -> dict[str, tuple[int, int, bool]]:
         """Outputs, inputs, whether gated, of each matrix."""
@@ -26,5 +28,5 @@ class Model:
                 "down": (self.hidden, self.inner, False)}
 
 
-MODELS = (Model("Qwen3-0.6B", 1024, 16, 8, 3072, 151936, 28, 28),
+MODELS = (Model("Qwen3-0.6B", 1024, 16, 8, 3072, 151936, 28, 28, head_norms=True),
           Model("Llama-3.1-8B", 4096, 32, 8, 14336, 128256, 32, 8))
