@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -100,6 +101,21 @@ def test_a_request_that_the_server_refuses_is_one_that_failed(fake: LiveServer, 
     file.write_text('{"prompt": "a", "output_len": 3}\n{"prompt": [9999], "output_len": 1}\n')
     report = bench("--url", fake.url, "--dataset", str(file))
     assert report["failed"] == 1 and report["failures"].startswith("1 x 400: ") and tokens_of(report) == 3
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_https_by_a_certificate_that_is_trusted(make_server: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                bench: Callable[..., dict[str, Any]]) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate,
+                    "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+                   check=True, capture_output=True)
+    server = make_server("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), verify=False)
+    words = ["--url", server.url, "--vocab-size", "250", *LOAD]
+    report = bench(*words)
+    assert report["failed"] == 6 and "certificate" in report["failures"]
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert bench(*words)["failed"] == 0
 
 
 # Other servers.
