@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.workloads import MODELS, online, write_model
 from sidestep import DEFAULT_MODEL, AsyncLLM, EngineArgs
-from sidestep.frontend.cli_bench_serve import cpu_times, send_all, usage
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.load import PlannedRequest
 from sidestep.frontend.load_report import Report, make_report
+from sidestep.frontend.load_send import EngineTarget, cpu_times, send_all, usage
 
 Load = tuple[str, float]
 PEER = {("qwen3-0.6b", 60): "vLLM: TTFT 37/92, ITL 3.0/30", ("qwen3-0.6b", 120): "vLLM: TTFT p99 6830, 10200 tok/s",
@@ -60,7 +60,7 @@ async def measure(llm: AsyncLLM, load: list[PlannedRequest]) -> Report:
     stats, cpu = await llm.get_stats(), cpu_times(llm)
     with watched_by_driver() as seen:
         begin = time.monotonic()
-        samples = await send_all(llm, load, begin, None, 0.6, detokenize=False)
+        samples = await send_all(EngineTarget(llm, 0.6, detokenize=False), load, begin, None)
     report = make_report(samples, begin, {}) | usage(await llm.get_stats(), stats)
     tokens = sum(s.num_output_tokens for s in samples)
     longest = max(samples, key=lambda s: s.arrivals[-1])
@@ -82,7 +82,8 @@ async def run_model(model: str, rates: list[float], seconds: float) -> dict[str,
     reports = {}
     args = EngineArgs(model=path, tokenizer=DEFAULT_MODEL, load_format="dummy")
     async with AsyncLLM.from_engine_args(args) as llm:
-        await send_all(llm, planned(50, 64, vocab_size), time.monotonic(), None, 0.6, detokenize=False)
+        warm_up = planned(50, 64, vocab_size)
+        await send_all(EngineTarget(llm, 0.6, detokenize=False), warm_up, time.monotonic(), None)
         for rate in rates:
             reports[f"{model}:{rate:g}"] = await measure(llm, planned(rate, round(rate * seconds), vocab_size))
     return reports

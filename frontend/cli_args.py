@@ -62,11 +62,13 @@ def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any]) -> None:
 
 def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
     """EngineArgs from what was given; `defaults` are the command's own, for what was not."""
-    given = option_values(parsed, EngineArgs)
+    return EngineArgs(**{**defaults, **engine_options(parsed)})
+
+
+def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that were given."""
     model = getattr(parsed, "model_argument", None)
-    if model is not None:
-        given["model"] = model
-    return EngineArgs(**{**defaults, **given})
+    return option_values(parsed, EngineArgs) | ({} if model is None else {"model": model})
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -139,7 +141,15 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", metavar="FILE",
                         help='requests instead of random ones: lines of {"prompt": text or ids, "output_len": N}')
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+                        help="outputs are as long as planned; not asked for otherwise (default: yes)")
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                         help="what a good request keeps to; names: ttft, tpot, itl, e2e")
     parser.add_argument("--load-seed", type=int, default=0, help="of lengths, prompts and arrivals (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
+    group = parser.add_argument_group("a server in place of an engine in this process")
+    group.add_argument("--url", help="any server of the OpenAI API, like http://127.0.0.1:8000")
+    group.add_argument("--api-key", metavar="KEY", help="sent with each request")
+    group.add_argument("--served-model", metavar="NAME", help="default: the first that the server names")
+    group.add_argument("--vocab-size", type=int, metavar="N",
+                       help="token ids of random prompts are below this (default: 1000)")

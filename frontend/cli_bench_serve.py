@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import Iterable
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.cli_args import engine_args
-from sidestep.frontend.cli_bench import random_prompts, run_batch, show
+from sidestep.frontend.cli_args import engine_args, engine_options
+from sidestep.frontend.cli_bench import show
 from sidestep.frontend.cli_generate import start_engine
+from sidestep.frontend.cli_serve import missing_library
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.load import Lengths, PlannedRequest, arrivals, random_requests, read_requests
-from sidestep.frontend.load_report import GOALS, Report, Sample, make_report
+from sidestep.frontend.load_report import GOALS, Report, make_report
+from sidestep.frontend.load_send import EngineTarget, Target, send_all, usage
 from sidestep.ipc.errors import RequestError, ValidationError
-from sidestep.ipc.process import cpu_seconds
-from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from sidestep.frontend.http_stream import HttpServer
+
+ANY_VOCABULARY = 1000
+"""Token ids below this are in the vocabulary of every model that is a user's."""
 
 
 def run_bench_serve(parsed: argparse.Namespace) -> int:
     """The command."""
     check(parsed)
     goals = parse_goals(parsed.goodput)
-    llm = start_engine(engine_args(parsed))
+    if parsed.url is None:
+        work = serve(start_engine(engine_args(parsed)), parsed, goals)
+    else:
+        work = serve_at(server_at(parsed.url, parsed.api_key), parsed, goals)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        show(runner.run(serve(llm, parsed, goals)), parsed.json)
+        show(runner.run(work), parsed.json)
     return 0
+
+
+def server_at(url: str, api_key: str | None) -> HttpServer:
+    """The server at a URL. Raises ValidationError, and SidestepError without the server's libraries."""
+    try:
+        from sidestep.frontend.http_stream import HttpServer
+    except ModuleNotFoundError as error:
+        raise missing_library(error) from None
+    return HttpServer(url, api_key)
 
 
 def check(parsed: argparse.Namespace) -> None:
@@ -38,6 +58,16 @@ def check(parsed: argparse.Namespace) -> None:
         raise ValidationError("request_rate", f"must be above 0, not {parsed.request_rate}")
     if parsed.max_concurrency is not None and parsed.max_concurrency < 1:
         raise ValidationError("max_concurrency", "must be at least 1")
+    if parsed.vocab_size is not None and parsed.vocab_size < 1:
+        raise ValidationError("vocab_size", "must be at least 1")
+    if parsed.vocab_size is not None and parsed.dataset is not None:
+        raise ValidationError("vocab_size", "is for random prompts, and dataset gives others")
+    if parsed.url is None:
+        for name in ("api_key", "served_model", "vocab_size"):
+            if getattr(parsed, name) is not None:
+                raise ValidationError(name, "is for a server; give its url")
+    elif given := engine_options(parsed):
+        raise ValidationError(next(iter(given)), "is for an engine in this process, and with url there is none")
 
 
 def parse_goals(words: Iterable[str]) -> dict[str, float]:
@@ -54,14 +84,14 @@ def parse_goals(words: Iterable[str]) -> dict[str, float]:
     return goals
 
 
-def plan(parsed: argparse.Namespace, vocab_size: int, max_model_len: int) -> list[PlannedRequest]:
-    """All requests of the load."""
+def plan(parsed: argparse.Namespace, vocab_size: int, max_model_len: int | None) -> list[PlannedRequest]:
+    """All requests of the load, which a model of that length can take, if it is known."""
     requests: list[tuple[str | list[int], int]] = []
     if parsed.dataset is not None:
         requests += read_requests(parsed.dataset, parsed.num_prompts)
     else:
         inputs, outputs = (Lengths.parse(getattr(parsed, name), name) for name in ("input_len", "output_len"))
-        if inputs.high + outputs.high > max_model_len:
+        if max_model_len is not None and inputs.high + outputs.high > max_model_len:
             raise ValidationError("output_len", f"{outputs.high} and input_len ({inputs.high}) together are more than "
                                   f"max_model_len ({max_model_len})")
         requests += random_requests(parsed.num_prompts, inputs, outputs, vocab_size, parsed.load_seed)
@@ -73,56 +103,31 @@ async def serve(llm: AsyncLLM, parsed: argparse.Namespace, goals: dict[str, floa
     """Runs the load on an engine in this process."""
     async with llm:
         load = plan(parsed, llm.get_tokenizer().vocab_size, llm.max_model_len)
-        await run_batch(llm, random_prompts(llm, 2, 16, seed=1), 8)
-        stats, cpu = await llm.get_stats(), cpu_times(llm)
-        begin = time.monotonic()
-        samples = await send_all(llm, load, begin, parsed.max_concurrency, parsed.temperature)
-        report = {"device": llm.device, **make_report(samples, begin, goals)}
-        return report | usage(await llm.get_stats(), stats) | {
-            f"cpu_s_{name}": seconds - cpu[name] for name, seconds in cpu_times(llm).items()}
+        target = EngineTarget(llm, parsed.temperature, ignore_eos=parsed.ignore_eos)
+        return {"device": llm.device, **await measure(target, load, parsed.max_concurrency, goals)}
 
 
-async def send_all(llm: AsyncLLM, load: list[PlannedRequest], begin: float, max_concurrency: int | None,
-                   temperature: float, *, detokenize: bool = True) -> list[Sample]:
-    """Sends each request at its time, or as soon after as there is room."""
-    room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
-    running: list[asyncio.Task[Sample]] = []
-    for request in load:
-        if (early := begin + request.at - time.monotonic()) > 0:
-            await asyncio.sleep(early)
-        await room.acquire()
-        task = asyncio.create_task(send(llm, request, begin, temperature, detokenize))
-        task.add_done_callback(lambda _: room.release())
-        running.append(task)
-    return await asyncio.gather(*running)
+async def serve_at(server: HttpServer, parsed: argparse.Namespace, goals: dict[str, float]) -> Report:
+    """Runs the load on a server. One that does not answer gives a report of failures."""
+    from sidestep.frontend.load_http import HttpTarget, models
 
-
-async def send(llm: AsyncLLM, request: PlannedRequest, begin: float, temperature: float, detokenize: bool) -> Sample:
-    """One request, to its end."""
-    params = SamplingParams(temperature=temperature, max_tokens=request.output_len, ignore_eos=True,
-                            output_kind=RequestOutputKind.DELTA, detokenize=detokenize)
-    sample = Sample(planned=begin + request.at, sent=time.monotonic())
+    known = []
     try:
-        async for output in llm.generate(request.prompt, params):
-            if output.outputs[0].token_ids:
-                sample.arrivals.append(time.monotonic())
-                sample.num_output_tokens += len(output.outputs[0].token_ids)
-        sample.num_input_tokens = len(output.prompt_token_ids)
-    except (RequestError, ValidationError) as error:  # one that cannot be served must not end the others
-        sample.error = str(error)
-    return sample
+        known = await models(server)
+    except RequestError as error:
+        print(f"{server.url} does not say which models it has: {error}", file=sys.stderr)
+    name = parsed.served_model or (known[0].id if known else None)
+    limits = [model.max_model_len for model in known if model.id == name]
+    load = plan(parsed, parsed.vocab_size or ANY_VOCABULARY, limits[0] if limits else None)
+    target = HttpTarget(server, name, parsed.temperature, ignore_eos=parsed.ignore_eos)
+    return {"url": server.url, **({} if name is None else {"model": name}),
+            **await measure(target, load, parsed.max_concurrency, goals)}
 
 
-def cpu_times(llm: AsyncLLM) -> dict[str, float]:
-    """CPU seconds of each of the engine's processes so far, where the system tells."""
-    times = {name: cpu_seconds(pid) for name, pid in llm.pids.items()}
-    return {name: seconds for name, seconds in times.items() if seconds is not None}
-
-
-def usage(after: dict[str, float], before: dict[str, float]) -> Report:
-    """What the device did between two readings of the engine's figures."""
-    spent = {name: after[name] - before[name] for name in after if name.startswith("device_")}
-    working = max(1e-9, spent["device_busy_s"] + spent["device_idle_s"])
-    return {"device_busy_s": spent["device_busy_s"], "device_idle_share": spent["device_idle_s"] / working,
-            **{f"device_idle_share_{cause}": spent[f"device_idle_{cause}_s"] / working
-               for cause in ("result", "schedule", "prepare")}}
+async def measure(target: Target, load: list[PlannedRequest], max_concurrency: int | None,
+                  goals: dict[str, float]) -> Report:
+    """What a load shows, after two requests that are not counted."""
+    await send_all(target, [PlannedRequest("for x in range(", 8, 0.0)] * 2, time.monotonic(), None)
+    before, begin = await target.figures(), time.monotonic()
+    report = make_report(await send_all(target, load, begin, max_concurrency), begin, goals)
+    return report | usage(await target.figures(), before)

@@ -19,8 +19,7 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
     try:
         from sidestep.frontend.server.run import bind, serve
     except ModuleNotFoundError as error:
-        library = (error.name or "a library").partition(".")[0]
-        raise SidestepError(f"{library} is missing; install the server: pip install 'sidestep[server]'") from None
+        raise missing_library(error) from None
     args = ServerArgs(**option_values(parsed, ServerArgs))
     keys = read_api_keys(args.api_key_file, api_keys_of_environment())
     arguments = engine_args(parsed)
@@ -35,3 +34,9 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
         print(f"sidestep: the engine has died: {dead}", file=sys.stderr)
         return 1
     return 0
+
+
+def missing_library(error: ModuleNotFoundError) -> SidestepError:
+    """What to tell a user without the server's libraries."""
+    library = (error.name or "a library").partition(".")[0]
+    return SidestepError(f"{library} is missing; install the server: pip install 'sidestep[server]'")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Report = dict[str, float | str]
 PERCENTILES = (50, 90, 99)
+MOST_REASONS = 3
+"""Of failures, the most frequent ones, that a report gives."""
 GOALS = ("ttft", "tpot", "itl", "e2e")
 """Latencies that may be limited."""
 
@@ -57,6 +60,9 @@ def make_report(samples: Sequence[Sample], begin: float, goals: dict[str, float]
     """The figures of a load that began at `begin`."""
     done = [s for s in samples if s.error is None]
     report: Report = {"requests": len(samples), "failed": len(samples) - len(done)}
+    if len(done) < len(samples):
+        reasons = Counter(s.error for s in samples if s.error is not None)
+        report["failures"] = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(MOST_REASONS))
     if not done:
         return report
     end = max(s.arrivals[-1] for s in done)

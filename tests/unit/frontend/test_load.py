@@ -96,7 +96,8 @@ def test_a_report_counts_what_was_served() -> None:
 
 
 def test_a_load_of_failures_has_a_report_too() -> None:
-    assert make_report([Sample(planned=0, sent=0, error="no")], 0.0, {}) == {"requests": 1, "failed": 1}
+    failed = [Sample(planned=0, sent=0, error=error) for error in ("no", "late", "late")]
+    assert make_report(failed, 0.0, {}) == {"requests": 3, "failed": 3, "failures": "2 x late; 1 x no"}
 
 
 def test_percentiles_are_values_that_occurred() -> None:
