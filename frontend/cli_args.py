@@ -134,10 +134,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
                         help="gaps between requests: at random, or all alike (default: poisson)")
     parser.add_argument("--max-concurrency", type=int, metavar="N",
                         help="at most so many requests at a time; the next waits for one to end")
-    parser.add_argument("--input-len", default="64:512", metavar="N or LOW:HIGH",
-                        help="tokens in each prompt (default: 64:512)")
-    parser.add_argument("--output-len", default="32:128", metavar="N or LOW:HIGH",
-                        help="tokens in each output (default: 32:128)")
+    parser.add_argument("--input-len", metavar="N or LOW:HIGH", help="tokens in each random prompt (default: 64:512)")
+    parser.add_argument("--output-len", metavar="N or LOW:HIGH", help="tokens in each output to one (default: 32:128)")
     parser.add_argument("--dataset", metavar="FILE",
                         help='requests instead of random ones: lines of {"prompt": text or ids, "output_len": N}')
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")

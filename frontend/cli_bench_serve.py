@@ -24,6 +24,7 @@ from sidestep.ipc.errors import RequestError, ValidationError
 if TYPE_CHECKING:
     from sidestep.frontend.http_stream import HttpServer
 
+DEFAULT_LENGTHS = {"input_len": "64:512", "output_len": "32:128"}
 ANY_VOCABULARY = 1000
 """Token ids below this are in the vocabulary of every model that is a user's."""
 
@@ -60,8 +61,9 @@ def check(parsed: argparse.Namespace) -> None:
         raise ValidationError("max_concurrency", "must be at least 1")
     if parsed.vocab_size is not None and parsed.vocab_size < 1:
         raise ValidationError("vocab_size", "must be at least 1")
-    if parsed.vocab_size is not None and parsed.dataset is not None:
-        raise ValidationError("vocab_size", "is for random prompts, and dataset gives others")
+    for name in ("vocab_size", *DEFAULT_LENGTHS):
+        if getattr(parsed, name) is not None and parsed.dataset is not None:
+            raise ValidationError(name, "is for random prompts, and dataset gives others")
     if parsed.url is None:
         for name in ("api_key", "served_model", "vocab_size"):
             if getattr(parsed, name) is not None:
@@ -90,7 +92,8 @@ def plan(parsed: argparse.Namespace, vocab_size: int, max_model_len: int | None)
     if parsed.dataset is not None:
         requests += read_requests(parsed.dataset, parsed.num_prompts)
     else:
-        inputs, outputs = (Lengths.parse(getattr(parsed, name), name) for name in ("input_len", "output_len"))
+        inputs, outputs = (Lengths.parse(getattr(parsed, name) or default, name)
+                           for name, default in DEFAULT_LENGTHS.items())
         if max_model_len is not None and inputs.high + outputs.high > max_model_len:
             raise ValidationError("output_len", f"{outputs.high} and input_len ({inputs.high}) together are more than "
                                   f"max_model_len ({max_model_len})")

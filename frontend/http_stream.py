@@ -37,7 +37,8 @@ class HttpServer:
         self._host = parts.hostname
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._path = parts.path.rstrip("/")
+        # The routes' paths begin with /v1; people write it in the URL too.
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
         key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
         self._headers = f"Host: {parts.netloc}\r\n{key}Connection: close\r\n"
 

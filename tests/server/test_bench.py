@@ -74,7 +74,7 @@ def test_texts_and_token_ids_of_a_file_are_sent(fake: LiveServer, tmp_path: Path
                                                 bench: Callable[..., dict[str, Any]]) -> None:
     file = tmp_path / "requests"
     file.write_text('{"prompt": "seven b", "output_len": 3}\n{"prompt": [9, 8], "output_len": 1}\n')
-    report = bench("--url", fake.url, "--dataset", str(file))
+    report = bench("--url", fake.url + "/v1", "--dataset", str(file))  # the same server: the routes begin with it
     assert report["failed"] == 0 and tokens_of(report) == 4
     assert round(report["total_tokens_per_s"] * report["seconds"]) == 4 + 9
 
@@ -291,6 +291,8 @@ def test_what_is_sent(words: list[str], sent: bool, other: Callable[[Script], Ot
     (["--vocab-size", "9"], "vocab_size: is for a server"),
     (["--url", "http://x", "--vocab-size", "0"], "vocab_size: must be at least 1"),
     (["--url", "http://x", "--vocab-size", "9", "--dataset", "f"], "vocab_size: is for random prompts"),
+    (["--input-len", "9", "--dataset", "f"], "input_len: is for random prompts"),
+    (["--output-len", "9", "--dataset", "f"], "output_len: is for random prompts"),
     (["--url", "http://x", "--api-key", "a\nb"], "api_key: must be"),
     *((["--url", url], "url: ") for url in ("x:8000", "ftp://x", "http://", "http://x:y", "http://a@x", "http://x?a",
                                             "http://x /y"))], ids=str)
