@@ -7,7 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sidestep.frontend.cli_args import add_engine_flags, add_http_flags, add_sampling_flags, add_serve_flags
+from sidestep.frontend.cli_args import (
+    add_batch_flags,
+    add_engine_flags,
+    add_http_flags,
+    add_sampling_flags,
+    add_serve_flags,
+)
 from sidestep.ipc.errors import SidestepError
 
 
@@ -30,6 +36,10 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     server = commands.add_parser("serve", help="serve the OpenAI API over HTTP", allow_abbrev=False)
     add_http_flags(server)
     add_engine_flags(server, positional_model=True)
+
+    batch = commands.add_parser("run-batch", help="answer a file of requests of the OpenAI API", allow_abbrev=False)
+    add_batch_flags(batch)
+    add_engine_flags(batch, positional_model=True)
 
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
@@ -71,6 +81,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli_serve import run_serve
 
             return run_serve(parsed, version)
+        elif parsed.command == "run-batch":
+            from sidestep.frontend.cli_run_batch import run_run_batch as run
         elif parsed.command == "trace":
             from sidestep.frontend.cli_trace import run_trace as run
         elif parsed.bench == "serve":

@@ -10,7 +10,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -23,6 +23,7 @@ from sidestep.ipc.sampling_params import SamplingParams
 _ALIASES = {"tensor_parallel_size": ["-tp"], "model": ["-m"]}
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
                    "max_tokens", "min_tokens", "include_stop_str_in_output")
+_BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
 
 
 def flag_names(name: str) -> list[str]:
@@ -44,14 +45,27 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
     _add_option_flags(parser.add_argument_group("server options"), ServerArgs)
 
 
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """The files of `sidestep run-batch`, and those of the server's options that have a meaning without a socket."""
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE",
+                        help='requests, one a line: {"custom_id", "method": "POST", "url", "body"}')
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE",
+                        help="where the answers go as they come; requests that it has already are skipped")
+    parser.add_argument("--max-concurrency", type=int, default=1024, metavar="N",
+                        help="at most so many requests at a time (default: 1024)")
+    _add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
+
+
 def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
     """Those of a class's options that were given."""
     return {f.name: getattr(parsed, f.name) for f in fields(cls) if hasattr(parsed, f.name)}
 
 
-def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any]) -> None:
+def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any], only: Collection[str] | None = None) -> None:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
+        if only is not None and field.name not in only:
+            continue
         assert field.default is not MISSING
         default = "the bundled model" if field.default == DEFAULT_MODEL else field.default
         doc = field.metadata["doc"]
