@@ -13,6 +13,7 @@ from sidestep.frontend.cli_args import (
     add_http_flags,
     add_sampling_flags,
     add_serve_flags,
+    add_url_flags,
 )
 from sidestep.ipc.errors import SidestepError
 
@@ -25,11 +26,13 @@ def make_parser(version: str) -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="complete prompts, streaming", allow_abbrev=False)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; the lines of standard input if none")
+    add_url_flags(generate)
     add_engine_flags(generate, positional_model=False)
     add_sampling_flags(generate, max_tokens=64)
 
     chat = commands.add_parser("chat", help="chat in the terminal, streaming", allow_abbrev=False)
     chat.add_argument("--system", help="system message")
+    add_url_flags(chat)
     add_engine_flags(chat, positional_model=True)
     add_sampling_flags(chat, max_tokens=256)
 

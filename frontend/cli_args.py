@@ -18,6 +18,7 @@ import msgspec
 
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import SamplingParams
 
 _ALIASES = {"tensor_parallel_size": ["-tp"], "model": ["-m"]}
@@ -96,8 +97,26 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 def sampling_params(parsed: argparse.Namespace, **defaults: Any) -> SamplingParams:
     """SamplingParams from what was given."""
-    given = {name: getattr(parsed, name) for name in _SAMPLING_FLAGS if hasattr(parsed, name)}
-    return SamplingParams(**{**defaults, **given})
+    return SamplingParams(**{**defaults, **sampling_values(parsed)})
+
+
+def sampling_values(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Those of the sampling options that were given."""
+    return {name: getattr(parsed, name) for name in _SAMPLING_FLAGS if hasattr(parsed, name)}
+
+
+def add_url_flags(parser: argparse.ArgumentParser) -> None:
+    """A server to ask instead of an engine of one's own."""
+    parser.add_argument("--url", help="ask this server of the OpenAI API, such as http://127.0.0.1:8000, and start no "
+                        "engine; the model is one of its own (default: its first), sampling options that are not given "
+                        "are as it has them")
+    parser.add_argument("--api-key", metavar="KEY", help="key for --url (default: the first of SIDESTEP_API_KEYS)")
+
+
+def check_url_flags(parsed: argparse.Namespace) -> None:
+    """Raises ValidationError for what has a meaning only with --url."""
+    if parsed.api_key is not None and parsed.url is None:
+        raise ValidationError("api_key", "has a meaning only with --url")
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, *,

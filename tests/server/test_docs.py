@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,14 @@ def test_a_file_of_requests_is_answered_as_the_docs_show(tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", re.findall(r"^(sidestep .* --url [^#\n]*)", DOCS + README, re.MULTILINE))
+def test_the_terminal_asks_a_server_as_the_docs_show(command: str, tiny: LiveServer) -> None:
+    words = shlex.split(command.replace("http://127.0.0.1:8000", tiny.url))
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, input="def get_name(\n")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 10
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
