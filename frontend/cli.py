@@ -7,7 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sidestep.frontend.cli_args import add_engine_flags, add_http_flags, add_sampling_flags, add_serve_flags
+from sidestep.frontend.cli_args import (
+    add_batch_flags,
+    add_engine_flags,
+    add_http_flags,
+    add_sampling_flags,
+    add_serve_flags,
+    add_url_flags,
+)
 from sidestep.ipc.errors import SidestepError
 
 
@@ -19,17 +26,23 @@ def make_parser(version: str) -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="complete prompts, streaming", allow_abbrev=False)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; the lines of standard input if none")
+    add_url_flags(generate)
     add_engine_flags(generate, positional_model=False)
     add_sampling_flags(generate, max_tokens=64)
 
     chat = commands.add_parser("chat", help="chat in the terminal, streaming", allow_abbrev=False)
     chat.add_argument("--system", help="system message")
+    add_url_flags(chat)
     add_engine_flags(chat, positional_model=True)
     add_sampling_flags(chat, max_tokens=256)
 
     server = commands.add_parser("serve", help="serve the OpenAI API over HTTP", allow_abbrev=False)
     add_http_flags(server)
     add_engine_flags(server, positional_model=True)
+
+    batch = commands.add_parser("run-batch", help="answer a file of requests of the OpenAI API", allow_abbrev=False)
+    add_batch_flags(batch)
+    add_engine_flags(batch, positional_model=True)
 
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
@@ -71,6 +84,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli_serve import run_serve
 
             return run_serve(parsed, version)
+        elif parsed.command == "run-batch":
+            from sidestep.frontend.cli_run_batch import run_run_batch as run
         elif parsed.command == "trace":
             from sidestep.frontend.cli_trace import run_trace as run
         elif parsed.bench == "serve":

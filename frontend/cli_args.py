@@ -10,7 +10,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -18,11 +18,13 @@ import msgspec
 
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import SamplingParams
 
 _ALIASES = {"tensor_parallel_size": ["-tp"], "model": ["-m"]}
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
                    "max_tokens", "min_tokens", "include_stop_str_in_output")
+_BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
 
 
 def flag_names(name: str) -> list[str]:
@@ -44,14 +46,27 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
     _add_option_flags(parser.add_argument_group("server options"), ServerArgs)
 
 
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """The files of `sidestep run-batch`, and those of the server's options that have a meaning without a socket."""
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE",
+                        help='requests, one a line: {"custom_id", "method": "POST", "url", "body"}')
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE",
+                        help="where the answers go as they come; requests that it has already are skipped")
+    parser.add_argument("--max-concurrency", type=int, default=1024, metavar="N",
+                        help="at most so many requests at a time (default: 1024)")
+    _add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
+
+
 def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
     """Those of a class's options that were given."""
     return {f.name: getattr(parsed, f.name) for f in fields(cls) if hasattr(parsed, f.name)}
 
 
-def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any]) -> None:
+def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any], only: Collection[str] | None = None) -> None:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
+        if only is not None and field.name not in only:
+            continue
         assert field.default is not MISSING
         default = "the bundled model" if field.default == DEFAULT_MODEL else field.default
         doc = field.metadata["doc"]
@@ -84,8 +99,26 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 def sampling_params(parsed: argparse.Namespace, **defaults: Any) -> SamplingParams:
     """SamplingParams from what was given."""
-    given = {name: getattr(parsed, name) for name in _SAMPLING_FLAGS if hasattr(parsed, name)}
-    return SamplingParams(**{**defaults, **given})
+    return SamplingParams(**{**defaults, **sampling_values(parsed)})
+
+
+def sampling_values(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Those of the sampling options that were given."""
+    return {name: getattr(parsed, name) for name in _SAMPLING_FLAGS if hasattr(parsed, name)}
+
+
+def add_url_flags(parser: argparse.ArgumentParser) -> None:
+    """A server to ask instead of an engine of one's own."""
+    parser.add_argument("--url", help="ask this server of the OpenAI API, such as http://127.0.0.1:8000, and start no "
+                        "engine; the model is one of its own (default: its first), sampling options that are not given "
+                        "are as it has them")
+    parser.add_argument("--api-key", metavar="KEY", help="key for --url (default: that in SIDESTEP_API_KEY)")
+
+
+def check_url_flags(parsed: argparse.Namespace) -> None:
+    """Raises ValidationError for what has a meaning only with --url."""
+    if parsed.api_key is not None and parsed.url is None:
+        raise ValidationError("api_key", "has a meaning only with --url")
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, *,
@@ -147,7 +180,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     group = parser.add_argument_group("a server in place of an engine in this process")
     group.add_argument("--url", help="any server of the OpenAI API, like http://127.0.0.1:8000")
-    group.add_argument("--api-key", metavar="KEY", help="sent with each request")
+    group.add_argument("--api-key", metavar="KEY", help="key for --url (default: that in SIDESTEP_API_KEY)")
     group.add_argument("--served-model", metavar="NAME", help="default: the first that the server names")
     group.add_argument("--vocab-size", type=int, metavar="N",
                        help="token ids of random prompts are below this (default: 1000)")

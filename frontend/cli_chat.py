@@ -6,33 +6,49 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
 from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.cli_args import engine_args, sampling_params
+from sidestep.frontend.cli_args import check_url_flags, engine_args, sampling_params
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
-from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.errors import RemoteError, ValidationError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
+Ask = Callable[[list[dict[str, str]]], AsyncGenerator[str, None]]
+"""Gives the answer to a conversation, piece by piece."""
 HELP = "Type a message. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
 def run_chat(parsed: argparse.Namespace) -> int:
     """The command."""
+    check_url_flags(parsed)
+    if parsed.url is not None:
+        from sidestep.frontend.cli_remote import run_remote_chat
+
+        return run_remote_chat(parsed)
     params = msgspec.structs.replace(sampling_params(parsed, max_tokens=256), output_kind=RequestOutputKind.DELTA)
     arguments = engine_args(parsed)
     llm = start_engine(arguments)
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            converse(llm, params, parsed.system, runner)
+            converse(partial(_ask, llm, params), parsed.system, runner)
     finally:
         llm.shutdown()
     return 0
 
 
-def converse(llm: AsyncLLM, params: SamplingParams, system: str | None, runner: asyncio.Runner) -> None:
+async def _ask(llm: AsyncLLM, params: SamplingParams, messages: list[dict[str, str]]) -> AsyncGenerator[str, None]:
+    async with aclosing(llm.generate(messages, params)) as outputs:
+        async for output in outputs:
+            yield output.outputs[0].text
+
+
+def converse(ask: Ask, system: str | None, runner: asyncio.Runner) -> None:
     """Reads messages and streams answers until the user leaves.
 
     Reading a line and streaming an answer are each a run of the event loop, so that each takes Ctrl-C in its own way:
@@ -50,8 +66,8 @@ def converse(llm: AsyncLLM, params: SamplingParams, system: str | None, runner: 
         elif text:
             messages.append({"role": "user", "content": text})
             try:
-                answer = stream_answer(llm, messages, params, runner)
-            except ValidationError as error:  # too long by now, most likely: the user can /reset
+                answer = stream_answer(ask, messages, runner)
+            except (ValidationError, RemoteError) as error:  # too long by now, most likely: the user can /reset
                 messages.pop()
                 print(f"sidestep: {error}", file=sys.stderr)
                 continue
@@ -92,17 +108,17 @@ class LineReader:
             loop.remove_reader(self._fd)
 
 
-def stream_answer(llm: AsyncLLM, messages: list[dict[str, str]], params: SamplingParams,
-                  runner: asyncio.Runner) -> str:
+def stream_answer(ask: Ask, messages: list[dict[str, str]], runner: asyncio.Runner) -> str:
     """Prints an answer as it comes and returns it. Ctrl-C ends it early: what has come counts."""
     answer = ""
 
     async def stream() -> None:
         nonlocal answer
-        async for output in llm.generate(messages, params):
-            answer += output.outputs[0].text
-            sys.stdout.write(output.outputs[0].text)
-            sys.stdout.flush()
+        async with aclosing(ask(messages)) as pieces:
+            async for piece in pieces:
+                answer += piece
+                sys.stdout.write(piece)
+                sys.stdout.flush()
 
     try:
         runner.run(stream())  # Ctrl-C cancels it, and comes out here when it has ended

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.cli_args import engine_args, sampling_params
+from sidestep.frontend.cli_args import check_url_flags, engine_args, sampling_params
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.ipc.config import EngineArgs
@@ -53,6 +53,11 @@ def run_generate(parsed: argparse.Namespace) -> int:
     prompts = parsed.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValidationError("prompts", "none given, neither as arguments nor on standard input")
+    check_url_flags(parsed)
+    if parsed.url is not None:
+        from sidestep.frontend.cli_remote import run_remote_generate
+
+        return run_remote_generate(parsed, prompts)
     params = sampling_params(parsed, max_tokens=64)
     arguments = engine_args(parsed)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:

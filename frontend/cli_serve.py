@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sidestep.frontend.cli_args import engine_args, option_values
 from sidestep.frontend.cli_generate import start_engine
@@ -16,10 +18,8 @@ from sidestep.ipc.errors import SidestepError
 
 def run_serve(parsed: argparse.Namespace, version: str) -> int:
     """The command. The exit status is not 0 after the engine's death."""
-    try:
+    with needs_server_extra():
         from sidestep.frontend.server.run import bind, serve
-    except ModuleNotFoundError as error:
-        raise missing_library(error) from None
     args = ServerArgs(**option_values(parsed, ServerArgs))
     keys = read_api_keys(args.api_key_file, api_keys_of_environment())
     arguments = engine_args(parsed)
@@ -36,7 +36,11 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
     return 0
 
 
-def missing_library(error: ModuleNotFoundError) -> SidestepError:
-    """What to tell a user without the server's libraries."""
-    library = (error.name or "a library").partition(".")[0]
-    return SidestepError(f"{library} is missing; install the server: pip install 'sidestep[server]'")
+@contextmanager
+def needs_server_extra() -> Iterator[None]:
+    """Around the import of what needs the server's libraries: one line says how to get those that are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "a library").partition(".")[0]
+        raise SidestepError(f"{library} is missing; install the server: pip install 'sidestep[server]'") from None

@@ -267,6 +267,12 @@ def api_keys_of_environment() -> list[str]:
     return os.environ.get("SIDESTEP_API_KEYS", "").replace(",", " ").split()
 
 
+def api_key_of_environment() -> str | None:
+    """What this user shows to servers elsewhere. Never a key that a server here takes: those are no business of
+    others."""
+    return os.environ.get("SIDESTEP_API_KEY") or None
+
+
 def available_cores() -> int:
     """Cores this process may run on, which in a container is often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -33,3 +33,7 @@ class QueueFullError(SidestepError, RuntimeError):
 
 class RequestError(SidestepError, RuntimeError):
     """One request failed inside the engine; the others go on."""
+
+
+class RemoteError(SidestepError, RuntimeError):
+    """A server elsewhere has refused a request, or failed, or cannot be reached."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,23 @@ def test_curl_streams_as_the_readme_shows(tiny: LiveServer) -> None:
     done = subprocess.run(["bash", "-c", command[0].replace("http://127.0.0.1:8000", tiny.url)],
                           capture_output=True, text=True)
     assert done.stdout.startswith("data: ") and done.stdout.endswith("data: [DONE]\n\n"), done
+
+
+def test_a_file_of_requests_is_answered_as_the_docs_show(tmp_path: Path) -> None:
+    command = re.search(r"^sidestep run-batch .*$", DOCS, re.MULTILINE)
+    assert command is not None
+    words = command[0].replace("examples/", f"{ROOT}/examples/").split()
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", re.findall(r"^(sidestep .* --url [^#\n]*)", DOCS + README, re.MULTILINE))
+def test_the_terminal_asks_a_server_as_the_docs_show(command: str, tiny: LiveServer) -> None:
+    words = shlex.split(command.replace("http://127.0.0.1:8000", tiny.url))
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, input="def get_name(\n")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 10
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)

@@ -31,7 +31,8 @@ from sidestep.frontend.cli import main, make_parser
 from sidestep.frontend.cli_args import engine_args, flag_names, sampling_params
 
 
-@pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "throughput"], ["bench", "latency"], ["trace"]])
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "throughput"], ["bench", "latency"], ["trace"],
+                                     ["run-batch"]])
 def test_every_engine_option_is_a_flag_with_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
