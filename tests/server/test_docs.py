@@ -1,4 +1,4 @@
-"""What README and docs/server.md show works as it is written, but for the port."""
+"""What README and docs/server.md show works as it is written, but for the port and the size of a load."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_a_file_of_requests_is_answered_as_the_docs_show(tmp_path: Path) -> None
 @pytest.mark.parametrize("command", re.findall(r"^(sidestep .* --url [^#\n]*)", DOCS + README, re.MULTILINE))
 def test_the_terminal_asks_a_server_as_the_docs_show(command: str, tiny: LiveServer) -> None:
     words = shlex.split(command.replace("http://127.0.0.1:8000", tiny.url))
+    words += ["--num-prompts", "4"] * ("bench" in words)
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, input="def get_name(\n")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 10
