@@ -9,12 +9,18 @@ import pytest
 
 from sidestep.frontend.cli import main
 
-COMMAND = ["bench", "serve", "--device", "fake", "--fake-step-ms", "2", "--input-len", "3:9", "--output-len", "4:8"]
+COMMAND = ["bench", "serve", "--device", "fake", "--fake-step-ms", "2"]
+LENGTHS = ["--input-len", "3:9", "--output-len", "4:8"]
+
+
+def command(*words: str) -> list[str]:
+    """Lengths are for random prompts alone."""
+    return [*COMMAND, *([] if "--dataset" in words else LENGTHS), *words]
 
 
 def run(tmp_path: Path, *words: str) -> dict[str, float]:
     file = tmp_path / "report.json"
-    assert main([*COMMAND, "--json", str(file), *words]) == 0
+    assert main(command("--json", str(file), *words)) == 0
     report: dict[str, float] = json.loads(file.read_text())
     return report
 
@@ -59,6 +65,6 @@ def test_a_request_that_is_refused_fails_alone(tmp_path: Path) -> None:
     (["--goodput", "speed:3"], "goodput: unknown name 'speed'"), (["--input-len", "x"], "input_len: 'x' is neither"),
     (["--input-len", "99999999"], "output_len: 8 and input_len"), (["--dataset", "/nowhere"], "/nowhere")], ids=str)
 def test_what_cannot_be_run_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, *words]) == 1
+    assert main(command(*words)) == 1
     shown = capsys.readouterr().err.splitlines()[-1]
     assert shown.startswith("sidestep: ") and line in shown
