@@ -263,7 +263,8 @@ class AsyncLLM:
         self._client.send(AddRequest(
             client=self._client.client, handle=state.handle, request_id=state.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
-            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline))
+            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
+            controls=request.controls))
         state.queued()
 
 

@@ -47,6 +47,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     cache_salt: str | None = None
     deadline: float | None = None
     """time.monotonic() after which the request is ended."""
+    controls: bytes = b""
+    """What it asks of its logits, for the workers; see ipc.controls."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
