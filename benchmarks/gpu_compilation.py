@@ -61,7 +61,7 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
                 yield lambda m=model, r=rows, c=config: (_one_layer(m, r).set_decode(c), _one_layer(m, r).run({}))
             for configs in layer_configs(model, rows):
                 yield lambda m=model, r=rows, c=configs: _one_layer(m, r).run(c)
-            for product in product_configs(model.hidden, rows):
+            for product in product_configs((model.vocab, model.hidden, False), rows):
                 yield lambda m=model, r=rows, c=product: check_linear(m.vocab, m.hidden, False, r, c)
 
 

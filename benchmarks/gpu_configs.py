@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 from benchmarks.gpu_layers import Configs
 from benchmarks.gpu_models import Model
+from sidestep.kernels import streamed_config
 from sidestep.kernels.decode_attention_triton import DecodeConfig
 from sidestep.kernels.gated_gemm_triton import GatedConfig
+from sidestep.kernels.own_linear import Config
 from sidestep.kernels.prefill_attention_triton import PrefillConfig
-from sidestep.kernels.skinny_linear_triton import SkinnyConfig
+from sidestep.kernels.skinny_linear_triton import MAX_ROWS, SkinnyConfig
+from sidestep.kernels.tuned_products import ROWS
 
-TUNED_ROWS = (1, 8, 16)
+TUNED_ROWS = ROWS
 """One of each class that kernels.tuned_products tells apart."""
 
 
@@ -46,9 +49,11 @@ def skinny_configs() -> Iterator[SkinnyConfig]:
         yield SkinnyConfig(block_n, block_k, warps)
 
 
-def product_configs(inputs: int, rows: int) -> list[SkinnyConfig]:
-    """For a matrix with so many inputs."""
-    return list(gemv_configs(inputs) if rows == 1 else skinny_configs())
+def product_configs(shape: tuple[int, int, bool], rows: int) -> list[Config]:
+    """For a matrix with so many outputs and inputs, gated or not."""
+    if rows == 1:
+        return list(gemv_configs(shape[1]))
+    return [streamed_config.config(rows, *shape), *(skinny_configs() if rows <= MAX_ROWS else ())]
 
 
 NORM_BEGUN_BY = {"qkv": "down", "gate_up": "o"}
@@ -58,12 +63,12 @@ NORM_BEGUN_BY = {"qkv": "down", "gate_up": "o"}
 def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
     """All that tuning a layer may come to, as far as kernels differ."""
     linears = model.linears()
-    for name, (_, k, _) in linears.items():
+    for name, shape in linears.items():
         before: list[Configs] = [{}]
         if (beginner := NORM_BEGUN_BY.get(name)) is not None:
-            by_block = {c.block_n: c for c in product_configs(linears[beginner][1], rows)}
+            by_block = {c.block_n: c for c in product_configs(linears[beginner], rows)}
             before = [{beginner: None}, *({beginner: c} for c in by_block.values())]
-        for others, product in itertools.product(before, product_configs(k, rows)):
+        for others, product in itertools.product(before, product_configs(shape, rows)):
             yield {**others, name: product}
 
 

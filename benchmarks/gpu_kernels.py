@@ -94,18 +94,18 @@ def prefill_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
 
 def linear_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
     """Each matrix alone, launched back to back over distinct copies."""
-    table.add("linear, us: floor; then kernel / library at 1, 2, 4, 8, 16 rows")
+    table.add(f"linear, us: floor; then kernel / library at {', '.join(map(str, TUNED_ROWS))} rows")
     for model in MODELS:
         for name, (n, k, gated) in {**model.linears(), "lm_head": (model.vocab, model.hidden, False)}.items():
             if tune and name != "lm_head":
                 continue
             figures, floor = [], 0.0
-            for rows in (1, 8, 16) if tune else (1, 2, 4, 8, 16):
+            for rows in TUNED_ROWS:
                 case = Linear(n, k, gated, rows)
                 floor = ceilings.floor(case.bytes)
                 figures.append(f"{attempt(case.time):.2f} / {attempt(case.library):.2f}")
                 if tune:
-                    tried = product_configs(k, rows)
+                    tried = product_configs((n, k, gated), rows)
                     best = sorted((attempt(lambda c=c, case=case: case.time(c)), str(c)[13:]) for c in tried)
                     table.add(f"    rows {rows} best: " + "; ".join(f"{t:.2f} {c}" for t, c in best[:4]))
                 del case
@@ -138,7 +138,7 @@ def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[s
     tuned: dict[tuple[str, int], Configs] = {}
     table.add("a decode step's layer, us: floor, ours, with the library's products; all layers ms; what each kernel "
               "adds (its floor), and the rest")
-    for model, rows in itertools.product(MODELS, TUNED_ROWS if tune else (1, 2, 4, 8, 16)):
+    for model, rows in itertools.product(MODELS, TUNED_ROWS):
         case = Layers(model, rows, 768)
         ours, library = case.time({}), case.time(dict.fromkeys(model.linears()))
         floors = {name: ceilings.floor(size) for name, size in case.bytes().items()}

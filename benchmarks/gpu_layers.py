@@ -20,11 +20,12 @@ from sidestep.kernels.decode_attention_triton import (
     decode_config,
 )
 from sidestep.kernels.linear import add_linear, gated_linear, linear
+from sidestep.kernels.own_linear import Config, add_own_linear, own_linear
+from sidestep.kernels.qkv_rope_triton import qkv_rope
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 from sidestep.kernels.silu_mul_triton import silu_mul
-from sidestep.kernels.skinny_linear_triton import SkinnyConfig, add_skinny_linear, skinny_linear
 
-Configs = dict[str, SkinnyConfig | None]
+Configs = dict[str, Config | None]
 T = TypeVar("T")
 
 
@@ -38,8 +39,9 @@ class Layers:
                          for name, (n, k, gated) in model.linears().items()} for _ in range(model.kept)]
         self.norm = RmsNorm(torch.ones(model.hidden, dtype=DTYPE, device=DEVICE), 1e-6)
         head_norm = torch.ones(model.head_dim, dtype=DTYPE, device=DEVICE)
-        cos, sin = torch.randn(2, context, model.head_dim // 2, device=DEVICE).sign()
+        cos, sin = torch.randn(2, max(context, rows), model.head_dim // 2, device=DEVICE).sign()
         self.rope = Rope(cos, sin, (head_norm, head_norm) if model.head_norms else None, 1e-6)
+        self.positions = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         self.x = torch.randn(rows, model.hidden, dtype=DTYPE, device=DEVICE)
         self._before: dict[str, Any] = {}
         self.set_decode(decode or decode_config(model.head_dim, 2, model.heads))
@@ -77,8 +79,13 @@ class Layers:
     def _attend(self, qkv: Tensor, cache: Tensor) -> Tensor:
         m, b = self.model, self.paged
         out = qkv.new_empty(self.rows, m.heads * m.head_dim)
+        rope: Rope | None = self.rope
+        if self.rows > 16:  # as executor.attention.triton_backend does
+            qkv_rope(qkv, self.positions, self.positions, self.rope.cos, self.rope.sin, self.rope.norms, self.rope.eps,
+                     cache, m.heads)
+            rope = None
         decode_attention(qkv, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, out, self.scratch,
-                         num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=self.rope)
+                         num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=rope)
         return out
 
     def _project(self, stream: Stream, weights: dict[str, Tensor], name: str, configs: Configs) -> Tensor:
@@ -87,7 +94,7 @@ class Layers:
         if name not in configs:
             return (gated_linear if gated else linear)(stream, weight, None)
         if (config := configs[name]) is not None:
-            return skinny_linear(stream, weight, gated=gated, config=config)
+            return own_linear(stream, weight, gated=gated, config=config)
         y = F.linear(stream.normed(), weight)
         return silu_mul(y) if gated else y
 
@@ -97,7 +104,7 @@ class Layers:
         if name not in configs:
             begun = add_linear(hidden, x, weight, None, self.norm)
         elif (config := configs[name]) is not None:
-            begun = add_skinny_linear(hidden, x, weight, norm=self.norm, config=config)
+            begun = add_own_linear(hidden, x, weight, norm=self.norm, config=config)
         else:
             hidden.addmm_(x, weight.t())
             begun = None
@@ -124,7 +131,8 @@ class Layers:
     def _alone(self, configs: Configs) -> Tensor:
         """What run gives when each kernel ends before the next begins. Only names that this module itself looks up can
         be replaced from here: what launches a kernel in run must be called by such a name."""
-        names = ("linear", "gated_linear", "add_linear", "skinny_linear", "add_skinny_linear", "decode_attention")
+        names = ("linear", "gated_linear", "add_linear", "own_linear", "add_own_linear", "qkv_rope",
+                 "decode_attention")
         originals = {name: globals()[name] for name in names}
 
         def separated(function: Callable[..., object]) -> Callable[..., object]:

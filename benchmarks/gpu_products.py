@@ -11,11 +11,11 @@ from benchmarks.gpu_models import Model
 from benchmarks.gpu_timing import DEVICE, DTYPE, L2_BYTES, Call, microseconds, relative_error, repeated
 from sidestep.kernels.gated_gemm_triton import GatedConfig, default_config, gated_gemm
 from sidestep.kernels.gated_gemm_triton import choose as choose_gated
+from sidestep.kernels.own_linear import Config, choose, is_hopper, own_linear
 from sidestep.kernels.silu_mul_triton import silu_mul
-from sidestep.kernels.skinny_linear_triton import SkinnyConfig, skinny_linear
 
 
-def check_linear(outputs: int, inputs: int, gated: bool, rows: int, config: SkinnyConfig | None) -> float:
+def check_linear(outputs: int, inputs: int, gated: bool, rows: int, config: Config) -> float:
     """Relative error on fresh inputs."""
     x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
     weight = torch.randn(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE) * inputs ** -0.5
@@ -23,7 +23,7 @@ def check_linear(outputs: int, inputs: int, gated: bool, rows: int, config: Skin
     if gated:
         gate, up = reference.chunk(2, -1)
         reference = F.silu(gate) * up
-    return relative_error(skinny_linear(x, weight, gated=gated, config=config)[:, :reference.shape[1]], reference)
+    return relative_error(own_linear(x, weight, gated=gated, config=config)[:, :reference.shape[1]], reference)
 
 
 class Linear:
@@ -36,13 +36,17 @@ class Linear:
         self.weights = [torch.randn(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE) for _ in range(copies)]
         self.x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
 
-    def time(self, config: SkinnyConfig | None = None) -> float:
-        """Microseconds, or infinite if the result is wrong."""
+    def time(self, config: Config | None = None) -> float:
+        """Microseconds, or infinite if the result is wrong. config: as shipped, if there is one, unless given."""
+        outputs, inputs, is_gated, rows = self.shape
+        config = config or choose(rows, outputs, inputs, is_gated, hopper=is_hopper(DEVICE))
+        if config is None:
+            return math.nan
         if (error := check_linear(*self.shape, config)) > 1e-2:
             print(f"wrong: {self.shape} {config} error {error}")
             return math.inf
         gated = self.shape[2]
-        calls: list[Call] = [lambda w=w: skinny_linear(self.x, w, gated=gated, config=config) for w in self.weights]
+        calls: list[Call] = [lambda w=w: own_linear(self.x, w, gated=gated, config=config) for w in self.weights]
         return microseconds(repeated(calls, 20))
 
     def library(self) -> float:

@@ -1,9 +1,10 @@
 """The table of docs/performance.md for one GPU: each workload of each model, beside what vLLM 0.26 gave on an H200.
 
-    python benchmarks/gpu_workloads.py [--models qwen3-0.6b ...] [--option max_num_seqs=512 ...] [--json FILE]
+    python benchmarks/gpu_workloads.py [--models qwen3-0.6b ...] [--option max_num_seqs=512 ...] [--json FILE] [--steps]
 
 Random weights, bf16. Each model runs in a process of its own; the start is timed from the creation of that process to a
-ready engine, first with an empty kernel cache, then with the cache that left behind.
+ready engine, first with an empty kernel cache, then with the cache that left behind. --steps also says in which steps
+the device's time went.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sidestep.ipc.records import StepRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,14 +54,33 @@ def measure(llm: Any, name: str, vocab_size: int) -> tuple[float, float]:
     return seconds, tokens
 
 
-def child(model: str, born: float, workloads: list[str], options: dict[str, Any]) -> dict[str, float]:
+ROWS_OF_KINDS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
+def kinds_of_steps(records: Sequence[StepRecord]) -> dict[str, tuple[int, float, float]]:
+    """By kind of step: how many, the device's seconds in all, and its milliseconds a step, or a thousand tokens where
+    there are prompts."""
+    kinds: dict[str, list[StepRecord]] = {}
+    for record in records:
+        most = next((n for n in ROWS_OF_KINDS if record.num_rows <= n), record.num_rows)
+        kind = "with prompts" if record.num_tokens > record.num_rows else f"to {most} rows"
+        kinds.setdefault(kind, []).append(record)
+    found = {}
+    for kind, steps in kinds.items():
+        seconds = sum(r.end_ns - r.start_ns for r in steps) / 1e9
+        per = sum(r.num_tokens for r in steps) / 1e3 if kind == "with prompts" else len(steps)
+        found[kind] = (len(steps), seconds, seconds * 1e3 / per)
+    return found
+
+
+def child(model: str, born: float, workloads: list[str], options: dict[str, Any]) -> dict[str, Any]:
     """Everything that one process measures."""
     from benchmarks.workloads import MODELS, write_model
     from sidestep import DEFAULT_MODEL, LLM
 
     path = write_model(model, tempfile.mkdtemp())
     with LLM(path, tokenizer=DEFAULT_MODEL, load_format="dummy", **options) as llm:
-        result = {"start": time.time() - born}
+        result: dict[str, Any] = {"start": time.time() - born}
         if workloads:
             measure(llm, "single", 1000)
         for name in workloads:
@@ -67,10 +91,11 @@ def child(model: str, born: float, workloads: list[str], options: dict[str, Any]
             result[name] = seconds / tokens * 1e3 if name == "single" else tokens / seconds
             busy, idle = (after[k] - before[k] for k in ("device_busy_s", "device_idle_s"))
             result[f"{name} idle"] = idle / (busy + idle)
+            result[f"{name} steps"] = kinds_of_steps(llm.get_step_records(int(before["num_steps"])))
         return result
 
 
-def run_child(model: str, cache: str, workloads: tuple[str, ...], options: list[str]) -> dict[str, float]:
+def run_child(model: str, cache: str, workloads: tuple[str, ...], options: list[str]) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", model, "--born", repr(time.time()), "--workloads", *workloads]
     for option in options:
         command += ["--option", option]
@@ -80,7 +105,14 @@ def run_child(model: str, cache: str, workloads: tuple[str, ...], options: list[
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def print_table(model: str, result: dict[str, float]) -> None:
+def print_steps(model: str, result: dict[str, Any]) -> None:
+    for name in WORKLOADS:
+        for kind, (number, seconds, each) in sorted(result.get(f"{name} steps", {}).items(), key=lambda e: -e[1][1]):
+            unit = "ms a thousand tokens" if kind == "with prompts" else "ms each"
+            print(f"{model:14} {name:10} {number:6} steps {kind:14} {seconds:7.3f} s  {each:8.3f} {unit}")
+
+
+def print_table(model: str, result: dict[str, Any]) -> None:
     for kind in ("cold", "warm"):
         print(f"{model:14} start, {kind:9} {result[kind]:9.1f} s           reach {START_TARGETS[kind]:8.1f}")
     for name in WORKLOADS:
@@ -96,6 +128,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(TARGETS))
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--option", action="append", default=[], help="name=value, for the engine")
+    parser.add_argument("--steps", action="store_true", help="also print the steps by kind")
     parser.add_argument("--json", help="also write the figures to a file")
     parser.add_argument("--child")
     parser.add_argument("--born", type=float)
@@ -113,6 +146,8 @@ def main() -> None:
             results[model] |= {"cold": cold["start"], "warm": results[model]["start"]}
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
+    for model, result in results.items() if args.steps else ():
+        print_steps(model, result)
     for model, result in results.items():
         print_table(model, result)
 

@@ -12,18 +12,21 @@ from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.silu_mul import silu_mul
 
 if TYPE_CHECKING:
-    from sidestep.kernels.skinny_linear_triton import SkinnyConfig
+    from sidestep.kernels.own_linear import Config
 
 _HALF = (torch.bfloat16, torch.float16)
+_FEW_ROWS, _WIDE = 16, 2048
+"""A product begins the next norm where it was measured to pay: for few rows, and for wide streams. Not in float16: a
+stream that is not scaled yet may be too large for it."""
 
 
-def _own(x: Tensor, weight: Tensor, gated: bool = False) -> SkinnyConfig | None:
+def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
     """The configuration of our own kernel, if there is one that is faster than the library's."""
     if not x.is_cuda or x.dtype not in _HALF:
         return None
-    from sidestep.kernels.skinny_linear_triton import choose
+    from sidestep.kernels.own_linear import choose, is_hopper
 
-    return choose(x.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated)
+    return choose(x.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated, hopper=is_hopper(x.device))
 
 
 def _product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, gated: bool = False,
@@ -32,9 +35,9 @@ def _product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, gated: boo
     config = _own(x.hidden if isinstance(x, Stream) else x, weight, gated)
     if config is None:
         return None
-    from sidestep.kernels.skinny_linear_triton import skinny_linear
+    from sidestep.kernels.own_linear import own_linear
 
-    return skinny_linear(x, weight, bias, gated=gated, config=config, out=out)
+    return own_linear(x, weight, bias, gated=gated, config=config, out=out)
 
 
 def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
@@ -80,8 +83,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
             residual += bias
         residual.addmm_(x, weight.t())
         return None
-    from sidestep.kernels.skinny_linear_triton import add_skinny_linear
+    from sidestep.kernels.own_linear import add_own_linear
 
-    # A stream that is not scaled yet may be too large for float16.
-    begins = norm if x.dtype == torch.bfloat16 else None
-    return add_skinny_linear(residual, x, weight, bias, norm=begins, config=config)
+    begins = x.dtype == torch.bfloat16 and (x.shape[0] <= _FEW_ROWS or weight.shape[0] >= _WIDE)
+    return add_own_linear(residual, x, weight, bias, norm=norm if begins else None, config=config)

@@ -3,29 +3,17 @@
 One row: each program reads a few whole rows of W, multiplies and adds on the plain cores. Two to 16 rows: the same
 through the tensor cores, x padded to 8 or 16 rows, from registers alone. W's first columns are asked for before the
 kernel waits for x (programmatic dependent launch), so the memory does not pause while the kernel before ends.
-
-All can end in the gated activation, so that what lies between the halves of an MLP is never written, or in the
-addition to the residual stream.
-
-The norm between two products is shared out between them (see kernels.rms_norm.BegunNorm), so that no kernel lies there
-whose few programs all others would wait for. The product before it also writes the new stream times the norm's weight,
-and each program the sum of the squares of its part of each row. The one after it multiplies its results by what those
-sums make, since a scale that is common to a row passes through the product. Nothing is added atomically: the sums, and
-with them the results, are the same in every run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.tuned_products import PRODUCTS
 
 MAX_ROWS = 16
 
@@ -233,22 +221,6 @@ def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_square
         tl.store(next_squares + tokens * tl.num_programs(0) + tl.program_id(0), parts, mask=tokens < T)
 
 
-def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig | None:
-    """What reads W fastest: as tuned if its size is known; None: the library."""
-    if tokens > MAX_ROWS:
-        return None
-    tuned = PRODUCTS.get((num_outputs, num_inputs, gated))
-    if tuned is not None:
-        found = tuned[0 if tokens == 1 else 1 if tokens <= 8 else 2]
-        return None if found is None else SkinnyConfig(*found)
-    if tokens == 1:
-        return gemv_config(num_outputs, num_inputs, gated)
-    # The library reads large matrices as fast; for small ones, what it does before and after counts.
-    if num_outputs * num_inputs * (1 + gated) > (32 << 20 if tokens <= 8 else 8 << 20):
-        return None
-    return skinny_config(num_outputs, num_inputs, gated)
-
-
 def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
     """For one row."""
     if gated and num_inputs >= 4096:
@@ -263,56 +235,18 @@ def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfi
     return SkinnyConfig(16, 1024, 4 if num_inputs <= 2048 else 8)
 
 
-def skinny_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
-                  config: SkinnyConfig | None = None, out: Tensor | None = None) -> Tensor:
-    """x W^T + b for x [T, K], T <= MAX_ROWS, or a stream's norm, and W [N, K], contiguous; returns [T, N], which is
-    `out` if that is given.
-
-    gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x up^T).
-    """
-    squares, eps = None, 0.0
-    if isinstance(x, Stream):
-        eps = x.norm.eps
-        x, squares = (x.normed(), None) if x.begun is None else x.begun
-    if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0] // (1 + gated))
-    _launch(x, weight, bias, squares, eps, out, None, None, gated, config or _choose(x, weight, gated))
-    return out
-
-
-def add_skinny_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-                      norm: RmsNorm | None = None, config: SkinnyConfig | None = None) -> BegunNorm | None:
-    """Adds x W^T + b, as of skinny_linear, to residual [T, N], in place. With the norm that the sum goes through next,
-    begins it."""
-    c = config or _choose(x, weight, False)
-    tokens, num_outputs = residual.shape
-    begun = None if norm is None else BegunNorm(
-        x.new_empty(tokens, num_outputs),
-        x.new_empty(tokens, triton.cdiv(num_outputs, c.block_n), dtype=torch.float32))
-    _launch(x, weight, bias, None, 0.0, residual, norm, begun, False, c, add=True)
-    return begun
-
-
-def _choose(x: Tensor, weight: Tensor, gated: bool) -> SkinnyConfig:
-    """A configuration in any case."""
-    sizes = weight.shape[0] // (1 + gated), weight.shape[1], gated
-    return choose(x.shape[0], *sizes) or skinny_config(*sizes)
-
-
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, eps: float, out: Tensor,
-            norm: RmsNorm | None, begun: BegunNorm | None, gated: bool, c: SkinnyConfig, *, add: bool = False) -> None:
-    """Either kernel. What is missing is stood in for by the weight, which is then not looked at."""
+def launch(x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...], eps: float,
+           flags: tuple[int, bool, bool, bool, bool], c: SkinnyConfig) -> None:
+    """Either kernel, as kernels.own_linear says. tensors: bias, squares, next norm, out, and what of the next norm is
+    written; flags: parts of the squares, and whether there is a bias, an addition, a next norm, a gate."""
+    bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
     grid = (triton.cdiv(num_outputs, c.block_n),)
-    b, given = weight if bias is None else bias, weight if squares is None else squares
-    scales = weight if norm is None else norm.weight
-    weighted, sums = (weight, weight) if begun is None else begun
-    flags = (0 if squares is None else squares.shape[1], bias is not None, add, begun is not None, gated)
     if not c.tensor_cores:
-        _gemv[grid](x, weight, b, given, scales, out, weighted, sums, num_outputs, eps, num_inputs, c.block_n,
+        _gemv[grid](x, weight, bias, squares, next_norm, out, weighted, sums, num_outputs, eps, num_inputs, c.block_n,
                     c.block_k, *flags, num_warps=c.num_warps, **pdl(x))
         return
     _skinny[grid](
-        x, weight, b, given, scales, out, weighted, sums, tokens, num_outputs, eps, x.stride(0), out.stride(0),
+        x, weight, bias, squares, next_norm, out, weighted, sums, tokens, num_outputs, eps, x.stride(0), out.stride(0),
         num_inputs, 8 if tokens <= 8 else MAX_ROWS, c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps,
         *flags, num_warps=c.num_warps, **pdl(x))

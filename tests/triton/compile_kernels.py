@@ -7,6 +7,7 @@ without memory (torch's meta device) and a driver that says which GPU to compile
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from sidestep.kernels import (
     gated_gemm_triton,
     launch,
     mask_logits_triton,
+    own_linear,
     prefill_attention_triton,
     prepare_step_triton,
     qkv_rope_triton,
@@ -38,12 +40,14 @@ from sidestep.kernels import (
     sampling_triton,
     silu_mul_triton,
     skinny_linear_triton,
+    streamed_config,
 )
-from sidestep.kernels.rms_norm import RmsNorm, Stream
+from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
-SKINNY_ROWS = 16
+SKINNY_ROWS = (1, 8, 16)
+STREAMED_ROWS = (8, 64)
 GATED_ROWS = (64, 256)
 
 
@@ -88,6 +92,7 @@ def compiling(capability: int) -> Iterator[list[Any]]:
     """Launches compile for this capability, side by side, and the list grows by what they compile."""
     triton.runtime.driver.set_active(Driver(capability))
     launch.has_pdl = lambda device: capability >= 90
+    own_linear.is_hopper = lambda device: capability == 90
     decode_attention_triton.num_processors = gated_gemm_triton.num_processors = lambda device: PROCESSORS
     compiled: list[Any] = []
     with launch.compiling_only(os.cpu_count() or 1):
@@ -155,25 +160,41 @@ def launch_attention(model: Model, page: int, window: int) -> None:
         max_rows=ROWS, window=window, scale=0.1)
 
 
-def launch_products(model: Model, page: int, window: int) -> None:
+ConfigOf = Callable[[int, int, bool], own_linear.Config]
+
+
+def launch_own_products(model: Model, rows: int, config_of: ConfigOf) -> None:
+    """The products of a layer, and of matrices with one output."""
+    def product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+        config = config_of(weight.shape[0] // (1 + gated), weight.shape[1], gated)
+        own_linear.own_linear(x, weight, bias, gated=gated, config=config)
+
+    def add(hidden: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+        return own_linear.add_own_linear(hidden, x, weight, norm=norm, config=config_of(*weight.shape, False))
+
     qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
-    product, add = skinny_linear_triton.skinny_linear, skinny_linear_triton.add_skinny_linear
-    norm = RmsNorm(bf16(model.hidden), 1e-6)
-    for rows in (1, 8, SKINNY_ROWS):
-        hidden = bf16(rows, model.hidden)
-        product(hidden, bf16(qkv, model.hidden), bf16(qkv))
-        begun = add(hidden, bf16(rows, attended), bf16(model.hidden, attended), norm=norm)
-        product(Stream(hidden, norm, begun), bf16(2 * model.inner, model.hidden), gated=True)
-        begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm=norm)
-        product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
-        add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
-        # The compiler knows a size of one when it compiles.
-        product(hidden, bf16(1, model.hidden), bf16(1))
-        product(hidden, bf16(2, model.hidden), gated=True)
-        add(bf16(rows, 1), bf16(rows, model.inner), bf16(1, model.inner), norm=RmsNorm(bf16(1), 1e-6))
-    if launch.has_pdl(norm.weight.device):  # as where it is chosen
-        for rows in GATED_ROWS:
-            gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
+    hidden, norm = bf16(rows, model.hidden), RmsNorm(bf16(model.hidden), 1e-6)
+    product(hidden, bf16(qkv, model.hidden), bf16(qkv))
+    begun = add(hidden, bf16(rows, attended), bf16(model.hidden, attended), norm)
+    product(Stream(hidden, norm, begun), bf16(2 * model.inner, model.hidden), gated=True)
+    begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm)
+    product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
+    add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
+    # The compiler knows a size of one when it compiles.
+    product(hidden, bf16(1, model.hidden), bf16(1))
+    product(hidden, bf16(2, model.hidden), gated=True)
+    add(bf16(rows, 1), bf16(rows, model.inner), bf16(1, model.inner), RmsNorm(bf16(1), 1e-6))
+
+
+def launch_products(model: Model, page: int, window: int) -> None:
+    for rows in SKINNY_ROWS:
+        launch_own_products(model, rows, skinny_linear_triton.gemv_config if rows == 1 else
+                            skinny_linear_triton.skinny_config)
+    device = torch.device("meta")
+    for rows in STREAMED_ROWS if own_linear.is_hopper(device) else ():
+        launch_own_products(model, rows, functools.partial(streamed_config.config, rows))
+    for rows in GATED_ROWS if launch.has_pdl(device) else ():  # as where it is chosen
+        gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
 
 
 def disassembler() -> Path | None:

@@ -22,8 +22,9 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
 """What one program may have, by compute capability."""
 COMMON = {"_rms_norm", "_silu_mul", "_copy_blocks", "_mask_logits", "_prepare", "_score_tiles", "_choose_tokens"}
 ATTENTION = {"_qkv_rope", "_plan", "_decode", "_prefill"}
-PRODUCTS = {"_gemv", "_skinny"}
-HOPPER_PRODUCTS = PRODUCTS | {"_gated_gemm"}
+PRODUCTS = {80: {"_gemv", "_skinny"}, 89: {"_gemv", "_skinny"}, 90: {"_gemv", "_skinny", "_streamed", "_gated_gemm"},
+            100: {"_gemv", "_skinny", "_gated_gemm"}}
+"""The streamed product is for Hopper alone."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,11 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
             # Four words at most, which the compiler may set aside over a loop to fit one more program: no spills in it.
             # The sampler's filters keep a few values for the token's end beside their loops.
             assert kernel.get("stack", 0) <= (128 if kernel["kernel"] == "_choose_tokens" else 16), kernel
-    products = HOPPER_PRODUCTS if job.capability >= 90 else PRODUCTS
-    expected = {"common": COMMON, "attention": ATTENTION, "products": products}
+    expected = {"common": COMMON, "attention": ATTENTION, "products": PRODUCTS[job.capability]}
     assert {kernel["kernel"] for kernel in kernels} == set().union(*(expected[group] for group in job.groups))
     if job.capability == 90:
         for kernel in kernels:
-            if kernel["kernel"] in ("_prefill", "_gated_gemm"):
+            if kernel["kernel"] in ("_prefill", "_gated_gemm", "_streamed"):
                 assert kernel["wgmma"], "the tensor cores are used as those of older GPUs"
 
 

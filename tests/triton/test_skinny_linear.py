@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.own_linear import Config, add_own_linear, choose, is_hopper, own_linear
 from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.skinny_linear_triton import (
-    MAX_ROWS,
-    SkinnyConfig,
-    add_skinny_linear,
-    choose,
-    skinny_linear,
-)
+from sidestep.kernels.skinny_linear_triton import MAX_ROWS, SkinnyConfig, skinny_config
+from sidestep.kernels.streamed_config import StreamedConfig
 from sidestep.kernels.tuned_products import PRODUCTS
+from sidestep.kernels.tuned_products import ROWS as TUNED_ROWS
 from tests.triton.support import (
     DTYPE,
     DTYPES,
@@ -32,6 +29,23 @@ from tests.triton.support import (
 SMALL = [SkinnyConfig(block_n=16, block_k=64, num_warps=2), SkinnyConfig(8, 128, 2), SkinnyConfig(16, 32, 1)]
 SMALL_ONE_ROW = SkinnyConfig(block_n=8, block_k=32, num_warps=4, tensor_cores=False)
 ROWS = [1, 2, 3, 7, 8, 9, MAX_ROWS]
+
+
+def shipped_config(x: Tensor, weight: Tensor, gated: bool) -> Config:
+    """What these sizes get, or, where that is the library's product, what they could have."""
+    sizes = weight.shape[0] // (1 + gated), weight.shape[1], gated
+    return choose(x.shape[0], *sizes, hopper=is_hopper(x.device)) or skinny_config(*sizes)
+
+
+def skinny_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
+                  config: Config | None = None) -> Tensor:
+    hidden = x.hidden if isinstance(x, Stream) else x
+    return own_linear(x, weight, bias, gated=gated, config=config or shipped_config(hidden, weight, gated))
+
+
+def add_skinny_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+                      norm: RmsNorm | None = None, config: Config | None = None) -> BegunNorm | None:
+    return add_own_linear(residual, x, weight, bias, norm=norm, config=config or shipped_config(x, weight, False))
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, norm: RmsNorm | None = None) -> Tensor:
@@ -92,7 +106,7 @@ def check_added(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, wit
         assert_margins_untouched(whole)
         assert (begun is None) == (norm is None)
         if begun is not None and norm is not None:
-            check_begun(begun, stream, norm, (config or choose(rows, outputs, inputs, False) or SMALL[0]).block_n)
+            check_begun(begun, stream, norm, (config or shipped_config(x, weight, False)).block_n)
 
 
 def check_begun(begun: BegunNorm, stream: Tensor, norm: RmsNorm, block: int) -> None:
@@ -263,21 +277,26 @@ def test_no_row_changes_the_norm_of_another(rows: int, config: SkinnyConfig) -> 
 
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
 def test_the_tuned_choices_are_such_as_the_kernels_take(shape: tuple[int, int, bool]) -> None:
-    for tokens in (1, 2, 8, 9, 16):
-        config = choose(tokens, *shape)
-        if config is not None:
+    assert len(PRODUCTS[shape]) == len(TUNED_ROWS)
+    for tokens in (1, 2, 8, 9, 16, 17, 33, 64):
+        config = choose(tokens, *shape, hopper=True)
+        if isinstance(config, SkinnyConfig):
+            assert tokens <= MAX_ROWS
             assert config.tensor_cores == (tokens > 1), "one row has a kernel of its own"
             assert config.block_n % 8 == 0 or tokens == 1
             assert config.block_k % (32 * config.num_warps) == 0
-    assert choose(17, *shape) is None
+    assert choose(TUNED_ROWS[-1] + 1, *shape, hopper=True) is None
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_matrices_of_unknown_sizes_have_a_choice_by_size(gated: bool) -> None:
-    assert choose(1, 5000, 5000, gated) is not None
-    assert choose(8, 1000, 1000, gated) is not None
-    assert choose(8, 20_000, 8000, gated) is None
-    assert choose(16, 3000, 3000, gated) is None
+    assert choose(1, 5000, 5000, gated, hopper=False) is not None
+    assert choose(8, 1000, 1000, gated, hopper=False) is not None
+    assert choose(8, 20_000, 8000, gated, hopper=False) is None
+    assert choose(16, 3000, 3000, gated, hopper=False) is None
+    assert isinstance(choose(16, 3000, 3000, gated, hopper=True), StreamedConfig)
+    assert isinstance(choose(8, 20_000, 8000, gated, hopper=True), StreamedConfig)
+    assert not isinstance(choose(16, 3000, 3001, gated, hopper=True), StreamedConfig), "rows that are not aligned"
 
 
 # -- What is too large for the interpreter ----------------------------------------------------------------------------
