@@ -189,7 +189,7 @@ class GpuRunner(Runner):
         most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
         kinds = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
         kinds += [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
-        with compiling_only(max(1, available_cores() // self._parallel.size)):
+        with compiling_only(max(1, available_cores() // self._parallel.size)), self._model.kinds_of_layers():
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
             column = torch.zeros(4, dtype=torch.int32, device=self._device)

@@ -51,7 +51,7 @@ def _ask_for_w(w_tiles, ring, up_ring, bars, row, up_row, step, slot, pred, BYTE
 
 
 @gluon.jit
-def _scale(squares, T, eps, K: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
+def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
     """What a norm multiplies these rows of a stream by, from the parts of the sums of their squares."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -72,20 +72,19 @@ def _sum_of(parts, NUMBER: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T"])
 def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, next_squares, partials, counters, T, N,
-              eps, out_stride, K: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+              K, eps, out_stride, ROWS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
               STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
               NEXT: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
     dtype: gl.constexpr = x_tiles.dtype
-    STEPS: gl.constexpr = (K + BK - 1) // BK
-    EACH: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     BYTES: gl.constexpr = (BN * (2 if GATED else 1) + ROWS) * BK * 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
     tile = gl.program_id(0) // SPLIT
     part = gl.program_id(0) % SPLIT
     row = tile * BN
-    first = part * EACH
-    steps = gl.minimum(STEPS - first, EACH)
+    each = gl.cdiv(gl.cdiv(K, BK), SPLIT)
+    first = part * each
+    steps = gl.minimum(gl.cdiv(K, BK) - first, each)
     ring = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], w_tiles.layout)
     up_ring = ring
     if GATED:
@@ -207,5 +206,5 @@ def launch(x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...], eps: float,
     workspace = _workspace(x.device)
     _streamed[(tiles * c.split,)](
         _tiles(x, rows, c.block_k), _tiles(weight, c.block_n, c.block_k), bias, squares, next_norm, out, weighted, sums,
-        workspace.partials, workspace.counters, tokens, num_outputs, eps, out.stride(0), num_inputs, rows, c.block_n,
+        workspace.partials, workspace.counters, tokens, num_outputs, num_inputs, eps, out.stride(0), rows, c.block_n,
         c.block_k, c.stages, c.split, *flags, num_warps=4, **pdl(x))

@@ -6,7 +6,8 @@ attention by heads, the MLP by its inner width, two all-reduces a layer).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -116,10 +117,24 @@ class DecoderForCausalLM:
         norms = [hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in range(spec.num_layers)]
         norms.append(hidden_norm(spec, weights, "model.norm"))
         self._first_norm = norms[0]
+        self._windows = spec.windows
         self._layers = [Layer(spec, weights, i, norms[i + 1], parallel) for i in range(spec.num_layers)]
         if not spec.tie_word_embeddings:
             shard = vocab_shard(weights, "lm_head", spec.vocab_size, spec.hidden_size, parallel)
         self._head = VocabParallelHead(shard, spec.vocab_size, parallel)
+
+    @contextmanager
+    def kinds_of_layers(self) -> Iterator[None]:
+        """Within it the model has only so many layers as differ in the kernels that they need: of each width of window
+        two (the first of all takes a stream whose norm nobody has begun), and the last, which goes on with fewer
+        tokens."""
+        layers, windows = self._layers, self._windows
+        found = {i for window in set(windows) for i in [i for i, w in enumerate(windows) if w == window][:2]}
+        self._layers = [layers[i] for i in sorted(found | {0, len(layers) - 1})]
+        try:
+            yield
+        finally:
+            self._layers = layers
 
     def warm_up(self, sizes: Iterable[int]) -> None:
         """Runs a layer's products for each of these numbers of tokens. The library chooses among many kernels by size,
