@@ -7,8 +7,17 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import msgspec
+
+StepKind = Literal["decode", "prompt", "mixed"]
+STEP_KINDS: tuple[StepKind, ...] = ("decode", "prompt", "mixed")
+
+
+def step_kind(num_rows: int, num_prompts: int) -> StepKind:
+    """What a step does: next tokens, prompts, or both."""
+    return "decode" if num_prompts == 0 else "prompt" if num_prompts == num_rows else "mixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +29,8 @@ class StepRecord:
     num_tokens: int
     num_entered: int
     """Requests that came in with this step."""
+    num_prompts: int
+    """Rows that compute a prompt, or a chunk of one of more than a token."""
     num_sampled: int
     """Rows that gave a token."""
     num_running: int
@@ -51,6 +62,11 @@ class StepRecord:
     """the core scheduled;"""
     idle_prepare_ns: int
     """the step travelled to the worker, was prepared and launched."""
+
+    @property
+    def kind(self) -> StepKind:
+        """decode, prompt or mixed."""
+        return step_kind(self.num_rows, self.num_prompts)
 
     @property
     def idle_ns(self) -> int:
