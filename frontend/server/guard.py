@@ -18,9 +18,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestep.frontend.server.errors import ApiError
+from sidestep.frontend.server.page import PATHS
 
-OPEN_PATHS = ("/health", "/ready")
-"""For whoever watches over the process, who has no key."""
+OPEN_PATHS = frozenset(("/health", "/ready", *PATHS))
+"""For whoever watches over the process, who has no key, and for the page that asks for one."""
 TENANT = "sidestep.tenant"
 """Where in a request's scope its key's digest is, when there are several keys."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -77,6 +78,30 @@ class Histogram:
         return buckets, self._sum
 
 
+class Percentiles(msgspec.Struct):
+    """Of the last values; None while there are none."""
+
+    count: int
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class Window:
+    """The last values themselves, for people who watch: a histogram is too coarse, and never forgets."""
+
+    def __init__(self, size: int) -> None:
+        self._values: deque[float] = deque(maxlen=size)
+        self.add = self._values.append
+
+    def percentiles(self) -> Percentiles:
+        """Nearest rank."""
+        ordered = sorted(self._values)
+        count = len(ordered)
+        p50, p90, p99 = (ordered[min(count - 1, q * count // 100)] if count else None for q in (50, 90, 99))
+        return Percentiles(count, p50, p90, p99)
+
+
 class ServerMetrics:
     """All that one server counts."""
 
@@ -84,6 +109,8 @@ class ServerMetrics:
         self._label = {"model_name": model_name}
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.token_gaps = self.histograms["inter_token_latency_seconds"]
+        self.last_ttfts, self.last_gaps = Window(1024), Window(4096)
+        """Seconds to the first token of the last requests, and between the last tokens."""
         self.finished: Counter[str] = Counter()
         """Requests by how they ended."""
         self.responses: Counter[tuple[str, str]] = Counter()

@@ -50,6 +50,7 @@ class Tally:
         self._service = service
         self._request_id = request_id
         self._gaps = service.metrics.token_gaps
+        self._last_gaps, self._last_ttfts = service.metrics.last_gaps, service.metrics.last_ttfts
         self._last: RequestOutput | None = None
         self._last_ts = 0.0
         self._told = 0
@@ -63,8 +64,12 @@ class Tally:
         self._last, metrics = output, output.metrics
         if (now := metrics.last_token_ts) is not None:
             new = metrics.num_generation_tokens - self._told
-            if self._told and new > 0:
-                self._gaps.observe((now - self._last_ts) / new, new)
+            if not self._told:
+                self._last_ttfts.add(metrics.first_token_latency or 0.0)
+            elif new > 0:
+                gap = (now - self._last_ts) / new
+                self._gaps.observe(gap, new)
+                self._last_gaps.add(gap)
             self._last_ts, self._told = now, metrics.num_generation_tokens
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
