@@ -6,10 +6,7 @@ is the first's and the rest the others'. So a step costs the same whatever the q
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
-WaitReason = Literal["turn", "max_num_seqs", "max_num_batched_tokens", "kv_cache", "output"]
-"""See RequestRecord.waiting_for."""
+from sidestep.ipc.records import WAIT_REASONS, WaitReason
 
 
 class QueueWait:
@@ -18,7 +15,7 @@ class QueueWait:
     def __init__(self) -> None:
         self.reason: WaitReason = "max_num_batched_tokens"
         """What the first in the queue waits for; for one that has just come it is the next step."""
-        self._seconds: dict[str, float] = dict.fromkeys(get_args(WaitReason), 0.0)
+        self._seconds = dict.fromkeys(WAIT_REASONS, 0.0)
         self._since = 0.0
 
     def elapse(self, now: float, num_waiting: int) -> None:

@@ -22,13 +22,13 @@ from itertools import chain, islice
 
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.queue_wait import QueueWait, WaitReason
+from sidestep.engine_core.queue_wait import QueueWait
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
 from sidestep.ipc.config import SchedulerConfig, StepLimits
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
-from sidestep.ipc.records import RequestRecord
+from sidestep.ipc.records import RequestRecord, WaitReason
 from sidestep.ipc.step import StepInput, StepOutput
 
 _NO_BLOCKS: list[int] = []

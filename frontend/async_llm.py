@@ -150,6 +150,11 @@ class AsyncLLM:
         """The tokens of their prompts."""
         return self._outputs.num_waiting_tokens
 
+    @property
+    def num_tokens_received(self) -> int:
+        """Tokens that this frontend has taken in since its start, of requests that go on too."""
+        return self._outputs.num_tokens
+
     # The engine.
 
     def get_tokenizer(self) -> Tokenizer:

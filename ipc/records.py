@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 StepKind = Literal["decode", "prompt", "mixed"]
-STEP_KINDS: tuple[StepKind, ...] = ("decode", "prompt", "mixed")
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+WaitReason = Literal["turn", "max_num_seqs", "max_num_batched_tokens", "kv_cache", "output"]
+WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
+"""See RequestRecord.waiting_for."""
 
 
 def step_kind(num_rows: int, num_prompts: int) -> StepKind:
@@ -91,7 +94,7 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Number of the frontend that sent it."""
     status: str
     """waiting, running, preempted or finished."""
-    waiting_for: str | None
+    waiting_for: WaitReason | None
     """What keeps it from running now: 'turn' (others are before it), 'max_num_seqs', 'max_num_batched_tokens' (the next
     step will have room), 'kv_cache', or 'output' (a preempted request's last token is on its way)."""
     num_prompt_tokens: int

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sidestep.frontend.server.errors import refused
-from sidestep.frontend.server.metrics import Percentiles
 from sidestep.frontend.server.service import Service
-from sidestep.ipc.records import RequestRecord, StepKind, StepRecord
+from sidestep.frontend.server.window import Percentiles
+from sidestep.ipc.records import RequestRecord, StepKind, StepRecord, WaitReason
 
 MOST_STEPS = 256
 MOST_REQUESTS = 64
@@ -65,8 +65,8 @@ class FlightRequest(msgspec.Struct):
     request_id: str
     status: str
     """waiting, running or preempted."""
-    waiting_for: str | None
-    """'turn', 'max_num_seqs', 'max_num_batched_tokens', 'kv_cache' or 'output'; None while it runs."""
+    waiting_for: WaitReason | None
+    """None while it runs."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

@@ -17,7 +17,7 @@ from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
 from sidestep.frontend.server.fields import for_choice
-from sidestep.frontend.server.guard import TENANT
+from sidestep.frontend.server.guard import CACHE_SALT, TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
@@ -25,6 +25,8 @@ from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
 
 DEADLINE_HEADER = "x-deadline-ms"
+_ANYBODY = "anonymous"
+"""The tenant of a server without keys."""
 _STATS_S = 5.0
 _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
@@ -41,14 +43,16 @@ class Choice:
     priority: int
     cache_salt: str | None
     deadline_s: float | None
+    tenant: str
+    """Whose it is, for the counts."""
 
 
 class Tally:
     """The counts of one choice while it runs, from `with` to its end, however that comes."""
 
-    def __init__(self, service: Service, request_id: str) -> None:
+    def __init__(self, service: Service, choice: Choice) -> None:
         self._service = service
-        self._request_id = request_id
+        self._choice = choice
         self._gaps = service.metrics.token_gaps
         self._last_gaps, self._last_ttfts = service.metrics.last_gaps, service.metrics.last_ttfts
         self._last: RequestOutput | None = None
@@ -56,7 +60,7 @@ class Tally:
         self._told = 0
 
     def __enter__(self) -> Self:
-        self._service.choice_begins(self._request_id)
+        self._service.choice_begins(self._choice)
         return self
 
     def note(self, output: RequestOutput) -> None:
@@ -81,7 +85,7 @@ class Tally:
             reason = "error"
         elif self._last is not None and self._last.finished:
             reason = self._last.outputs[0].finish_reason or reason
-        self._service.choice_ends(self._request_id, self._last, reason)
+        self._service.choice_ends(self._choice, self._last, reason)
 
 
 class Service:
@@ -134,13 +138,15 @@ class Service:
         """All completions that a request asks for, prompt by prompt."""
         deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
-        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s)
+        tenant = http.scope.get(TENANT, _ANYBODY)
+        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s,
+                       tenant)
                 for i, prompt in enumerate(prompts) for j in range(n)]
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
         """Users of different keys share no cached prefixes: how fast an answer comes would tell what another asked."""
-        tenant: str | None = http.scope.get(TENANT)
-        return salt if tenant is None else f"{tenant}:{salt or ''}"
+        of_key: str | None = http.scope.get(CACHE_SALT)
+        return salt if of_key is None else f"{of_key}:{salt or ''}"
 
     # Running.
 
@@ -151,17 +157,18 @@ class Service:
 
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
-        return Tally(self, choice.request_id)
+        return Tally(self, choice)
 
-    def choice_begins(self, request_id: str) -> None:
+    def choice_begins(self, choice: Choice) -> None:
         """A client waits for it from now on."""
-        self._running.add(request_id)
+        self._running.add(choice.request_id)
+        self.metrics.tenants[choice.tenant].running += 1
         self._idle.clear()
 
-    def choice_ends(self, request_id: str, last: RequestOutput | None, reason: str) -> None:
+    def choice_ends(self, choice: Choice, last: RequestOutput | None, reason: str) -> None:
         """Nobody waits for it any more. `last` is its last output, if it gave any."""
-        self._running.remove(request_id)
-        self.metrics.request_ended(last, reason)
+        self._running.remove(choice.request_id)
+        self.metrics.request_ended(choice.tenant, last, reason)
         if reason == "rejected":
             self.metrics.rejections["queue_full"] += 1
         if not self._running:
