@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from starlette.requests import Request
 
@@ -23,6 +23,9 @@ from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sidestep.frontend.server.tracing import RequestTrace, Tracing
 
 DEADLINE_HEADER = "x-deadline-ms"
 _ANYBODY = "anonymous"
@@ -45,6 +48,7 @@ class Choice:
     deadline_s: float | None
     tenant: str
     """Whose it is, for the counts."""
+    trace: RequestTrace | None
 
 
 class Tally:
@@ -91,12 +95,13 @@ class Tally:
 class Service:
     """One server's hold on one engine."""
 
-    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str]) -> None:
-        """names: what requests may call the model; the first is what answers call it."""
+    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str], tracing: Tracing | None = None) -> None:
+        """names: what requests may call the model; the first is what answers call it. tracing: makes spans."""
         self.llm = llm
         self.args = args
         self.names = tuple(names)
         self.metrics = ServerMetrics(self.names[0])
+        self._tracing = tracing
         self.started = int(time.time())
         self.is_draining = False
         self._running: set[str] = set()
@@ -139,8 +144,9 @@ class Service:
         deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
         tenant = http.scope.get(TENANT, _ANYBODY)
+        trace = None if self._tracing is None else self._tracing.begin(self.names[0], http.headers)
         return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s,
-                       tenant)
+                       tenant, trace)
                 for i, prompt in enumerate(prompts) for j in range(n)]
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
@@ -169,6 +175,8 @@ class Service:
         """Nobody waits for it any more. `last` is its last output, if it gave any."""
         self._running.remove(choice.request_id)
         self.metrics.request_ended(choice.tenant, last, reason)
+        if choice.trace is not None:
+            choice.trace.choice_ended(choice.request_id, last, reason)
         if reason == "rejected":
             self.metrics.rejections["queue_full"] += 1
         if not self._running:
