@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sidestep.frontend.server.flight import MOST_REQUESTS, MOST_STEPS
+from sidestep.frontend.server.window import Percentiles, Window
 from tests.server.live import LiveServer, raw_request
 
 Make = Callable[..., LiveServer]
@@ -78,6 +79,16 @@ def test_a_number_of_an_engine_before_this_one_begins_anew(make_server: Make) ->
     server.until_idle()
     told = flight(server, 10**9)
     assert len(told["steps"]) == told["next"] > 0
+
+
+@pytest.mark.parametrize(("values", "expected"), [
+    ([], Percentiles(0, None, None, None)), ([3.0], Percentiles(1, 3.0, 3.0, 3.0)),
+    (list(range(100)), Percentiles(100, 50, 90, 99)), (list(range(1000, -1, -1)), Percentiles(100, 50, 90, 99))])
+def test_percentiles_are_of_the_last_values(values: list[float], expected: Percentiles) -> None:
+    window = Window(100)
+    for value in values:
+        window.add(value)
+    assert window.percentiles() == expected
 
 
 @pytest.mark.parametrize("query", ["since=", "since=-1", "since=x", "since=1.5", "since=1&since=2", "sincere=1",

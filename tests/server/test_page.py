@@ -349,6 +349,30 @@ def test_what_the_server_refuses_is_said_and_nothing_need_be_typed_twice(open_pa
     expect(page.get_by_label("Message")).to_have_value(text)
 
 
+def test_a_server_that_goes_and_comes_again_is_told(open_page: Open, fake: LiveServer) -> None:
+    page = open_page(fake, expected="net::ERR_FAILED")
+    live(page)
+    page.route("**/v1/flight*", lambda route: route.abort())
+    expect(page.get_by_role("status")).to_have_text("the server cannot be reached")
+    page.unroute("**/v1/flight*")
+    live(page)
+
+
+def test_an_answer_that_breaks_off_keeps_its_text_and_says_so(
+        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(step_ms=5)
+    page = open_page(server, expected="net::ERR_")
+    endless(page)
+    page.get_by_label("Message").fill("hello")
+    page.get_by_label("Message").press("Enter")
+    expect(page.locator(".assistant .words")).not_to_be_empty()
+    server.process.kill()
+    expect(page.locator("#log").get_by_role("alert")).to_have_text("the server cannot be reached")
+    expect(page.locator(".assistant .words")).not_to_be_empty()
+    expect(page.get_by_label("Message")).to_have_value("hello")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read_in_light_and_in_dark(scheme: Any, open_page: Open, tiny: LiveServer) -> None:
     page = open_page(tiny, color_scheme=scheme)

@@ -74,10 +74,8 @@ export function startChat(onKeyNeeded) {
 
   /** What was asked goes back into its field, so that nothing need be typed twice. */
   function failed(error, text, asked, shown) {
-    if (!shown.text) {
-      asked.element.remove();
-      question.value ||= text;
-    }
+    question.value ||= text;
+    if (!shown.text) asked.element.remove();
     if (error instanceof ApiError && error.status === 401) {
       shown.element.remove();
       onKeyNeeded(error.message);
