@@ -90,7 +90,7 @@ class EngineCore:
         elif call.method == "step_records":
             return Answer(call_id=call.call_id, records=self.recorder.records(call.since))
         elif call.method == "request_records":
-            return Answer(call_id=call.call_id, records=pack_requests(self.scheduler.request_records()))
+            return Answer(call_id=call.call_id, records=pack_requests(self.scheduler.request_records(call.limit)))
         else:
             return Answer(call_id=call.call_id, error=str(ValidationError("method", f"unknown call {call.method!r}")))
         return Answer(call_id=call.call_id, result=result)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sidestep.ipc.records import STEP_ROW
+from sidestep.ipc.records import STEP_KINDS, STEP_ROW, step_kind
 from sidestep.ipc.step import StepOutput
 
 CAPACITY = 8192
@@ -45,6 +45,7 @@ class Situation(NamedTuple):
     num_rows: int
     num_tokens: int
     num_entered: int
+    num_prompts: int
     num_running: int
     num_waiting: int
     num_free_blocks: int
@@ -80,6 +81,8 @@ class FlightRecorder:
         self.busy_ns = 0
         self.idle = [0, 0, 0, 0]
         """Sums of IdleTime's parts."""
+        self._steps = {kind: [0, 0] for kind in STEP_KINDS}
+        """How many have come back, and the nanoseconds for which the device ran them."""
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self._num_rows} steps, {len(self._flying)} in flight)"
@@ -99,7 +102,11 @@ class FlightRecorder:
         """The oldest step is back."""
         now = self._ready = self._now()
         flying = self._flying.popleft()
-        self.busy_ns += output.end_ns - output.start_ns
+        busy = output.end_ns - output.start_ns
+        self.busy_ns += busy
+        kind = self._steps[step_kind(flying.situation.num_rows, flying.situation.num_prompts)]
+        kind[0] += 1
+        kind[1] += busy
         idle = _NOT_IDLE
         if self._last_end is not None and output.start_ns > self._last_end:
             idle = idle_before(self._last_end, flying.work, flying.ready, flying.submit, output.start_ns)
@@ -127,11 +134,11 @@ class FlightRecorder:
         if self._taken:
             now = self._now()
             for output, (situation, _, ready, schedule, submit), taken, idle in self._taken:
-                rows, tokens, entered, *around = situation
+                rows, tokens, entered, prompts, *around = situation
                 STEP_ROW.pack_into(
                     self._ring, self._num_rows % self._capacity * STEP_ROW.size, output.step_id, rows, tokens, entered,
-                    len(output.token_ids), *around, ready, schedule, submit, output.received_ns, output.launched_ns,
-                    output.start_ns, output.end_ns, taken, now, *idle)
+                    prompts, len(output.token_ids), *around, ready, schedule, submit, output.received_ns,
+                    output.launched_ns, output.start_ns, output.end_ns, taken, now, *idle)
                 self._num_rows += 1
             self._taken.clear()
 
@@ -147,8 +154,10 @@ class FlightRecorder:
         return bytes(self._ring[first:first + wanted] + self._ring[:max(0, first + wanted - len(self._ring))])
 
     def stats(self) -> dict[str, float]:
-        """Seconds since the start."""
+        """Seconds since the start, and of each kind of step the number and the device's seconds."""
+        kinds = {f"{kind}_steps": float(count) for kind, (count, _) in self._steps.items()}
+        kinds |= {f"{kind}_step_s": length / 1e9 for kind, (_, length) in self._steps.items()}
         no_work, result, schedule, prepare = (length / 1e9 for length in self.idle)
         return {"device_busy_s": self.busy_ns / 1e9, "device_idle_s": result + schedule + prepare,
                 "device_idle_result_s": result, "device_idle_schedule_s": schedule, "device_idle_prepare_s": prepare,
-                "device_no_work_s": no_work}
+                "device_no_work_s": no_work, **kinds}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from sidestep.ipc.messages import AddRequest, FinishReason, unpack_ids
-from sidestep.ipc.records import RequestRecord
+from sidestep.ipc.records import RequestRecord, WaitReason
 from sidestep.ipc.sampling_params import SamplingParams
 
 
@@ -106,7 +106,7 @@ class Request:
         return None
 
 
-def make_record(request: Request, *, waiting_for: str | None = None, finished: float | None = None,
+def make_record(request: Request, *, waiting_for: WaitReason | None = None, finished: float | None = None,
                 reason: str | None = None) -> RequestRecord:
     """What people are told of a request."""
     def nanoseconds(time: float | None) -> int | None:

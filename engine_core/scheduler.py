@@ -18,16 +18,17 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.queue_wait import QueueWait
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
 from sidestep.ipc.config import SchedulerConfig, StepLimits
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
-from sidestep.ipc.records import RequestRecord
+from sidestep.ipc.records import RequestRecord, WaitReason
 from sidestep.ipc.step import StepInput, StepOutput
 
 _NO_BLOCKS: list[int] = []
@@ -72,6 +73,7 @@ class Scheduler:
         self._num_coming: int | None = None
         """Blocks that steps in flight will give back and that nobody in this step counts on; None until asked for."""
         self._num_preemptions = 0
+        self._waits = QueueWait()
         self._ended: deque[RequestRecord] = deque(maxlen=_REMEMBERED)
 
     def __repr__(self) -> str:
@@ -91,6 +93,7 @@ class Scheduler:
                 Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
             return
         request.queued = self._clock()
+        self._waits.elapse(request.queued, len(self._queue))
         self._requests[request.client, request.handle] = request
         self._queue.add(request)
         if request.deadline is not None:
@@ -112,6 +115,8 @@ class Scheduler:
     def schedule(self) -> StepInput | None:
         """The next step, or None when nothing can run now."""
         self._expire()
+        if self._queue:
+            self._waits.elapse(self._clock(), len(self._queue))
         step = StepBuilder(self._next_step)
         self._num_coming = None
         # 1. A more urgent request that waits takes the place of the least important that run.
@@ -121,8 +126,9 @@ class Scheduler:
         num_preemptions = self._num_preemptions
         budget, seats = self._schedule_running(step)
         # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
-        if self._queue and self._num_preemptions == num_preemptions:
-            self._admit(step, budget, seats)
+        if self._queue:
+            self._waits.reason = self._admit(step, budget, seats) \
+                if self._num_preemptions == num_preemptions else "kv_cache"
         if step.is_empty:
             return None
         # 4. Remember what is in flight.
@@ -192,17 +198,30 @@ class Scheduler:
             "num_running": len(self._running), "num_waiting": len(self._queue), "num_steps": self._next_step,
             "num_preemptions": self._num_preemptions, "kv_cache_usage": self.kv.usage,
             "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
-            "prefix_cache_hits": self.kv.num_hit_tokens}
+            "prefix_cache_hits": self.kv.num_hit_tokens, **self._waits.stats()}
 
     def situation(self) -> Situation:
         """Of the step just scheduled, for the flight recorder."""
         plan = self._plans[-1]
-        return Situation(len(plan.rows), plan.num_tokens, plan.num_entered, len(self._running), len(self._queue),
-                         self.kv.pool.num_free)
+        return Situation(len(plan.rows), plan.num_tokens, plan.num_entered, plan.num_prompts, len(self._running),
+                         len(self._queue), self.kv.pool.num_free)
 
-    def request_records(self) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not."""
-        return [*self._ended, *(make_record(r, waiting_for=self._waits_for(r)) for r in self._requests.values())]
+    def request_records(self, limit: int | None = None) -> list[RequestRecord]:
+        """The last requests that have ended, oldest first, then all that have not; with a limit at most so many that
+        have ended, that run, and that wait, the next one to enter among them."""
+        if limit is None:
+            return [*self._ended, *map(self._record, self._requests.values())]
+        ended = islice(reversed(self._ended), limit)
+        return [*reversed(list(ended)), *map(self._record, islice(self._running, limit)),
+                *map(self._record, self._first_waiting(limit))]
+
+    def _first_waiting(self, limit: int) -> Iterable[Request]:
+        head = self._queue.peek()
+        others = (r for r in self._queue if r is not head)
+        return () if head is None else islice(chain((head,), others), limit)
+
+    def _record(self, request: Request) -> RequestRecord:
+        return make_record(request, waiting_for=self._waits_for(request))
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the state contradicts itself."""
@@ -222,7 +241,7 @@ class Scheduler:
             assert request.num_in_flight > 0 and request.status is not Status.RUNNING
         self.kv.check_invariants(held)
 
-    def _waits_for(self, request: Request) -> str | None:
+    def _waits_for(self, request: Request) -> WaitReason | None:
         """See RequestRecord.waiting_for."""
         if request.status is Status.RUNNING:
             return None
@@ -262,12 +281,16 @@ class Scheduler:
                 self.kv.remember(request)
         return budget, self._limits.max_num_seqs - len(live)
 
-    def _admit(self, step: StepBuilder, budget: int, seats: int) -> None:
-        """Rows for waiting requests while seats, slots, blocks and budget last."""
+    def _admit(self, step: StepBuilder, budget: int, seats: int) -> WaitReason:
+        """Rows for waiting requests while seats, slots, blocks and budget last; which of them did not."""
+        reason: WaitReason | None = None
         while budget and seats and self._free_slots:
             request = self._queue.peek()
+            if request is None:
+                break
             # A preempted request's tokens in flight come back before it can be sent again.
-            if request is None or request.num_in_flight or not self.kv.enter(request):
+            if request.num_in_flight or not self.kv.enter(request):
+                reason = "output" if request.num_in_flight else "kv_cache"
                 break
             self._queue.pop()
             request.slot = heapq.heappop(self._free_slots)
@@ -282,6 +305,7 @@ class Scheduler:
             self.kv.remember(request)
         if self._config.scheduling_policy == "priority":
             self._running = dict.fromkeys(sorted(self._running, key=lambda r: (r.priority, r.arrival)))
+        return reason or ("max_num_batched_tokens" if seats and self._free_slots else "max_num_seqs")
 
     def _tell_started(self, request: Request) -> None:
         request.was_started = True
@@ -350,6 +374,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             del self._running[request]
         else:
+            self._waits.elapse(self._clock(), len(self._queue))
             self._queue.forget()
         was_running = request.status is Status.RUNNING
         request.status = Status.FINISHED

@@ -22,6 +22,8 @@ class StepPlan:
     """Those of `rows` that sample a token, in the same order."""
     num_tokens: int
     num_entered: int
+    num_prompts: int
+    """Rows that are new or have several tokens."""
 
 
 @dataclass(slots=True)
@@ -85,7 +87,9 @@ class StepBuilder:
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
-        return message, StepPlan(self._step_id, rows, sampling, len(first.requests) + sum(then.num_tokens), len(new))
+        num_tokens = len(first.requests) + sum(then.num_tokens)
+        num_prompts = len(first.entering) + len(then.requests)
+        return message, StepPlan(self._step_id, rows, sampling, num_tokens, len(new), num_prompts)
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:

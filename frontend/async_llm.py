@@ -150,6 +150,11 @@ class AsyncLLM:
         """The tokens of their prompts."""
         return self._outputs.num_waiting_tokens
 
+    @property
+    def num_tokens_received(self) -> int:
+        """Tokens that this frontend has taken in since its start, of requests that go on too."""
+        return self._outputs.num_tokens
+
     # The engine.
 
     def get_tokenizer(self) -> Tokenizer:
@@ -185,9 +190,10 @@ class AsyncLLM:
         thousand; asking stops nothing."""
         return unpack_steps((await self._client.ask("step_records", since=since)).records)
 
-    async def get_request_records(self) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not, and what each of them waits for."""
-        return unpack_requests((await self._client.ask("request_records")).records)
+    async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
+        """The last requests that have ended, oldest first, then all that have not, and what each of them waits for.
+        With a limit at most so many that have ended, that run and that wait, which bounds what asking costs."""
+        return unpack_requests((await self._client.ask("request_records", limit=limit)).records)
 
     def get_deliveries(self) -> list[Delivery]:
         """When this frontend took the last steps' tokens in, oldest first."""
@@ -226,6 +232,16 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""
         return self._ready.max_model_len
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Size of the KV cache, in blocks."""
+        return self._ready.num_kv_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that a KV block holds."""
+        return self._ready.block_size
 
     @property
     def device(self) -> str:

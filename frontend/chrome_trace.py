@@ -48,7 +48,7 @@ def _step_events(step: StepRecord, origin: int) -> Iterator[Event]:
                 waiting=step.num_waiting, free_blocks=step.num_free_blocks)
     yield _span(WORKER, f"prepare {name}", step.received_ns, step.launched_ns, origin)
     yield _span(DEVICE, name, step.start_ns, step.end_ns, origin, rows=step.num_rows, tokens=step.num_tokens,
-                entered=step.num_entered, sampled=step.num_sampled,
+                kind=step.kind, entered=step.num_entered, sampled=step.num_sampled,
                 idle_before_us={"no work": step.idle_no_work_ns / 1e3, "result": step.idle_result_ns / 1e3,
                                 "schedule": step.idle_schedule_ns / 1e3, "prepare": step.idle_prepare_ns / 1e3})
     yield _span(CORE, f"take {name}", step.taken_ns, step.told_ns, origin)

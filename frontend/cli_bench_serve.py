@@ -14,7 +14,7 @@ from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.cli_args import engine_args, engine_options
 from sidestep.frontend.cli_bench import show
 from sidestep.frontend.cli_generate import start_engine
-from sidestep.frontend.cli_serve import needs_server_extra
+from sidestep.frontend.cli_serve import needs_extra
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.load import Lengths, PlannedRequest, arrivals, random_requests, read_requests
 from sidestep.frontend.load_report import GOALS, Report, make_report
@@ -45,7 +45,7 @@ def run_bench_serve(parsed: argparse.Namespace) -> int:
 
 def server_at(url: str, api_key: str | None) -> HttpServer:
     """The server at a URL. Raises ValidationError, and SidestepError without the server's libraries."""
-    with needs_server_extra():
+    with needs_extra("server"):
         from sidestep.frontend.http_stream import HttpServer
         from sidestep.frontend.load_http import HttpTarget  # noqa: F401
     return HttpServer(url, api_key if api_key is not None else api_key_of_environment())

@@ -13,7 +13,7 @@ import tqdm
 from sidestep.frontend.batch_file import BatchResult, OutputFile, Plan, make_plan
 from sidestep.frontend.cli_args import engine_args, option_values
 from sidestep.frontend.cli_generate import start_engine
-from sidestep.frontend.cli_serve import needs_server_extra
+from sidestep.frontend.cli_serve import needs_extra
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.ipc.config import EngineArgs
@@ -52,7 +52,7 @@ def _check(parsed: argparse.Namespace, arguments: EngineArgs) -> None:
 
 def _run(plan: Plan, output: OutputFile, args: ServerArgs, arguments: EngineArgs, max_concurrency: int) -> int:
     """How many requests have failed."""
-    with needs_server_extra():
+    with needs_extra("server"):
         from sidestep.frontend.server.batch import answer_all
     failed = 0
     llm = start_engine(arguments)

@@ -147,10 +147,11 @@ class EngineClient:
         """Asks the core's busy loop for figures. Raises EngineDeadError, or TimeoutError."""
         return (await self.ask(method, timeout_s=timeout_s)).result or {}
 
-    async def ask(self, method: str, *, since: int = 0, timeout_s: float | None = None) -> Answer:
+    async def ask(self, method: str, *, since: int = 0, limit: int | None = None,
+                  timeout_s: float | None = None) -> Answer:
         """Asks the core's busy loop. Raises EngineDeadError, or TimeoutError."""
-        return await self._ask(lambda call_id: Call(client=self.client, call_id=call_id, method=method, since=since),
-                               timeout_s)
+        return await self._ask(lambda call_id: Call(client=self.client, call_id=call_id, method=method, since=since,
+                                                    limit=limit), timeout_s)
 
     async def connect(self, address: ClientAddress) -> int:
         """Has the core serve another frontend, which will listen there; its number."""

@@ -180,6 +180,8 @@ class OutputProcessor:
         """Requests that the engine has not scheduled yet."""
         self.num_waiting_tokens = 0
         """The tokens of their prompts."""
+        self.num_tokens = 0
+        """Tokens that have come, of all requests."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -224,8 +226,9 @@ class OutputProcessor:
         if ended:
             self._abort_at_core(ended)
         if outputs.handles:
-            self._deliveries.append(
-                Delivery(self._num_deliveries, begin, time.monotonic_ns(), len(outputs.handles) // _ID_BYTES))
+            count = len(outputs.handles) // _ID_BYTES
+            self.num_tokens += count
+            self._deliveries.append(Delivery(self._num_deliveries, begin, time.monotonic_ns(), count))
             self._num_deliveries += 1
 
     @property

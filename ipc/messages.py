@@ -67,6 +67,8 @@ class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
     """One of 'reset_prefix_cache', 'ping', 'stats', 'step_records', 'request_records'."""
     since: int = 0
     """For step_records: the first step that is wanted."""
+    limit: int | None = None
+    """For request_records: the most that are wanted of each state; None for all."""
 
 
 class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

@@ -7,8 +7,20 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 import msgspec
+
+StepKind = Literal["decode", "prompt", "mixed"]
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+WaitReason = Literal["turn", "max_num_seqs", "max_num_batched_tokens", "kv_cache", "output"]
+WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
+"""See RequestRecord.waiting_for."""
+
+
+def step_kind(num_rows: int, num_prompts: int) -> StepKind:
+    """What a step does: next tokens, prompts, or both."""
+    return "decode" if num_prompts == 0 else "prompt" if num_prompts == num_rows else "mixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +32,8 @@ class StepRecord:
     num_tokens: int
     num_entered: int
     """Requests that came in with this step."""
+    num_prompts: int
+    """Rows that compute a prompt, or a chunk of one of more than a token."""
     num_sampled: int
     """Rows that gave a token."""
     num_running: int
@@ -53,6 +67,11 @@ class StepRecord:
     """the step travelled to the worker, was prepared and launched."""
 
     @property
+    def kind(self) -> StepKind:
+        """decode, prompt or mixed."""
+        return step_kind(self.num_rows, self.num_prompts)
+
+    @property
     def idle_ns(self) -> int:
         """How long the device stood still although there was work."""
         return self.idle_result_ns + self.idle_schedule_ns + self.idle_prepare_ns
@@ -75,7 +94,7 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Number of the frontend that sent it."""
     status: str
     """waiting, running, preempted or finished."""
-    waiting_for: str | None
+    waiting_for: WaitReason | None
     """What keeps it from running now: 'turn' (others are before it), 'max_num_seqs', 'max_num_batched_tokens' (the next
     step will have room), 'kv_cache', or 'output' (a preempted request's last token is on its way)."""
     num_prompt_tokens: int

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--screenshots: the docs' pictures are made by the tests of the page, but only when they are asked for."""
+    parser.addoption("--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures")

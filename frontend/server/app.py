@@ -17,8 +17,10 @@ from sidestep.frontend.server.chat import ChatRoute
 from sidestep.frontend.server.completions import CompletionRoute
 from sidestep.frontend.server.connection import RAW_SEND
 from sidestep.frontend.server.errors import ApiError, ClientGoneError, as_api_error
+from sidestep.frontend.server.flight import FlightRoute
 from sidestep.frontend.server.guard import Guard
 from sidestep.frontend.server.openapi import OpenApiRoute
+from sidestep.frontend.server.page import page_routes
 from sidestep.frontend.server.responses import ResponsesRoute
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.server.status import StatusRoutes
@@ -36,7 +38,7 @@ def make_app(service: Service, keys: Sequence[str], version: str) -> ASGIApp:
     gets: dict[str, Get] = {
         "/health": status.health, "/ready": status.ready, "/version": status.version, "/metrics": status.metrics,
         "/v1/models": status.models, "/v1/models/{model:path}": status.model, "/v1/load": status.load,
-        "/openapi.json": OpenApiRoute(version)}
+        "/v1/flight": FlightRoute(service), "/openapi.json": OpenApiRoute(version), **page_routes()}
     posts: dict[str, Post] = {
         "/v1/chat/completions": ChatRoute(service), "/v1/completions": CompletionRoute(service),
         "/v1/responses": ResponsesRoute(service),

@@ -18,11 +18,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestep.frontend.server.errors import ApiError
+from sidestep.frontend.server.page import PATHS
 
-OPEN_PATHS = ("/health", "/ready")
-"""For whoever watches over the process, who has no key."""
+OPEN_PATHS = frozenset(("/health", "/ready", *PATHS))
+"""For whoever watches over the process, who has no key, and for the page that asks for one."""
 TENANT = "sidestep.tenant"
+"""Where in a request's scope its key's public name is: the first hexadecimal digits of the key's SHA-256."""
+CACHE_SALT = "sidestep.cache_salt"
 """Where in a request's scope its key's digest is, when there are several keys."""
+_NAME_DIGITS = 8
+"""Enough to tell keys apart, far too few to find one again."""
 
 
 class Guard:
@@ -75,8 +80,9 @@ class Guard:
                                  kind="authentication_error", code="invalid_api_key",
                                  headers={"www-authenticate": "Bearer"})
                 return await error.response()(scope, receive, send)
+            scope[TENANT] = given.hex()[:_NAME_DIGITS]
             if len(self._keys) > 1:
-                scope[TENANT] = given.hex()
+                scope[CACHE_SALT] = given.hex()
         await self._app(scope, receive, send)
 
 

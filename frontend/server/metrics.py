@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -17,9 +18,12 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 
 from sidestep.frontend.outputs import RequestMetrics, RequestOutput
+from sidestep.frontend.server.window import Window
+from sidestep.ipc.records import STEP_KINDS, WAIT_REASONS
 
 PREFIX = "sidestep:"
 _SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -77,6 +81,16 @@ class Histogram:
         return buckets, self._sum
 
 
+@dataclass
+class TenantCounts:
+    """What one tenant has asked for: one API key, or whoever comes to a server without any."""
+
+    running: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
 class ServerMetrics:
     """All that one server counts."""
 
@@ -84,25 +98,34 @@ class ServerMetrics:
         self._label = {"model_name": model_name}
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.token_gaps = self.histograms["inter_token_latency_seconds"]
+        self.last_ttfts, self.last_gaps = Window(1024), Window(4096)
+        """Seconds to the first token of the last requests, and between the last tokens."""
         self.finished: Counter[str] = Counter()
         """Requests by how they ended."""
         self.responses: Counter[tuple[str, str]] = Counter()
         """Answers by route and status."""
         self.rejections: Counter[str] = Counter()
         """Requests that were not admitted, by reason."""
+        self.tenants: defaultdict[str, TenantCounts] = defaultdict(TenantCounts)
+        """By the tenant's name, which is never its key; as many as there are keys at most."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
 
-    def request_ended(self, output: RequestOutput | None, reason: str) -> None:
+    def request_ended(self, tenant: str, output: RequestOutput | None, reason: str) -> None:
         """One choice has ended; `output` is its last one, if it gave any."""
         self.finished[reason] += 1
+        counts = self.tenants[tenant]
+        counts.running -= 1
+        counts.requests += 1
         if output is None:
             return
         metrics, observe = output.metrics, self._observe
         self.prompt_tokens += len(output.prompt_token_ids)
         self.cached_tokens += output.num_cached_tokens or 0
         self.generation_tokens += metrics.num_generation_tokens
+        counts.prompt_tokens += len(output.prompt_token_ids)
+        counts.generation_tokens += metrics.num_generation_tokens
         observe("request_prompt_tokens", float(len(output.prompt_token_ids)))
         observe("request_generation_tokens", float(metrics.num_generation_tokens))
         for name, seconds in _spans(metrics):
@@ -111,23 +134,35 @@ class ServerMetrics:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(value)
 
-    def text(self, engine: dict[str, float]) -> bytes:
-        """The text format; `engine` is what the engine says of itself."""
+    def text(self, engine: dict[str, float], frontend_tokens: int) -> bytes:
+        """The text format; `engine` is what the engine says of itself, `frontend_tokens` how many tokens this process
+        has taken in."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected(list(self._collect(engine))))
+        registry.register(_Collected([*self._of_engine(engine), *self._of_server(frontend_tokens),
+                                      *self._of_tenants()]))
         return generate_latest(registry)
 
-    def _collect(self, engine: dict[str, float]) -> Iterator[Metric]:
+    def _of_engine(self, engine: dict[str, float]) -> Iterator[Metric]:
         for name, (key, text) in _ENGINE_GAUGES.items():
             yield self._gauge(name, text, engine[key])
         for name, (key, text) in _ENGINE_COUNTERS.items():
             yield self._counter(name, text, {(): engine[key]})
         yield self._counter("device_idle_seconds", "Time in which the device stood still although there was work.",
                             {(cause,): engine[f"device_idle_{cause}_s"] for cause in _IDLE_CAUSES}, ("cause",))
+        yield self._counter("queue_wait_seconds", "Time that requests have waited, of all together, by what for.",
+                            {(reason,): engine[f"queue_wait_{reason}_s"] for reason in WAIT_REASONS}, ("reason",))
+        steps = SummaryMetricFamily(PREFIX + "step_time_seconds", "The device's time for a step, by what it did.",
+                                    labels=[*self._label, "kind"])
+        for kind in STEP_KINDS:
+            steps.add_metric([*self._label.values(), kind], int(engine[f"{kind}_steps"]), engine[f"{kind}_step_s"])
+        yield steps
+
+    def _of_server(self, frontend_tokens: int) -> Iterator[Metric]:
         for name, text, count in (
                 ("prompt_tokens", "Tokens of the prompts of requests that have ended.", self.prompt_tokens),
                 ("prompt_tokens_cached", "Those of them that the prefix cache had.", self.cached_tokens),
                 ("generation_tokens", "Tokens of the outputs of requests that have ended.", self.generation_tokens),
+                ("frontend_tokens", "Tokens that the server's process has taken in, as they come.", frontend_tokens),
                 ("frontend_cpu_seconds", "CPU time of the server's process.", time.process_time())):
             yield self._counter(name, text, {(): count})
         yield self._counter("request_success", "Choices that have ended, by how.",
@@ -140,6 +175,19 @@ class ServerMetrics:
             buckets, total = histogram.collect()
             family.add_metric(list(self._label.values()), buckets, total)
             yield family
+
+    def _of_tenants(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily(PREFIX + "tenant_requests_running", "Choices whose clients wait, by tenant.",
+                                    labels=[*self._label, "tenant"])
+        for tenant, counts in self.tenants.items():
+            running.add_metric([*self._label.values(), tenant], counts.running)
+        yield running
+        for name, text, field in (
+                ("tenant_requests", "Choices that have ended, by tenant.", "requests"),
+                ("tenant_prompt_tokens", "Tokens of their prompts.", "prompt_tokens"),
+                ("tenant_generation_tokens", "Tokens of their outputs.", "generation_tokens")):
+            yield self._counter(name, text, {(tenant,): getattr(counts, field)
+                                             for tenant, counts in self.tenants.items()}, ("tenant",))
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=list(self._label))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from sidestep.frontend.server.chat_protocol import ChatRequest
 from sidestep.frontend.server.completions import CompletionRequest
 from sidestep.frontend.server.errors import ErrorBody
 from sidestep.frontend.server.fields import NOT_YET
+from sidestep.frontend.server.flight import Flight
 from sidestep.frontend.server.protocol import (
     ChatChunk,
     ChatCompletion,
@@ -44,6 +46,8 @@ class Operation:
     more_statuses: tuple[str, ...] = ()
     open: bool = False
     """Needs no key."""
+    query: Mapping[str, Any] = field(default_factory=dict)
+    """Its parameters in the URL: the schema of each."""
 
 
 OPERATIONS = (
@@ -55,6 +59,8 @@ OPERATIONS = (
     Operation("/v1/models", "The model, under all its names.", ModelList),
     Operation("/v1/models/{model}", "The model under one of its names.", Model, more_statuses=("404",)),
     Operation("/v1/load", "How busy the engine is.", Load),
+    Operation("/v1/flight", "The engine's last steps, and the requests that have not ended.", Flight,
+              more_statuses=("400",), query={"since": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}}),
     Operation("/health", "Whether the engine makes progress.", Status, open=True),
     Operation("/ready", "Whether new requests are taken.", Status, open=True),
     Operation("/version", "The server's version.", Version),
@@ -62,8 +68,9 @@ OPERATIONS = (
     Operation("/openapi.json", "This document.", dict),
 )
 _STATUSES = {
-    "400": "A field is wrong; it is named.", "401": "No key, or a wrong one.", "403": "A page of another origin.",
-    "404": "No such model.", "408": "The body has not come in time.", "413": "The body is too large.",
+    "400": "A field or parameter is wrong; it is named.", "401": "No key, or a wrong one.",
+    "403": "A page of another origin.", "404": "No such model.",
+    "408": "The body has not come in time.", "413": "The body is too large.",
     "415": "The body is not application/json.", "429": "Too much waits already.",
     "500": "The request failed inside the engine.", "503": "The engine is dead or stalled, or the server shuts down."}
 _OF_GETS = ("401", "403", "500", "503")
@@ -106,6 +113,9 @@ def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
                       **{s: {"description": _STATUSES[s], "content": error} for s in sorted(statuses)}},
         # The empty alternative: keys are needed only where the server was given some.
         "security": [] if operation.open else [{}, {"key": []}]}
+    if operation.query:
+        made["parameters"] = [{"name": name, "in": "query", "schema": schema}
+                              for name, schema in operation.query.items()]
     if "{model}" in operation.path:
         made["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.request is not None:

@@ -35,6 +35,10 @@ class ServerArgs:
         None, "How the model writes its reasoning, which is then told apart from its answer.",
         choices=tuple(REASONING_PARSERS))
 
+    otlp_traces_endpoint: str | None = option(
+        None, "URL that spans of requests are sent to by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; "
+        "needs the extra 'otel'.")
+
     def __post_init__(self) -> None:
         _require(0 <= self.port < 1 << 16, "port", f"must be between 0 and 65535, not {self.port}")
         _require(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1")
@@ -42,6 +46,9 @@ class ServerArgs:
         _require(self.shutdown_timeout >= 0, "shutdown_timeout", "must not be negative")
         _require(self.ssl_certfile is not None or (self.ssl_keyfile is None and self.ssl_ca_certs is None),
                  "ssl_certfile", "is needed to serve HTTPS")
+        endpoint = self.otlp_traces_endpoint
+        _require(endpoint is None or endpoint.startswith(("http://", "https://")), "otlp_traces_endpoint",
+                 f"{endpoint!r} is no URL, such as http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins or ():
             _require(origin == "*" or "://" in origin, "allowed_origins",
                      f"{origin!r} is no origin, such as https://chat.example")

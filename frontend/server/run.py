@@ -11,7 +11,6 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.server.app import make_app
 from sidestep.frontend.server.http_protocol import BoundedHttpProtocol
 from sidestep.frontend.server.options import ServerArgs
@@ -75,10 +74,11 @@ def make_server(service: Service, keys: tuple[str, ...], version: str) -> Server
     return Server(_config(make_app(service, keys, version), service.args), service)
 
 
-async def serve(llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], keys: tuple[str, ...], version: str,
+async def serve(service: Service, keys: tuple[str, ...], version: str,
                 listener: socket.socket) -> EngineDeadError | None:
     """Serves until a signal, or the engine's death, which it returns."""
-    server = make_server(Service(llm, args, names), keys, version)
+    llm, args = service.llm, service.args
+    server = make_server(service, keys, version)
     dead: list[EngineDeadError] = []
 
     async def watch() -> None:
@@ -93,8 +93,8 @@ async def serve(llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], keys: t
         listening.cancel()
         host, port = listener.getsockname()[:2]
         scheme = "https" if args.ssl_certfile else "http"
-        print(f"serving {names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr,
-              flush=True)
+        print(f"serving {service.names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+              file=sys.stderr, flush=True)
         # What is there now stays: the collector need not look at it again and again while tokens come and go.
         gc.collect()
         gc.freeze()

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from starlette.requests import Request
 
@@ -17,14 +17,19 @@ from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
 from sidestep.frontend.server.fields import for_choice
-from sidestep.frontend.server.guard import TENANT
+from sidestep.frontend.server.guard import CACHE_SALT, TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from sidestep.frontend.server.tracing import RequestTrace, Tracing
+
 DEADLINE_HEADER = "x-deadline-ms"
+_ANYBODY = "anonymous"
+"""The tenant of a server without keys."""
 _STATS_S = 5.0
 _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
@@ -41,21 +46,25 @@ class Choice:
     priority: int
     cache_salt: str | None
     deadline_s: float | None
+    tenant: str
+    """Whose it is, for the counts."""
+    trace: RequestTrace | None
 
 
 class Tally:
     """The counts of one choice while it runs, from `with` to its end, however that comes."""
 
-    def __init__(self, service: Service, request_id: str) -> None:
+    def __init__(self, service: Service, choice: Choice) -> None:
         self._service = service
-        self._request_id = request_id
+        self._choice = choice
         self._gaps = service.metrics.token_gaps
+        self._last_gaps, self._last_ttfts = service.metrics.last_gaps, service.metrics.last_ttfts
         self._last: RequestOutput | None = None
         self._last_ts = 0.0
         self._told = 0
 
     def __enter__(self) -> Self:
-        self._service.choice_begins(self._request_id)
+        self._service.choice_begins(self._choice)
         return self
 
     def note(self, output: RequestOutput) -> None:
@@ -63,8 +72,12 @@ class Tally:
         self._last, metrics = output, output.metrics
         if (now := metrics.last_token_ts) is not None:
             new = metrics.num_generation_tokens - self._told
-            if self._told and new > 0:
-                self._gaps.observe((now - self._last_ts) / new, new)
+            if not self._told:
+                self._last_ttfts.add(metrics.first_token_latency or 0.0)
+            elif new > 0:
+                gap = (now - self._last_ts) / new
+                self._gaps.observe(gap, new)
+                self._last_gaps.add(gap)
             self._last_ts, self._told = now, metrics.num_generation_tokens
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -76,18 +89,19 @@ class Tally:
             reason = "error"
         elif self._last is not None and self._last.finished:
             reason = self._last.outputs[0].finish_reason or reason
-        self._service.choice_ends(self._request_id, self._last, reason)
+        self._service.choice_ends(self._choice, self._last, reason)
 
 
 class Service:
     """One server's hold on one engine."""
 
-    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str]) -> None:
-        """names: what requests may call the model; the first is what answers call it."""
+    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str], tracing: Tracing | None = None) -> None:
+        """names: what requests may call the model; the first is what answers call it. tracing: makes spans."""
         self.llm = llm
         self.args = args
         self.names = tuple(names)
         self.metrics = ServerMetrics(self.names[0])
+        self._tracing = tracing
         self.started = int(time.time())
         self.is_draining = False
         self._running: set[str] = set()
@@ -129,13 +143,16 @@ class Service:
         """All completions that a request asks for, prompt by prompt."""
         deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
-        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s)
+        tenant = http.scope.get(TENANT, _ANYBODY)
+        trace = None if self._tracing is None else self._tracing.begin(self.names[0], http.headers)
+        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s,
+                       tenant, trace)
                 for i, prompt in enumerate(prompts) for j in range(n)]
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
         """Users of different keys share no cached prefixes: how fast an answer comes would tell what another asked."""
-        tenant: str | None = http.scope.get(TENANT)
-        return salt if tenant is None else f"{tenant}:{salt or ''}"
+        of_key: str | None = http.scope.get(CACHE_SALT)
+        return salt if of_key is None else f"{of_key}:{salt or ''}"
 
     # Running.
 
@@ -146,17 +163,20 @@ class Service:
 
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
-        return Tally(self, choice.request_id)
+        return Tally(self, choice)
 
-    def choice_begins(self, request_id: str) -> None:
+    def choice_begins(self, choice: Choice) -> None:
         """A client waits for it from now on."""
-        self._running.add(request_id)
+        self._running.add(choice.request_id)
+        self.metrics.tenants[choice.tenant].running += 1
         self._idle.clear()
 
-    def choice_ends(self, request_id: str, last: RequestOutput | None, reason: str) -> None:
+    def choice_ends(self, choice: Choice, last: RequestOutput | None, reason: str) -> None:
         """Nobody waits for it any more. `last` is its last output, if it gave any."""
-        self._running.remove(request_id)
-        self.metrics.request_ended(last, reason)
+        self._running.remove(choice.request_id)
+        self.metrics.request_ended(choice.tenant, last, reason)
+        if choice.trace is not None:
+            choice.trace.choice_ended(choice.request_id, last, reason)
         if reason == "rejected":
             self.metrics.rejections["queue_full"] += 1
         if not self._running:

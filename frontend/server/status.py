@@ -52,8 +52,9 @@ class StatusRoutes:
 
     async def metrics(self, http: Request) -> Response:
         """For Prometheus."""
-        stats = await self._service.stats()
-        return Response(self._service.metrics.text(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+        service = self._service
+        text = service.metrics.text(await service.stats(), service.llm.num_tokens_received)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> Model:
         return Model(id=name, created=self._service.started, root=self._service.names[0],

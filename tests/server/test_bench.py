@@ -307,4 +307,4 @@ def test_without_its_libraries_the_command_says_what_to_install() -> None:
             "from sidestep.frontend.cli import main; sys.exit(main(['bench', 'serve', '--url', 'http://x']))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.splitlines() == [
-        "sidestep: httptools is missing; install the server: pip install 'sidestep[server]'"]
+        "sidestep: httptools is missing; install it: pip install 'sidestep[server]'"]

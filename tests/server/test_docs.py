@@ -55,6 +55,12 @@ def test_every_route_is_in_the_docs(operation: Operation) -> None:
     assert operation.path.replace("{model}", "NAME") in DOCS
 
 
+def test_every_picture_of_the_docs_is_there() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for picture in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / picture).is_file(), picture
+
+
 def test_every_metric_is_in_the_docs(fake: LiveServer) -> None:
     for name in re.findall(r"^# TYPE sidestep:(\S+)", fake.http.get("/metrics").text, re.MULTILINE):
         assert name in DOCS, name

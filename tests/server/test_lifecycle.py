@@ -133,7 +133,7 @@ def test_without_its_libraries_the_command_says_what_to_install() -> None:
             "from sidestep.frontend.cli import main; sys.exit(main(['serve']))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.splitlines() == [
-        "sidestep: starlette is missing; install the server: pip install 'sidestep[server]'"]
+        "sidestep: starlette is missing; install it: pip install 'sidestep[server]'"]
 
 
 def test_an_address_of_ipv6(make_server: Make) -> None:

@@ -20,7 +20,7 @@ from tests.server.live import LiveServer, raw_request, read_all
 Make = Callable[..., LiveServer]
 TEXT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
 LONG: dict[str, Any] = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-GUARDED = ["/v1/models", "/v1/load", "/version", "/metrics", "/openapi.json", "/nowhere"]
+GUARDED = ["/v1/models", "/v1/load", "/v1/flight", "/version", "/metrics", "/openapi.json", "/nowhere"]
 
 
 def start(server: LiveServer, body: dict[str, Any]) -> socket.socket:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable
+from contextlib import ExitStack
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.live import LiveServer
+from sidestep.ipc.records import STEP_KINDS, WAIT_REASONS
+from tests.server.live import ROOT, LiveServer, raw_request
 
 Make = Callable[..., LiveServer]
 TAILS = [
@@ -15,7 +21,8 @@ TAILS = [
     "request_generation_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-    "request_params_n", "device_busy_seconds", "device_idle_seconds", "frontend_cpu_seconds"]
+    "request_params_n", "device_busy_seconds", "device_idle_seconds", "frontend_cpu_seconds",
+    "frontend_tokens", "queue_wait_seconds", "step_time_seconds", "tenant_requests", "tenant_requests_running"]
 
 
 def test_the_names_that_dashboards_of_vllm_use_are_there(fake: LiveServer) -> None:
@@ -62,3 +69,82 @@ def test_buckets_are_cumulative(fake: LiveServer) -> None:
     prefix = "sidestep:time_to_first_token_seconds_bucket"
     buckets = [value for name, value in fake.metrics().items() if name.startswith(prefix)]
     assert buckets == sorted(buckets) and buckets[-1] >= 1
+
+
+def test_steps_are_counted_by_kind_and_tokens_as_they_come(make_server: Make) -> None:
+    server = make_server(step_ms=2)
+    assert server.post("/v1/completions", {"prompt": "x" * 20, "max_tokens": 6, "ignore_eos": True}).status_code == 200
+    server.until_idle()
+    found = server.metrics()
+    counts = {kind: found[f'sidestep:step_time_seconds_count{{kind="{kind}"}}'] for kind in STEP_KINDS}
+    assert counts == {"prompt": 1, "decode": 5, "mixed": 0}
+    assert found['sidestep:step_time_seconds_sum{kind="decode"}'] == pytest.approx(5 * 0.002, rel=0.01)
+    assert found["sidestep:device_busy_seconds_total"] == pytest.approx(6 * 0.002, rel=0.01)
+    assert found["sidestep:frontend_tokens_total"] == 6
+
+
+def test_the_time_in_the_queue_has_reasons(make_server: Make) -> None:
+    server = make_server("--max-num-seqs", "1", step_ms=2)
+    body = json.dumps({"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(server.connect()).sendall(raw_request("/v1/completions", body))
+        server.until(lambda load: load["num_waiting"] == 2)
+    server.until_idle()
+    found = server.metrics()
+    waits = {reason: found[f'sidestep:queue_wait_seconds_total{{reason="{reason}"}}'] for reason in WAIT_REASONS}
+    assert waits["max_num_seqs"] > 0 < waits["turn"]
+    assert waits["kv_cache"] == waits["output"] == 0
+
+
+def test_tenants_are_counted_and_their_keys_are_not_told(make_server: Make) -> None:
+    keys = ["first-key", "second-key"]
+    server = make_server(environment={"SIDESTEP_API_KEYS": ",".join(keys)}, key="first-key")
+    body = {"prompt": "x" * 10, "max_tokens": 3, "ignore_eos": True}
+    for key, count in zip(keys, (1, 2), strict=True):
+        for _ in range(count):
+            assert server.post("/v1/completions", body, authorization=f"Bearer {key}").status_code == 200
+    found = server.metrics()
+    for key, count in zip(keys, (1, 2), strict=True):
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        label = f'{{tenant="{digest[:8]}"}}'
+        assert found[f"sidestep:tenant_requests_total{label}"] == count
+        assert found[f"sidestep:tenant_prompt_tokens_total{label}"] == 10 * count
+        assert found[f"sidestep:tenant_generation_tokens_total{label}"] == 3 * count
+        assert found[f"sidestep:tenant_requests_running{label}"] == 0
+        text = server.http.get("/metrics").text
+        assert key not in text and digest[:9] not in text
+
+
+# The dashboard.
+
+DASHBOARD = json.loads((ROOT / "docs" / "grafana" / "sidestep.json").read_text())
+QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+
+
+def test_every_query_of_the_dashboard_is_of_what_is_exported(make_server: Make) -> None:
+    server = make_server("--max-num-queued-reqs", "1")
+    assert server.post("/v1/completions", {"prompt": "x", "n": 3}).status_code == 429
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True}).status_code == 200
+    families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+    kinds = {sample.name: family.type for family in families for sample in family.samples}
+    labels = {sample.name: {*sample.labels} for family in families for sample in family.samples}
+    assert len(QUERIES) > 30
+    for title, query in QUERIES:
+        names = re.findall(r"sidestep:\w+", query)
+        grouped = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+        rated = set(re.findall(r"rate\((sidestep:\w+)", query))
+        assert names and query.count("(") == query.count(")"), title
+        for name in names:
+            assert name in kinds, f"{title}: {name}"
+            assert grouped | {"model_name"} <= labels[name], f"{title}: {name}"
+            assert (kinds[name] != "gauge") == (name in rated), f"{title}: {name}"
+
+
+def test_the_dashboard_shows_each_panel_once_and_none_over_another() -> None:
+    places = [(p["gridPos"]["x"] + dx, p["gridPos"]["y"] + dy) for p in DASHBOARD["panels"]
+              for dx in range(p["gridPos"]["w"]) for dy in range(p["gridPos"]["h"])]
+    assert len(places) == len(set(places)) and max(x for x, _ in places) == 23
+    for key in ("id", "title"):
+        values = [panel[key] for panel in DASHBOARD["panels"]]
+        assert len(values) == len(set(values))

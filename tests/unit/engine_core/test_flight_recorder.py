@@ -56,7 +56,7 @@ class Flight:
         step = self._scheduler.schedule()
         assert step is not None
         self.recorder.scheduled()
-        self.recorder.submitted(Situation(1, 1, 1, 4, 2, 3))
+        self.recorder.submitted(Situation(1, 1, 1, 1, 4, 2, 3))
         output = StepOutput(step.step_id, 0, 0, step.slots, received_ns=7, launched_ns=8)
         self._outputs.append(output)
 
@@ -81,7 +81,7 @@ def test_a_step_is_remembered_with_all_its_times() -> None:
     flight.recorder.turn_ended()
     (record,) = unpack_steps(flight.recorder.records())
     assert (record.step_id, record.num_rows, record.num_tokens) == (0, 1, 1)
-    assert (record.num_entered, record.num_sampled) == (1, 1)
+    assert (record.num_entered, record.num_prompts, record.num_sampled, record.kind) == (1, 1, 1, "prompt")
     assert (record.num_running, record.num_waiting, record.num_free_blocks) == (4, 2, 3)
     assert (record.received_ns, record.launched_ns) == (7, 8)
     times = [record.ready_ns, record.schedule_ns, record.submit_ns, record.start_ns, record.end_ns, record.taken_ns,
@@ -114,7 +114,8 @@ def test_the_time_without_work_is_told_from_the_engine_s_own() -> None:
         0, int(1e9), int(1e9), int(1e9))
     assert flight.recorder.stats() == {
         "device_busy_s": 3.0, "device_idle_s": 8.0, "device_idle_result_s": 1.0, "device_idle_schedule_s": 3.0,
-        "device_idle_prepare_s": 4.0, "device_no_work_s": 8.0}
+        "device_idle_prepare_s": 4.0, "device_no_work_s": 8.0, "decode_steps": 0.0, "decode_step_s": 0.0,
+        "prompt_steps": 3.0, "prompt_step_s": 3.0, "mixed_steps": 0.0, "mixed_step_s": 0.0}
 
 
 @pytest.mark.parametrize("steps", [3, 8, 9, 30])

@@ -54,6 +54,7 @@ def test_the_wheel_holds_the_package_with_its_default_model_and_nothing_else(
     tops = {name.split("/")[0] for name in names}
     assert tops == {"sidestep", "sidestep-0.1.0.dist-info"}
     for expected in ("py.typed", "engine_core/scheduler.py", "kernels/rms_norm.py", "executor/models/llama.py",
-                     "frontend/server/app.py", "frontend/parsers/hermes.py",
+                     "frontend/server/app.py", "frontend/server/web/index.html", "frontend/server/web/main.js",
+                     "frontend/parsers/hermes.py",
                      "tiny-python/model.safetensors", "tiny-python/tokenizer.json", "tiny-python/config.json"):
         assert f"sidestep/{expected}" in names

@@ -1,0 +1,74 @@
+// Speaks to the server that this page came from. The API key lives in the tab's session storage and goes nowhere else.
+
+const KEY = "sidestep-api-key";
+
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY),
+  set: (key) => sessionStorage.setItem(KEY, key),
+  forget: () => sessionStorage.removeItem(KEY),
+};
+
+/** What the server said, when it was no success. */
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function ask(path, options = {}) {
+  const headers = new Headers(options.headers);
+  const key = apiKey.get();
+  if (key) headers.set("authorization", `Bearer ${key}`);
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.ok) return answer;
+  let message = `the server answered with status ${answer.status}`;
+  try {
+    message = (await answer.json()).error.message;
+  } catch {
+    // Not the server itself: something between it and us.
+  }
+  throw new ApiError(answer.status, message);
+}
+
+/** The flight recorder from a step on; null for the newest. */
+export async function getFlight(since, signal) {
+  const answer = await ask(since === null ? "/v1/flight" : `/v1/flight?since=${since}`, { signal });
+  return answer.json();
+}
+
+/** The chunks of a streamed chat, as they come. */
+export async function* streamChat(body, signal) {
+  const answer = await ask("/v1/chat/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  for await (const data of events(answer.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(answer.status, chunk.error.message);
+    yield chunk;
+  }
+  throw new ApiError(answer.status, "the stream broke off");
+}
+
+/** The data of server-sent events; this server sends one `data` line each. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (part.startsWith("data: ")) yield part.slice(6);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // it may have been ended already
+  }
+}

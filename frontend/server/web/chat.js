@@ -1,0 +1,178 @@
+// The conversation: what was said, the answer as it streams, and how fast it came.
+
+import { ApiError, streamChat } from "/page/api.js";
+
+const byId = (id) => document.getElementById(id);
+
+/** Wires the chat. `onKeyNeeded(message)` is called when the server wants another API key. */
+export function startChat(onKeyNeeded) {
+  const log = byId("log"), form = byId("chat-form"), question = byId("question");
+  const send = byId("send"), stop = byId("stop"), emptyNote = byId("log-empty");
+  let messages = [];
+  let running = null; // the AbortController of the answer that streams
+
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = question.value.trim();
+    if (text && running === null) answer(text);
+  });
+  question.addEventListener("keydown", (event) => {
+    // While an input method composes, Enter accepts its suggestion.
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      form.requestSubmit();
+    }
+  });
+  stop.addEventListener("click", () => running?.abort());
+  byId("chat").addEventListener("keydown", (event) => {
+    if (event.key === "Escape") running?.abort();
+  });
+  byId("new-chat").addEventListener("click", () => {
+    running?.abort();
+    messages = [];
+    log.replaceChildren(emptyNote);
+    question.focus();
+  });
+
+  async function answer(text) {
+    emptyNote.remove();
+    const conversation = messages; // a new chat begins another
+    const control = running = new AbortController();
+    const asked = addMessage(log, "user", text);
+    const shown = addMessage(log, "assistant", "");
+    const meter = new Meter();
+    setBusy(true);
+    question.value = "";
+    try {
+      const body = {
+        messages: [...conversation, { role: "user", content: text }],
+        max_tokens: byId("max-tokens").valueAsNumber,
+        temperature: byId("temperature").valueAsNumber,
+      };
+      for await (const chunk of streamChat(body, control.signal)) {
+        meter.note(chunk);
+        const delta = chunk.choices[0]?.delta;
+        if (delta?.reasoning_content) shown.think(delta.reasoning_content);
+        if (delta?.content) shown.say(delta.content);
+      }
+      remember(conversation, text, shown.text);
+      shown.end(meter.words());
+    } catch (error) {
+      if (control.signal.aborted) {
+        remember(conversation, text, shown.text);
+        shown.end(meter.words("stopped"));
+      } else {
+        failed(error, text, asked, shown);
+      }
+    } finally {
+      if (running === control) {
+        running = null;
+        setBusy(false);
+      }
+    }
+  }
+
+  /** What was asked goes back into its field, so that nothing need be typed twice. */
+  function failed(error, text, asked, shown) {
+    question.value ||= text;
+    if (!shown.text) asked.element.remove();
+    if (error instanceof ApiError && error.status === 401) {
+      shown.element.remove();
+      onKeyNeeded(error.message);
+    } else {
+      shown.fail(error instanceof ApiError ? error.message : "the server cannot be reached");
+    }
+  }
+
+  function remember(conversation, text, said) {
+    conversation.push({ role: "user", content: text }, { role: "assistant", content: said });
+  }
+
+  function setBusy(busy) {
+    // A screen reader reads the answer once it is whole, not token by token.
+    log.setAttribute("aria-busy", String(busy));
+    stop.disabled = !busy;
+    send.disabled = busy;
+    if (!busy && (document.activeElement === stop || document.activeElement === document.body)) question.focus();
+  }
+}
+
+/** One message in the log. */
+function addMessage(log, role, text) {
+  const element = document.createElement("article");
+  element.className = role;
+  const who = document.createElement("h3");
+  who.textContent = role === "user" ? "You" : "Model";
+  const words = document.createElement("div");
+  words.className = "words";
+  const said = words.appendChild(document.createTextNode(text));
+  element.append(who, words);
+  log.append(element);
+  log.scrollTop = log.scrollHeight;
+  let thoughts = null;
+
+  /** Keeps the end in sight unless the reader has scrolled up. */
+  function scrolling(change) {
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    change();
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  }
+
+  function note(kind, line) {
+    const paragraph = document.createElement("p");
+    paragraph.className = kind;
+    paragraph.textContent = line;
+    if (kind === "error") paragraph.setAttribute("role", "alert");
+    scrolling(() => element.append(paragraph));
+  }
+
+  return {
+    element,
+    get text() { return said.data; },
+    say: (more) => scrolling(() => said.appendData(more)),
+    think(more) {
+      if (thoughts === null) {
+        const block = document.createElement("div");
+        block.className = "thoughts";
+        thoughts = block.appendChild(document.createTextNode(""));
+        words.before(block);
+      }
+      scrolling(() => thoughts.appendData(more));
+    },
+    end: (line) => note("meter", line),
+    fail: (line) => note("error", line),
+  };
+}
+
+/** Times an answer: the first token's wait, then the pace of the others. */
+class Meter {
+  constructor() {
+    this.sent = performance.now();
+    this.first = this.last = null;
+    this.events = 0;
+    this.tokens = null;
+    this.reason = null;
+  }
+
+  note(chunk) {
+    const choice = chunk.choices[0];
+    if (choice?.delta.content || choice?.delta.reasoning_content) {
+      this.last = performance.now();
+      this.first ??= this.last;
+      this.events += 1;
+    }
+    this.reason = choice?.finish_reason ?? this.reason;
+    this.tokens = chunk.usage?.completion_tokens ?? this.tokens;
+  }
+
+  words(reason = this.reason) {
+    if (this.first === null) return `no text (${reason})`;
+    // An answer that was stopped has no usage: an event is a token then, or more of a fast model's.
+    const tokens = this.tokens ?? this.events, about = this.tokens === null ? "at least " : "";
+    const parts = [`TTFT ${(this.first - this.sent).toFixed(0)} ms`, `${about}${tokens} tokens`];
+    if (tokens > 1 && this.last > this.first) {
+      parts.push(`${about}${((tokens - 1) / (this.last - this.first) * 1000).toFixed(0)} tokens/s`);
+    }
+    return [...parts, reason].join(" · ");
+  }
+}

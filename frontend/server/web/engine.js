@@ -1,0 +1,198 @@
+// The live view: asks the flight recorder for what is new, and shows it. Asks nothing while the tab is hidden.
+
+import { ApiError, getFlight } from "/page/api.js";
+import { drawBars, milliseconds, roundUp } from "/page/charts.js";
+import { describe, drawTimeline, median } from "/page/timeline.js";
+
+const POLL_MS = 500, RETRY_MS = 2000;
+const MOST_STEPS = 2048, PLACES = 120, PLACE_US = 250_000, RATE_US = 5_000_000;
+const MOST_WAITING = 16, MOST_RUNNING = 8, TABLE_STEPS = 12;
+const REASONS = {
+  turn: "its turn: others are before it",
+  max_num_seqs: "a seat: as many run as may (max_num_seqs)",
+  max_num_batched_tokens: "the next step: this one is full (max_num_batched_tokens)",
+  kv_cache: "KV blocks: the cache has too few free",
+  output: "its last token, on its way back",
+};
+const byId = (id) => document.getElementById(id);
+
+/** Wires the view. `onKeyNeeded(message)`: the server wants another API key; call `start()` when there is one. */
+export function makeEngineView(onKeyNeeded) {
+  const live = byId("live");
+  const steps = [];
+  const places = new Map(); // by time: the largest batch, queue and share of the cache in it
+  let next = null, timer = null, asking = null, newest = null;
+
+  function start() {
+    stop();
+    if (live.checked && !document.hidden) poll();
+  }
+
+  function stop() {
+    clearTimeout(timer);
+    asking?.abort();
+    asking = null;
+  }
+
+  async function poll() {
+    const mine = asking = new AbortController();
+    let wait = POLL_MS;
+    try {
+      const flight = await getFlight(next, mine.signal);
+      if (asking !== mine) return;
+      take(flight);
+      draw();
+      setState("ok", "live");
+    } catch (error) {
+      if (asking !== mine) return;
+      if (error instanceof ApiError && error.status === 401) {
+        setState("bad", "key needed");
+        return onKeyNeeded(error.message);
+      }
+      setState("bad", error instanceof ApiError ? error.message : "the server cannot be reached");
+      wait = RETRY_MS;
+    }
+    timer = setTimeout(poll, wait);
+  }
+
+  function take(flight) {
+    // Smaller than before: the server has been started anew, and counts from 0.
+    if (next !== null && flight.next < next) {
+      steps.length = 0;
+      places.clear();
+    }
+    next = flight.next;
+    newest = flight;
+    steps.push(...flight.steps);
+    steps.splice(0, steps.length - MOST_STEPS);
+    const share = (free) => 1 - free / flight.num_kv_blocks;
+    for (const step of flight.steps) note(step.end_us, step.num_rows, step.num_waiting, share(step.num_free_blocks));
+    note(flight.now_us, 0, flight.num_waiting, flight.kv_cache_usage);
+    const oldest = Math.floor(flight.now_us / PLACE_US) - PLACES;
+    for (const place of places.keys()) if (place < oldest) places.delete(place);
+  }
+
+  function note(time, rows, waiting, used) {
+    const key = Math.floor(time / PLACE_US), old = places.get(key) ?? { rows: 0, waiting: 0, used: 0 };
+    places.set(key, {
+      rows: Math.max(old.rows, rows), waiting: Math.max(old.waiting, waiting), used: Math.max(old.used, used) });
+  }
+
+  function draw() {
+    if (newest === null) return;
+    drawTiles();
+    drawTimeline(byId("timeline"), steps, Number(byId("zoom").value));
+    byId("timeline-note").textContent = describe(steps);
+    drawHistory();
+    drawLatency("ttft", newest.ttft_s, "request");
+    drawLatency("itl", newest.itl_s, "gap");
+    drawRequests();
+    fill(byId("steps"), steps.slice(-TABLE_STEPS).reverse().map(stepRow));
+    byId("served").textContent = `${newest.model} on ${newest.device}`;
+  }
+
+  function drawTiles() {
+    const since = newest.now_us - RATE_US, last = steps.filter((step) => step.end_us > since);
+    // Steps come too fast for an answer to have them all: then the rates are of those it has.
+    const begin = last.length && last[0] !== steps[0] ? since : Math.max(since, steps[0]?.start_us ?? since);
+    const seconds = (newest.now_us - begin) / 1e6;
+    const tokens = last.reduce((sum, step) => sum + step.num_sampled, 0);
+    const busy = last.reduce((sum, step) => sum + step.end_us - Math.max(begin, step.start_us), 0) / 1e6;
+    byId("tile-running").textContent = newest.num_running;
+    byId("tile-waiting").textContent = newest.num_waiting;
+    byId("tile-kv").textContent = percent(newest.kv_cache_usage);
+    byId("tile-tokens").textContent = (tokens / seconds || 0).toFixed(0);
+    byId("tile-busy").textContent = percent(Math.min(1, busy / seconds || 0));
+    byId("tile-step").textContent = steps.length
+      ? milliseconds(median(steps.slice(-64).map((step) => step.end_us - step.start_us)) / 1000) : "–";
+  }
+
+  function drawHistory() {
+    const first = Math.floor(newest.now_us / PLACE_US) - PLACES + 1;
+    const values = Array.from({ length: PLACES }, (_, i) => places.get(first + i) ?? { rows: 0, waiting: 0, used: 0 });
+    const rows = values.map((v) => v.rows), waiting = values.map((v) => v.waiting), used = values.map((v) => v.used);
+    const most = Math.max(1, ...rows, ...waiting), mostUsed = Math.max(...used);
+    drawBars(byId("batch"), rows, {
+      line: waiting, top: most <= 4 ? most : roundUp(most), label: String, kind: "decode" });
+    byId("batch-note").textContent =
+      `At most ${Math.max(0, ...rows)} in a step; at most ${Math.max(0, ...waiting)} waiting (the line).`;
+    drawBars(byId("kv"), used, { top: mostUsed > 0.5 ? 1 : roundUp(Math.max(0.01, mostUsed)), label: percent, kind: "prepare" });
+    byId("kv-note").textContent =
+      `At most ${percent(mostUsed)} of ${newest.num_kv_blocks} blocks of ${newest.block_size} tokens.`;
+  }
+
+  function drawLatency(row, values, word) {
+    const cells = byId(row).querySelectorAll("td");
+    [values.p50, values.p90, values.p99].forEach((value, i) => {
+      cells[i].textContent = value === null ? "–" : milliseconds(value * 1000);
+    });
+    cells[3].textContent = `${values.count} ${word}${values.count === 1 ? "" : "s"}`;
+  }
+
+  function drawRequests() {
+    const waiting = newest.requests.filter((r) => r.status !== "running");
+    const running = newest.requests.filter((r) => r.status === "running");
+    const shown = [...waiting.slice(0, MOST_WAITING), ...running.slice(0, MOST_RUNNING)];
+    fill(byId("queue"), shown.map((request) => requestRow(request, newest.now_us)));
+    const more = newest.num_waiting + newest.num_running - shown.length;
+    byId("queue-note").textContent = !shown.length ? "No requests." : more > 0 ? `And ${more} more.` : "";
+  }
+
+  live.addEventListener("change", () => {
+    if (!live.checked) setState("wait", "paused");
+    start();
+  });
+  document.addEventListener("visibilitychange", start);
+  byId("zoom").addEventListener("change", draw);
+  window.addEventListener("resize", draw);
+  return { start };
+}
+
+function setState(kind, words) {
+  const state = byId("state");
+  // A screen reader tells of each change: so there is one only when there is news.
+  if (state.textContent !== words) state.textContent = words;
+  state.dataset.state = kind;
+}
+
+function percent(share) {
+  if (share > 0 && share < 0.001) return "<0.1%";
+  return `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
+}
+
+function fill(table, rows) {
+  table.tBodies[0].replaceChildren(...rows);
+}
+
+function makeRow(...cells) {
+  const row = document.createElement("tr");
+  cells.forEach((words, i) => {
+    const cell = document.createElement(i === 0 ? "th" : "td");
+    if (i === 0) cell.scope = "row";
+    cell.textContent = words;
+    row.append(cell);
+  });
+  return row;
+}
+
+function stepRow(step) {
+  const length = (start, end) => milliseconds((end - start) / 1000), idle = step.idle_us;
+  return makeRow(step.step, step.kind, step.num_rows, step.num_tokens, length(step.schedule_us, step.submit_us),
+    length(step.received_us, step.launched_us), length(step.start_us, step.end_us),
+    milliseconds((idle.result + idle.schedule + idle.prepare) / 1000));
+}
+
+function requestRow(request, now) {
+  const reason = request.waiting_for === null ? "" : REASONS[request.waiting_for] ?? request.waiting_for;
+  const row = makeRow(shorten(request.request_id), request.status, reason, request.num_prompt_tokens,
+    request.num_output_tokens, milliseconds((now - request.arrival_us) / 1000));
+  row.className = request.status;
+  row.cells[0].title = request.request_id;
+  if (request.waiting_for !== null) row.dataset.waitingFor = request.waiting_for;
+  return row;
+}
+
+/** A request's name is mostly random: its kind, the random part's beginning and the choice's number tell it. */
+function shorten(name) {
+  return name.replace(/^([a-z]+-)?([0-9a-f]{8})[0-9a-f]{24}(-\d+)?$/, "$1$2$3").slice(0, 40);
+}

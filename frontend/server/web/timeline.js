@@ -1,0 +1,91 @@
+// The last steps on three tracks: what the core, the worker and the device did, and when.
+
+import { element, fit, milliseconds, roundUp, text } from "/page/charts.js";
+
+const LEFT = 58, TOP = 6, LANE = 30, GAP = 10, BOTTOM = 20;
+const LANES = ["core", "worker", "device"];
+const HEIGHT = TOP + LANES.length * (LANE + GAP) + BOTTOM;
+const laneTop = (lane) => TOP + LANES.indexOf(lane) * (LANE + GAP);
+
+/** Draws the end of `steps` at a scale at which about `count` of them are in sight. */
+export function drawTimeline(svg, steps, count) {
+  const width = fit(svg, HEIGHT);
+  if (!steps.length) return svg.replaceChildren(...lanes(width));
+  const end = steps.at(-1).told_us;
+  const span = roundUp(count * median(steps.slice(-64).map((s) => s.end_us - s.start_us)) || 1);
+  const begin = end - span;
+  const x = (time) => LEFT + (time - begin) / span * (width - LEFT - 4);
+  const drawn = [...lanes(width), ...axis(width, span, x, begin)];
+  for (const step of steps) {
+    if (step.told_us >= begin) drawn.push(...marks(step, x));
+  }
+  svg.replaceChildren(...drawn);
+}
+
+/** The newest step in words: was it there when the device wanted it? */
+export function describe(steps) {
+  if (!steps.length) return "No step yet.";
+  const step = steps.at(-1), before = steps.at(-2);
+  const what = `Step ${step.step} (${step.kind}, ${count(step.num_rows, "request")}, ${count(step.num_tokens, "token")})`;
+  const ran = `ran ${milliseconds((step.end_us - step.start_us) / 1000)} on the device`;
+  if (before?.step !== step.step - 1) return `${what} ${ran}.`;
+  if (step.idle_us.no_work) return `${what} ${ran}, after a pause without work.`;
+  const lead = before.end_us - step.launched_us;
+  return lead >= 0
+    ? `${what} ${ran}; it was packed and queued ${milliseconds(lead / 1000)} before step ${before.step} ended.`
+    : `${what} ${ran}; the device had waited ${milliseconds((step.start_us - before.end_us) / 1000)} for it.`;
+}
+
+export function median(values) {
+  return values.length ? values.toSorted((a, b) => a - b)[values.length >> 1] : 0;
+}
+
+function count(number, word) {
+  return `${number} ${word}${number === 1 ? "" : "s"}`;
+}
+
+function lanes(width) {
+  return LANES.flatMap((lane) => [
+    element("rect", { class: "lane", x: LEFT, y: laneTop(lane), width: width - LEFT - 4, height: LANE }),
+    text(LEFT - 8, laneTop(lane) + LANE / 2 + 4, lane, { "text-anchor": "end" })]);
+}
+
+function axis(width, span, x, begin) {
+  const parts = width < 480 ? 2 : 5; // on a narrow screen five labels would lie upon each other
+  const tick = span / parts, bottom = laneTop("device") + LANE, drawn = [];
+  for (let i = 0; i <= parts; i += 1) {
+    const at = x(begin + i * tick);
+    drawn.push(element("line", { class: "grid", x1: at, x2: at, y1: TOP, y2: bottom + 4 }),
+      text(at, bottom + 16, i ? milliseconds(i * tick / 1000) : "0", { "text-anchor": i === parts ? "end" : "middle" }));
+  }
+  return drawn;
+}
+
+function marks(step, x) {
+  const drawn = [
+    bar("core", "schedule", step.schedule_us, step.submit_us, step, x, 0, 0.6),
+    // The core schedules the next step between taking tokens and telling them: so this one lies below.
+    bar("core", "take", step.taken_us, step.told_us, step, x, 0.64, 0.36),
+    bar("worker", "prepare", step.received_us, step.launched_us, step, x, 0, 1),
+    bar("device", step.kind, step.start_us, step.end_us, step, x, 0, 1)];
+  const from = x(step.launched_us), to = x(step.start_us);
+  if (from >= LEFT && to > from) {
+    drawn.push(element("line", {
+      class: "queued", x1: from, x2: to, y1: laneTop("worker") + LANE, y2: laneTop("device") }));
+  }
+  const room = x(step.end_us) - Math.max(LEFT, x(step.start_us));
+  if (room > 7 * String(step.step).length + 6) {
+    drawn.push(text(x(step.end_us) - room / 2, laneTop("device") + LANE / 2 + 4, String(step.step),
+      { class: "on-bar", "text-anchor": "middle" }));
+  }
+  return drawn;
+}
+
+function bar(lane, kind, start, end, step, x, offset, share) {
+  const from = Math.max(LEFT, x(start));
+  const words = `step ${step.step}: ${kind}, ${milliseconds((end - start) / 1000)}`;
+  return element("rect", {
+    class: kind, "data-step": step.step, x: from, y: laneTop(lane) + offset * LANE,
+    width: Math.max(x(end) < LEFT ? 0 : 1, x(end) - from - 0.5), height: share * LANE, rx: 2,
+  }, element("title", {}, words));
+}
