@@ -48,7 +48,7 @@ def decode_ladder(max_rows: int) -> list[int]:
 def mixed_ladder(max_rows: int, max_tokens: int) -> list[StepSizes]:
     """Sizes of graphs for steps with prompts, the largest last."""
     tokens = [n for n in (*range(128, 1024, 128), *range(1024, max_tokens + 1, 256)) if n <= max_tokens]
-    rows = sorted({min(64, max_rows), max_rows})
+    rows = sorted({min(128, max_rows), max_rows})
     return [StepSizes(r, n, r, r) for n in tokens for r in rows if r <= n]
 
 

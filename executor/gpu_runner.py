@@ -44,9 +44,12 @@ from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
 _BLOCK_SIZE = 64
 _PAD = 128
 """Eager steps are filled up to a multiple of this many tokens."""
-_LAUNCH_LAYER_S = 130e-6
+_LAUNCH_LAYER_S = 450e-6
 _FLOPS = 5e14
-"""Seconds that the host takes to launch a layer's kernels one by one; operations a second of large products."""
+"""Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast one: 130e-6);
+operations a second of large products."""
+_MOST_GRAPHED = 2048
+"""Tokens: more graphs would take their time at the start."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
 
@@ -304,12 +307,12 @@ class GpuRunner(Runner):
 
 
 def worthwhile_tokens(spec: ModelSpec) -> int:
-    """Up to how many tokens a step with prompts gains from a graph: beyond, launching its kernels one by one takes the
-    host no longer than the arithmetic takes the device, and then padding is what costs."""
+    """Up to how many tokens a step with prompts has a graph: as many as the device computes in twice the time that the
+    host takes to launch their kernels one by one."""
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads) \
         + 3 * spec.hidden_size * spec.intermediate_size
-    return int(launches_s * _FLOPS / (2 * spec.num_layers * layer))
+    return min(_MOST_GRAPHED, int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer)))
 
 
 def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> StepInput:
