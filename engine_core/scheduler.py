@@ -15,12 +15,13 @@ that touches them has come back, never before (`_release`).
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from sidestep.engine_core.flight_recorder import Situation
+from sidestep.engine_core.group import Group, entering_with, make_requests, why_never
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
@@ -69,6 +70,10 @@ class Scheduler:
         self._outboxes: dict[int, _Outbox] = {}
         self._deadlines: list[tuple[float, int, int]] = []
         """Time, client, handle; not the request, whose tokens would be kept until then."""
+        self._forking: list[Group] = []
+        """Groups with members that are parked until their prompt has been computed."""
+        self._copied: list[int] = []
+        """Blocks held until the step that copies them has been put together."""
         self._num_coming: int | None = None
         """Blocks that steps in flight will give back and that nobody in this step counts on; None until asked for."""
         self._num_preemptions = 0
@@ -81,20 +86,20 @@ class Scheduler:
     # What frontends ask for.
 
     def add(self, message: AddRequest) -> None:
-        """Takes a request; one that can never run is ended at once."""
-        request = Request.from_message(message, self._max_model_len, self._eos)
-        if not 0 < request.num_prompt < self._max_model_len:
-            problem = "prompt: is empty" if not request.num_prompt else (
-                f"prompt: {request.num_prompt} tokens and one of output are more than the "
-                f"{self._max_model_len} that fit")
-            self._outbox(request).finished.append(
-                Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
-            return
-        request.queued = self._clock()
-        self._requests[request.client, request.handle] = request
-        self._queue.add(request)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
+        """Takes a request with all its choices; one that can never run is ended at once."""
+        requests = make_requests(message, self._max_model_len, self._eos, self.kv)
+        problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs)
+        for request in requests:
+            if problem is not None:
+                self._outbox(request).finished.append(
+                    Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
+                continue
+            request.queued = self._clock()
+            self._requests[request.client, request.handle] = request
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
+        if problem is None:
+            self._queue.add(requests[0])
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
@@ -127,6 +132,8 @@ class Scheduler:
             return None
         # 4. Remember what is in flight.
         message, plan = step.build()
+        self.kv.pool.free(self._copied)
+        self._copied.clear()
         self._plans.append(plan)
         self._next_step += 1
         return message
@@ -218,6 +225,13 @@ class Scheduler:
             assert request.status is Status.RUNNING
             assert request.num_computed <= len(request.block_ids) * self.kv.block_size, f"{request}: too few blocks"
             assert len(request.token_ids) + request.num_placeholders <= request.max_total, f"{request}: too long"
+            assert not request.parked or (request.group in self._forking and not request.num_in_flight)
+        for group in self._forking:
+            assert group.source is not None and group.parked, "nobody is parked, or for nobody"
+            assert group.source.status is Status.RUNNING or group.source.num_computed >= group.source.num_prompt
+        for request in self._queue:
+            assert request.group is None or request is request.group.waiting[0], "not who stands for its group"
+        assert not self._copied
         for request in self._leaving:
             assert request.num_in_flight > 0 and request.status is not Status.RUNNING
         self.kv.check_invariants(held)
@@ -226,13 +240,15 @@ class Scheduler:
         """See RequestRecord.waiting_for."""
         if request.status is Status.RUNNING:
             return None
-        if request is not self._queue.peek():
+        together = entering_with(request)
+        if together[0] is not self._queue.peek():
             return "turn"
-        if request.num_in_flight:
+        if any(r.num_in_flight for r in together):
             return "output"
-        if sum(not r.will_be_complete for r in self._running) >= self._limits.max_num_seqs or not self._free_slots:
+        seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running)
+        if len(together) > min(seats, len(self._free_slots)):
             return "max_num_seqs"
-        if self.kv.blocks_for(len(request.token_ids)) > self.kv.pool.num_free:
+        if self.kv.num_blocks_to_enter(*together) > self.kv.pool.num_free:
             return "kv_cache"
         return "max_num_batched_tokens"
 
@@ -241,13 +257,15 @@ class Scheduler:
     def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
         """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
+        if self._forking:
+            self._unpark()
         # Not those whose last token is on its way: they need no row any more, so their seats are free already.
         live = [r for r in self._running if len(r.token_ids) + r.num_placeholders < r.max_total]
         later = len(live)
         for request in live:
             later -= 1
-            if request.status is not Status.RUNNING:
-                continue  # preempted while this loop made room for another
+            if request.status is not Status.RUNNING or request.parked:
+                continue  # preempted while this loop made room for another; or its prompt is being computed
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
             if count > 1:  # Each request after this one can count on a token: prompts never starve those that decode.
                 count = min(count, budget - later)
@@ -256,7 +274,10 @@ class Scheduler:
                 blocks = self._make_room(request, request.num_computed + count)
             if blocks is None:
                 continue
-            step.add(request, count, blocks)
+            if request.is_new:
+                self._enter(step, request, count)
+            else:
+                step.add(request, count, blocks)
             budget -= count
             if count > 1:
                 self.kv.remember(request)
@@ -266,26 +287,63 @@ class Scheduler:
         """Rows for waiting requests while seats, slots, blocks and budget last."""
         while budget and seats and self._free_slots:
             request = self._queue.peek()
+            if request is None:
+                break
+            together = entering_with(request)
             # A preempted request's tokens in flight come back before it can be sent again.
-            if request is None or request.num_in_flight or not self.kv.enter(request):
+            if len(together) > min(seats, len(self._free_slots)) or any(r.num_in_flight for r in together) \
+                    or not self.kv.enter(*together):
                 break
             self._queue.pop()
-            request.slot = heapq.heappop(self._free_slots)
-            request.status = Status.RUNNING
-            self._running[request] = None
-            if not request.was_started:
-                self._tell_started(request)
+            for one in together:
+                one.slot = heapq.heappop(self._free_slots)
+                one.status = Status.RUNNING
+                one.is_new = True
+                self._running[one] = None
+                if not one.was_started:
+                    self._tell_started(one, request.num_computed)
+            if len(together) > 1:
+                self._park(together)
             count = min(len(request.token_ids) - request.num_computed, budget)
-            step.enter(request, count)
-            seats -= 1
+            self._enter(step, request, count)
+            seats -= len(together)
             budget -= count
             self.kv.remember(request)
         if self._config.scheduling_policy == "priority":
             self._running = dict.fromkeys(sorted(self._running, key=lambda r: (r.priority, r.arrival)))
 
-    def _tell_started(self, request: Request) -> None:
+    def _enter(self, step: StepBuilder, request: Request, count: int) -> None:
+        """Its first row, with the block that it goes on from."""
+        if request.copy_source >= 0:
+            step.copy(request.copy_source, request.block_ids[request.num_computed // self.kv.block_size])
+            self._copied.append(request.copy_source)
+            request.copy_source = -1
+        step.enter(request, count)
+        request.is_new = False
+
+    def _park(self, together: list[Request]) -> None:
+        """All but the first have to wait for it."""
+        group = together[0].group
+        assert group is not None
+        group.source = together[0]
+        for request in together[1:]:
+            request.parked = True
+        self._forking.append(group)
+
+    def _unpark(self) -> None:
+        """Lets those go on whose prompt is being computed by a step in flight, or has been."""
+        for group in self._forking.copy():
+            source = group.source
+            assert source is not None
+            if source.num_computed >= source.num_prompt:
+                self._forking.remove(group)
+                for request in group.parked:
+                    request.parked = False
+                    request.block_hashes = source.block_hashes[:self.kv.num_shared(request)]
+
+    def _tell_started(self, request: Request, num_cached: int) -> None:
         request.was_started = True
-        request.num_cached_tokens = request.num_computed
+        request.num_cached_tokens = num_cached
         request.scheduled = self._clock()
         self._outbox(request).started.append(Started(
             handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
@@ -300,11 +358,11 @@ class Scheduler:
                 self._num_coming -= wanted
                 return None
             victim = next(r for r in reversed(self._running) if not r.will_be_complete)
+            coming = self._num_blocks_coming_back()
             self._preempt(victim)
-            if victim is request:
+            if request.status is not Status.RUNNING:
                 return None
-            if victim.num_in_flight:
-                self._num_coming += len(victim.block_ids)
+            self._num_coming += self._num_blocks_coming_back() - coming
         return blocks
 
     def _yield_to_urgent(self) -> None:
@@ -313,45 +371,62 @@ class Scheduler:
         urgent = self._queue.peek()
         if urgent is None or not self._running or next(reversed(self._running)).priority <= urgent.priority:
             return
-        seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running)
-        room = self.kv.pool.num_free + self._num_blocks_coming_back() - self.kv.blocks_for(len(urgent.token_ids))
+        together = entering_with(urgent)
+        seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running) - len(together)
+        room = self.kv.pool.num_free + self._num_blocks_coming_back() - self.kv.num_blocks_to_enter(*together)
         victims: list[Request] = []
         for request in reversed(self._running):
-            if (seats > 0 and room >= 0) or request.priority <= urgent.priority:
+            if (seats >= 0 and room >= 0) or request.priority <= urgent.priority:
                 break
             if not request.will_be_complete:
                 victims.append(request)
                 seats += 1
                 room += len(request.block_ids)
-        if seats > 0 and room >= 0:
+        if seats >= 0 and room >= 0:
             for victim in victims:
-                self._preempt(victim)
+                if victim.status is Status.RUNNING:  # not with its group already
+                    self._preempt(victim)
 
     def _num_blocks_coming_back(self) -> int:
-        """Blocks of requests that leave as soon as the steps in flight are back. A block that is shared with one that
-        stays counts too: then somebody waits a step in vain."""
+        """Blocks that nobody holds any more as soon as the steps in flight are back."""
         ending = (r for r in self._running if r.will_be_complete)
-        return sum(len(r.block_ids) for r in chain(self._leaving, ending))
+        held = Counter(block for r in chain(self._leaving, ending) for block in r.block_ids)
+        return sum(map(self.kv.pool.is_last, held.keys(), held.values()))
 
     # Ends.
 
     def _preempt(self, request: Request) -> None:
-        """Takes slot and blocks away; what was computed will be computed again. All or nothing: keeping some blocks
-        would leave several requests each too short of blocks to go on."""
-        del self._running[request]
-        request.status = Status.PREEMPTED
-        request.num_preemptions += 1
-        self._num_preemptions += 1
-        self._queue.put_back(request)
-        self._leave(request)
+        """Takes slot and blocks away, of its whole group; what was computed will be computed again. All or nothing:
+        keeping some blocks would leave several requests each too short of blocks to go on."""
+        group = request.group
+        together = [request] if group is None else [
+            r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
+        for one in together:
+            del self._running[one]
+            one.status = Status.PREEMPTED
+            one.num_preemptions += 1
+            one.parked = False
+            self._num_preemptions += 1
+            self._leave(one)
+        if group is not None:
+            self._no_fork(group)
+        self._queue.put_back(together[0])
+
+    def _no_fork(self, group: Group) -> None:
+        """Nobody of it is parked any more."""
+        group.source = None
+        if group in self._forking:
+            self._forking.remove(group)
 
     def _end(self, request: Request, word: Finished | None = None) -> None:
         """Ends a request wherever it is, and tells its frontend if there is a word."""
-        if request.status is Status.RUNNING:
-            del self._running[request]
-        else:
-            self._queue.forget()
         was_running = request.status is Status.RUNNING
+        if was_running:
+            del self._running[request]
+        if request.group is not None:
+            self._part(request, request.group)
+        elif not was_running:
+            self._queue.forget()
         request.status = Status.FINISHED
         del self._requests[request.client, request.handle]
         reason = FinishReason.ABORT if word is None else word.reason
@@ -360,6 +435,22 @@ class Scheduler:
             self._outbox(request).finished.append(word)
         if was_running:
             self._leave(request)
+
+    def _part(self, request: Request, group: Group) -> None:
+        """One of a group ends; the others go on without it."""
+        waiting = group.waiting
+        group.members.remove(request)
+        if request in waiting:
+            if request is waiting[0]:  # the next stands in the queue for them
+                self._queue.forget()
+                if len(waiting) > 1:
+                    self._queue.put_back(waiting[1])
+            return
+        request.parked = False
+        if not group.parked:
+            self._no_fork(group)
+        elif request is group.source and request.num_computed < request.num_prompt:
+            self._preempt(group.parked[0])  # nobody computes their prompt now
 
     def _leave(self, request: Request) -> None:
         self._leaving[request] = None

@@ -43,6 +43,7 @@ class StepBuilder:
         self._step_id = step_id
         self._single = _Rows()
         self._chunks = _Rows()
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -71,6 +72,10 @@ class StepBuilder:
         rows.entering.append(request)
         rows.num_cached.append(num_cached)
 
+    def copy(self, source: int, target: int) -> None:
+        """A block to be copied before the step writes anything."""
+        self._copies.append((source, target))
+
     def build(self) -> tuple[StepInput, StepPlan]:
         """The message for the workers and the scheduler's own note of it."""
         first, then = self._single, self._chunks
@@ -84,6 +89,8 @@ class StepBuilder:
             num_tokens=np.array(first.num_tokens + then.num_tokens, np.int32),
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
+            copy_sources=np.array([source for source, _ in self._copies], np.int32) if self._copies else _NONE,
+            copy_targets=np.array([target for _, target in self._copies], np.int32) if self._copies else _NONE,
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
         return message, StepPlan(self._step_id, rows, sampling, len(first.requests) + sum(then.num_tokens), len(new))
 
@@ -107,5 +114,6 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
         "new_stop_ids": np.fromiter(chain.from_iterable(stops), np.int32)}
 
 
+_NONE = np.empty(0, np.int32)
 _NOTHING_NEW = _new_columns([], [])
 """Most steps admit nobody, and thirteen empty arrays cost as much as the rest of a small step."""

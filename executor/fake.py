@@ -98,6 +98,8 @@ class FakeRunner(Runner):
                            device="fake")
 
     def execute(self, step: StepInput) -> PendingOutput:
+        for source, target in zip(step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True):
+            self._cache[target] = self._cache[source].copy()
         self._enter(step)
         tokens = self._run_rows(step)
         start, end = self._device.launch()

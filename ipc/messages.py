@@ -35,6 +35,7 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
 
     client: int
     handle: int
+    """Of the first completion; the others' follow it."""
     request_id: str
     """For logs only."""
     prompt_token_ids: bytes

@@ -12,6 +12,9 @@ from sidestep.ipc.errors import ValidationError
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 128
 """With `min_tokens` they travel to the device in each step, in a message of bounded size."""
+MAX_CHOICES = 1024
+"""Most completions of one request."""
+_DERIVE = 0x9E3779B97F4A7C15
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -45,6 +48,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     Raises ValidationError, which names the field, when a value is out of range, and TypeError for an unknown name.
     """
 
+    n: int = 1
+    """Completions of the prompt, each with a seed of its own that is derived from `seed`; the first is that of n=1."""
     temperature: float = 1.0
     """0 is greedy; otherwise logits are divided by it (by 0.01 if it is less). At most 2."""
     top_p: float = 1.0
@@ -75,6 +80,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     """What each output of the stream holds."""
 
     def __post_init__(self) -> None:
+        _check(_is_int(self.n) and 1 <= self.n <= MAX_CHOICES, "n",
+               f"must be a whole number between 1 and {MAX_CHOICES}, not {self.n!r}")
         _check(_is_number(self.temperature) and 0 <= self.temperature <= 2, "temperature",
                f"must be between 0 and 2, not {self.temperature!r}")
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", f"must be in (0, 1], not {self.top_p!r}")
@@ -109,6 +116,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
                f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most")
         for token in self.stop_token_ids or ():
             _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
+
+    def for_choice(self, index: int) -> SamplingParams:
+        """Those of one of the `n` completions alone; `seed` must be filled in."""
+        seed = self.seed if index == 0 else ((self.seed or 0) ^ (index * _DERIVE)) & MAX_SEED
+        return msgspec.structs.replace(self, n=1, seed=seed)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ Decoded columns are views over the received bytes: read-only, and valid only as 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import msgspec
@@ -119,6 +119,10 @@ class StepInput(Columns):
     """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
     new_stop_ids: Int32
     """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop tokens."""
+    copy_sources: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[C] Blocks that are copied, in all layers, before the step writes any keys and values."""
+    copy_targets: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[C] What they are copied to. No block is a source and a target, and none is a target twice."""
 
 
 @dataclass(slots=True)

@@ -120,6 +120,8 @@ class Engine:
         assert min(counts) > 0 and len(set(slots)) == len(slots)
         first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"
+        assert not set(step.copy_sources.tolist()) & set(step.copy_targets.tolist()), "a source is a target"
+        assert len(set(step.copy_targets.tolist())) == len(step.copy_targets), "a target twice"
         new = set(step.new_slots.tolist())
         assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), "new columns follow their rows"
 
