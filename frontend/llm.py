@@ -182,7 +182,7 @@ class Progress:
     def add(self, output: RequestOutput) -> None:
         """One request has ended."""
         self._tokens_in += len(output.prompt_token_ids)
-        self._tokens_out += len(output.outputs[0].token_ids)
+        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
         rates = f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s"
         self._bar.set_postfix_str(rates, refresh=False)

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from sidestep.frontend.detokenizer import Detokenizer
@@ -31,30 +31,33 @@ _ID_BYTES = 4
 
 
 class RequestState:
-    """One live request: its text so far, and the mailbox of its one reader."""
+    """One live request, or one choice of it: its text so far, and the mailbox of its one reader."""
 
     def __init__(self, handle: int, request_id: str, request: ProcessedRequest, tokenizer: Tokenizer,
-                 stream_interval: int = 1) -> None:
-        """stream_interval: tokens that must be new before the reader is told, but for the first and the last."""
+                 stream_interval: int = 1, index: int = 0) -> None:
+        """stream_interval: tokens that must be new before the reader is told, but for the first and the last. index:
+        which of the request's choices it is."""
         self.handle = handle
+        self.index = index
         self._interval = stream_interval
         self.request_id = request_id
         self._request = request
-        self._is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
+        self.output_kind = request.sampling.output_kind
         self._token_ids: list[int] = []
-        self._metrics = RequestMetrics(arrival_time=request.arrival)
+        self.metrics = RequestMetrics(arrival_time=request.arrival)
         self._num_cached: int | None = None
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
         self._taken_tokens = 0
-        self._due_at: float = math.inf if request.sampling.output_kind == RequestOutputKind.FINAL_ONLY else 1
+        self._due_at: float = math.inf if self.output_kind is RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
         self._wake: asyncio.Future[None] | None = None
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
-        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
+        """That are computed for it: those of a prompt once for all its choices."""
         self._detokenizer: Detokenizer | None = None
         if request.sampling.detokenize:
             self._detokenizer = Detokenizer(
@@ -71,22 +74,27 @@ class RequestState:
         """Whether nothing more will come."""
         return self._finish_reason is not None or self._error is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether its reader gets an exception."""
+        return self._error is not None
+
     # What the engine says.
 
     def queued(self) -> None:
         """It is on its way to the core."""
-        self._metrics.queued_ts = time.monotonic()
+        self.metrics.queued_ts = time.monotonic()
 
     def started(self, message: Started) -> None:
         """It was scheduled for the first time."""
         self._num_cached = message.num_cached_tokens
-        self._metrics.scheduled_ts = message.scheduled
+        self.metrics.scheduled_ts = message.scheduled
 
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
         """One more token. True if its text completes a stop string, which ends the request here. `hidden`: it is a stop
         token, which ends the output without being part of its text."""
         self._token_ids.append(token)
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.last_token_ts = now
         if metrics.first_token_ts is None:
             metrics.first_token_ts = now
@@ -101,7 +109,7 @@ class RequestState:
 
     def finished(self, message: Finished) -> None:
         """The engine has ended it."""
-        self._metrics.num_preemptions = message.num_preemptions
+        self.metrics.num_preemptions = message.num_preemptions
         if message.reason == FinishReason.ERROR:
             self.fail(RequestError(message.error or "the request failed"))
             return
@@ -124,37 +132,47 @@ class RequestState:
 
     async def next_output(self) -> RequestOutput:
         """The next output, as soon as there is something new. Raises what the request failed with."""
-        while not self._has_news():
+        while not self.has_news():
             self._wake = asyncio.get_running_loop().create_future()
             try:
                 await self._wake
             finally:
                 self._wake = None
-        if self._error is not None:
-            raise self._error
-        return self._take()
+        return self.take()
 
-    def _has_news(self) -> bool:
+    def wake_on(self, wake: asyncio.Future[None] | None) -> None:
+        """In the place of `next_output`, for a reader of several: this is done when there is something new."""
+        self._wake = wake
+
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
         return len(self._token_ids) >= self._due_at or self.is_finished
 
     def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    def _take(self) -> RequestOutput:
+    def take(self) -> RequestOutput:
+        """What there is. Raises what the request failed with."""
+        if self._error is not None:
+            raise self._error
         text = self._detokenizer.text if self._detokenizer is not None else ""
         tokens = self._token_ids
-        self._metrics.num_generation_tokens = len(tokens)
-        if self._is_delta:
+        self.metrics.num_generation_tokens = len(tokens)
+        if self.output_kind is RequestOutputKind.DELTA:
             new_text, new_tokens = text[self._taken_text:], tokens[self._taken_tokens:]
         else:
             new_text, new_tokens = text, tokens.copy()
         self._taken_tokens, self._taken_text = len(tokens), len(text)
         self._due_at = len(tokens) + self._interval
-        completion = CompletionOutput(0, new_text, new_tokens, self._finish_reason, self._stop_reason)
+        return self.request_output([CompletionOutput(
+            self.index, new_text, new_tokens, self._finish_reason, self._stop_reason)])
+
+    def request_output(self, completions: list[CompletionOutput]) -> RequestOutput:
+        """What its reader gets, around these."""
         return RequestOutput(
-            self.request_id, self._request.prompt, self._request.prompt_token_ids, [completion],
-            self._finish_reason is not None, self._metrics, self._num_cached)
+            self.request_id, self._request.prompt, self._request.prompt_token_ids, completions,
+            self._finish_reason is not None, self.metrics, self._num_cached)
 
 
 class Delivery(NamedTuple):
@@ -172,7 +190,8 @@ class OutputProcessor:
 
     def __init__(self, abort_at_core: Callable[[list[int]], None]) -> None:
         self._states: dict[int, RequestState] = {}
-        self._by_id: dict[str, RequestState] = {}
+        self._by_id: dict[str, list[RequestState]] = {}
+        """Of each request, the choices that have not ended."""
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._num_deliveries = 0
@@ -190,7 +209,7 @@ class OutputProcessor:
     def add(self, state: RequestState) -> None:
         """From now on its tokens are expected."""
         self._states[state.handle] = state
-        self._by_id[state.request_id] = state
+        self._by_id.setdefault(state.request_id, []).append(state)
         self.num_waiting += 1
         self.num_waiting_tokens += state.num_prompt_tokens
 
@@ -235,18 +254,20 @@ class OutputProcessor:
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends requests by their ids; unknown ones have ended already. Their readers get what there is."""
-        states = [self._by_id[i] for i in request_ids if i in self._by_id]
+        states = [state for i in request_ids for state in self._by_id.get(i, ())]
         for state in states:
             self.remove(state)
             state.abort()
         if states:
             self._abort_at_core([state.handle for state in states])
 
-    def drop(self, state: RequestState) -> None:
-        """Its reader has left: ends it at the core unless it has ended."""
-        if state.handle in self._states:
+    def drop(self, states: Iterable[RequestState]) -> None:
+        """Their reader has left: ends at the core those that have not ended."""
+        live = [state for state in states if state.handle in self._states]
+        for state in live:
             self.remove(state)
-            self._abort_at_core([state.handle])
+        if live:
+            self._abort_at_core([state.handle for state in live])
 
     def fail_all(self, error: Exception) -> None:
         """Every reader gets an exception like this one."""
@@ -258,7 +279,10 @@ class OutputProcessor:
     def remove(self, state: RequestState) -> None:
         """No more tokens are expected."""
         del self._states[state.handle]
-        del self._by_id[state.request_id]
+        together = self._by_id[state.request_id]
+        together.remove(state)
+        if not together:
+            del self._by_id[state.request_id]
         self._waits_no_more(state)
 
     def _waits_no_more(self, state: RequestState) -> None:

@@ -19,7 +19,6 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 """Of all stop strings together: each new token is held against all their beginnings."""
-_DERIVE = 0x9E3779B97F4A7C15
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -133,10 +132,3 @@ def sampling_params(request: msgspec.Struct, max_tokens: int | None, **more: Any
     if sum(map(len, [stops] if isinstance(stops, str) else stops)) > MAX_STOP_CHARACTERS:
         raise refused("stop", f"has more than {MAX_STOP_CHARACTERS} characters altogether")
     return SamplingParams(**{**given, "max_tokens": max_tokens, **more})
-
-
-def for_choice(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of several choices: its own seed, the given one for the first."""
-    if index == 0 or params.seed is None:
-        return params
-    return msgspec.structs.replace(params, seed=(params.seed ^ (index * _DERIVE)) & MAX_SEED)

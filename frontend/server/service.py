@@ -9,14 +9,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import msgspec
 from starlette.requests import Request
 
 from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.output_processor import RequestState
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
-from sidestep.frontend.server.fields import for_choice
 from sidestep.frontend.server.guard import TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
@@ -30,32 +31,69 @@ _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
 
 
+class Call:
+    """One request to the engine, for all choices of a prompt; the first that is read sends it."""
+
+    def __init__(self, llm: AsyncLLM, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *,
+                 priority: int, cache_salt: str | None, deadline_s: float | None) -> None:
+        self._llm = llm
+        self.request_id = request_id
+        self._is_alone = params.n == 1
+        self._arguments = (prompt_token_ids, params, request_id)
+        self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "deadline_s": deadline_s}
+        self._sending: asyncio.Task[list[RequestState]] | None = None
+
+    def read(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one choice. Raises what AsyncLLM.generate raises."""
+        if self._is_alone:
+            return self._llm.generate(*self._arguments, **self._options)
+        return self._read(index)
+
+    async def _read(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._llm.start(*self._arguments, **self._options))
+        sending = self._sending
+        try:
+            state = (await asyncio.shield(sending))[index]  # for the others it goes on
+            finished = False
+            while not finished:
+                output = await state.next_output()
+                finished = output.finished
+                yield output
+        finally:
+            if sending.done():
+                self._leave(index, sending)
+            else:
+                sending.add_done_callback(lambda sent: self._leave(index, sent))
+
+    def _leave(self, index: int, sent: asyncio.Task[list[RequestState]]) -> None:
+        if not sent.cancelled() and sent.exception() is None:
+            self._llm.leave(sent.result()[index])
+
+
 @dataclass(frozen=True)
 class Choice:
-    """One completion to make: one request of the engine."""
+    """One completion to make."""
 
     index: int
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    priority: int
-    cache_salt: str | None
-    deadline_s: float | None
+    call: Call
+    place: int
+    """Which of the call's it is."""
 
 
 class Tally:
     """The counts of one choice while it runs, from `with` to its end, however that comes."""
 
-    def __init__(self, service: Service, request_id: str) -> None:
+    def __init__(self, service: Service, choice: Choice) -> None:
         self._service = service
-        self._request_id = request_id
+        self._choice = choice
         self._gaps = service.metrics.token_gaps
         self._last: RequestOutput | None = None
         self._last_ts = 0.0
         self._told = 0
 
     def __enter__(self) -> Self:
-        self._service.choice_begins(self._request_id)
+        self._service.choice_begins(self._choice)
         return self
 
     def note(self, output: RequestOutput) -> None:
@@ -76,7 +114,7 @@ class Tally:
             reason = "error"
         elif self._last is not None and self._last.finished:
             reason = self._last.outputs[0].finish_reason or reason
-        self._service.choice_ends(self._request_id, self._last, reason)
+        self._service.choice_ends(self._choice, self._last, reason)
 
 
 class Service:
@@ -90,7 +128,7 @@ class Service:
         self.metrics = ServerMetrics(self.names[0])
         self.started = int(time.time())
         self.is_draining = False
-        self._running: set[str] = set()
+        self._running: set[Choice] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -129,8 +167,10 @@ class Service:
         """All completions that a request asks for, prompt by prompt."""
         deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
-        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s)
-                for i, prompt in enumerate(prompts) for j in range(n)]
+        params = msgspec.structs.replace(params, n=n)
+        calls = [Call(self.llm, f"{base}-{i * n}", prompt, params, priority=priority or 0, cache_salt=salt,
+                      deadline_s=deadline_s) for i, prompt in enumerate(prompts)]
+        return [Choice(i * n + j, call, j) for i, call in enumerate(calls) for j in range(n)]
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
         """Users of different keys share no cached prefixes: how fast an answer comes would tell what another asked."""
@@ -141,21 +181,20 @@ class Service:
 
     def generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one choice, to be read within its `tally`. Raises what AsyncLLM.generate raises."""
-        return self.llm.generate(choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
-                                 cache_salt=choice.cache_salt, deadline_s=choice.deadline_s)
+        return choice.call.read(choice.place)
 
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
-        return Tally(self, choice.request_id)
+        return Tally(self, choice)
 
-    def choice_begins(self, request_id: str) -> None:
+    def choice_begins(self, choice: Choice) -> None:
         """A client waits for it from now on."""
-        self._running.add(request_id)
+        self._running.add(choice)
         self._idle.clear()
 
-    def choice_ends(self, request_id: str, last: RequestOutput | None, reason: str) -> None:
+    def choice_ends(self, choice: Choice, last: RequestOutput | None, reason: str) -> None:
         """Nobody waits for it any more. `last` is its last output, if it gave any."""
-        self._running.remove(request_id)
+        self._running.remove(choice)
         self.metrics.request_ended(last, reason)
         if reason == "rejected":
             self.metrics.rejections["queue_full"] += 1
@@ -196,7 +235,7 @@ class Service:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            await self.llm.abort(list(self._running))
+            await self.llm.abort({choice.call.request_id for choice in self._running})
             try:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._idle.wait()
