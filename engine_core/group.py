@@ -1,4 +1,5 @@
-"""Requests that belong together: the choices of one call, which share the blocks of its prompt.
+"""Requests that belong together and share the blocks of their prompt: the choices of one call, or the beams of one
+search (engine_core/beams.py).
 
 They are admitted and preempted together. One of them, the group's source, computes the prompt; the others are *parked*
 until the step that computes the prompt's last token has been scheduled. In the next step they enter with all tokens of
@@ -22,33 +23,53 @@ from sidestep.ipc.messages import AddRequest
 class Group:
     """`members` are those that have not ended, in the order of their indices."""
 
-    members: list[Request] = field(default_factory=list)
+    members: list[Request]
+    queued: Request | None = None
+    """Who stands in the queue for those that wait, and enters first."""
     source: Request | None = None
-    """Who computes the prompt for the members that are parked; None when nobody is."""
+    """Who computes the prompt for `forks`."""
+    forks: list[Request] = field(default_factory=list)
+    """Those that run, but are parked until then."""
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that enter together. The first stands in the queue for all."""
+        """Those that enter together."""
         return [r for r in self.members if r.status in (Status.WAITING, Status.PREEMPTED)]
 
-    @property
-    def parked(self) -> list[Request]:
-        """Those that have slot and blocks, and wait for the prompt."""
-        return [r for r in self.members if r.parked]
+    def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
+        """Of those that enter together, the ones that get blocks from the first."""
+        return together[1:]
+
+    def enter(self, together: Sequence[Request]) -> None:
+        """These have got their slots and blocks; all but the first are parked."""
+        self.queued = None
+        for request in together[1:]:
+            request.parked = True
+        self.forks = list(self.sharing(together))
+        self.source = together[0] if self.forks else None
+
+    def stop_forking(self) -> None:
+        """Nobody waits for the prompt any more."""
+        self.source = None
+        self.forks.clear()
 
 
-def make_requests(message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int],
-                  kv: KVCacheManager) -> list[Request]:
-    """The request of a message, or all of its group. Those of a group may become so long that all of them together fit
-    in the cache: a group alone can always run to its end, as a request alone can."""
+def make_choices(message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int],
+                 kv: KVCacheManager) -> list[Request]:
+    """The request of a message, or all of its choices. Those of a group may become so long that all of them together
+    fit in the cache: a group alone can always run to its end, as a request alone can."""
     num = message.sampling.n
     requests = [Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids) for index in range(num)]
     if num > 1:
-        group = Group(requests)
-        for request in requests:
-            request.group = group
-            request.max_total = min(request.max_total, kv.longest_of_group(request, num))
+        join(requests, Group(requests), kv)
     return requests
+
+
+def join(requests: Sequence[Request], group: Group, kv: KVCacheManager) -> None:
+    """Makes them one group."""
+    for request in requests:
+        request.group = group
+        request.max_total = min(request.max_total, kv.longest_of_group(request, len(requests)))
 
 
 def _one_choice(message: AddRequest, index: int) -> AddRequest:
@@ -59,20 +80,30 @@ def _one_choice(message: AddRequest, index: int) -> AddRequest:
                                    sampling=message.sampling.for_choice(index))
 
 
-def why_never(requests: Sequence[Request], max_model_len: int, max_num_seqs: int) -> str | None:
-    """Why these can never run, or None if they can."""
+def why_never(requests: Sequence[Request], max_model_len: int, max_num_seqs: int, field: str) -> str | None:
+    """Why these can never run, or None if they can. field: what asks for so many."""
     first, num = requests[0], len(requests)
     if not first.num_prompt:
         return "prompt: is empty"
     if first.num_prompt >= max_model_len:
         return f"prompt: {first.num_prompt} tokens and one of output are more than the {max_model_len} that fit"
     if num > max_num_seqs:
-        return f"n: {num} choices are more than the {max_num_seqs} requests that run at once (max_num_seqs)"
+        return f"{field}: {num} are more than the {max_num_seqs} that run at once (max_num_seqs)"
     if first.max_total <= first.num_prompt:
-        return f"n: {num} choices of a prompt of {first.num_prompt} tokens do not fit in the KV cache together"
+        return f"{field}: {num} continuations of {first.num_prompt} tokens do not fit in the KV cache together"
     return None
 
 
 def entering_with(request: Request) -> list[Request]:
-    """A waiting request and all that must enter with it; the first stands in the queue for them."""
-    return [request] if request.group is None else request.group.waiting
+    """A waiting request and all that must enter with it; who stands in the queue for them comes first."""
+    group = request.group
+    if group is None:
+        return [request]
+    assert group.queued is not None
+    return [group.queued, *(r for r in group.waiting if r is not group.queued)]
+
+
+def sharing(together: Sequence[Request]) -> Sequence[Request]:
+    """See Group.sharing."""
+    group = together[0].group
+    return () if group is None else group.sharing(together)

@@ -148,6 +148,18 @@ class KVCacheManager:
             request.copy_source = source.block_ids[len(shared)]
             self.pool.share(request.copy_source)
 
+    def branch(self, source: Request, request: Request) -> None:
+        """In the place of what it had, blocks for a request that goes on from all that the source has computed."""
+        full, rest = divmod(source.num_computed, self.block_size)
+        shared, copied = source.block_ids[:full], source.block_ids[full] if rest else -1
+        for block in (*shared, copied) if rest else shared:
+            self.pool.share(block)
+        self.free(request)
+        request.block_ids = shared
+        request.copy_source = copied
+        request.num_computed = source.num_computed
+        request.num_registered = source.num_registered
+
     def _match_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its prefix; never of all its tokens, since the last one must be computed for its logits."""
         if not self.enable_prefix_caching:

@@ -52,6 +52,8 @@ class Request:
     """Has a slot whose row in the worker is still another's, or an older one of its own."""
     copy_source: int = -1
     """A block that it holds until its own at the place of the next token has become a copy of it; -1 for none."""
+    controls: bytes = b""
+    """For the workers; see ipc.controls."""
     status: Status = Status.WAITING
     slot: int = -1
     """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
@@ -92,7 +94,8 @@ class Request:
             client=message.client, handle=message.handle, request_id=message.request_id, token_ids=tokens,
             num_prompt=len(tokens), sampling=sampling, max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
-            priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline)
+            priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline,
+            controls=message.controls)
 
     @property
     def num_outputs(self) -> int:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from sidestep.engine_core.beams import BeamGroup, candidates_of, found_by, make_beams
 from sidestep.engine_core.flight_recorder import Situation
-from sidestep.engine_core.group import Group, entering_with, make_requests, why_never
+from sidestep.engine_core.group import Group, entering_with, make_choices, sharing, why_never
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
@@ -71,7 +72,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, int]] = []
         """Time, client, handle; not the request, whose tokens would be kept until then."""
         self._forking: list[Group] = []
-        """Groups with members that are parked until their prompt has been computed."""
+        """Groups with members that are parked until their prompt has been computed: they have `forks`."""
         self._copied: list[int] = []
         """Blocks held until the step that copies them has been put together."""
         self._num_coming: int | None = None
@@ -87,9 +88,13 @@ class Scheduler:
 
     def add(self, message: AddRequest) -> None:
         """Takes a request with all its choices; one that can never run is ended at once."""
-        requests = make_requests(message, self._max_model_len, self._eos, self.kv)
-        problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs)
-        for request in requests:
+        if message.beam_search is None:
+            requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
+        else:
+            requests, field = make_beams(
+                message, message.beam_search, self._max_model_len, self._eos, self.kv), "beam_width"
+        problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
+        for request in requests if message.beam_search is None else requests[:1]:
             if problem is not None:
                 self._outbox(request).finished.append(
                     Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
@@ -100,6 +105,8 @@ class Scheduler:
                 heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
         if problem is None:
             self._queue.add(requests[0])
+            if requests[0].group is not None:
+                requests[0].group.queued = requests[0]
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
@@ -144,9 +151,12 @@ class Scheduler:
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
         block_size = self.kv.block_size
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
-        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
+        for row, (request, token) in enumerate(zip(plan.sampling, output.token_ids.tolist(), strict=True)):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
+                continue
+            if request.group is not None and isinstance(request.group, BeamGroup):
+                self._take_candidates(request, request.group, output, row)
                 continue
             outbox = self._outbox(request)
             outbox.handles.append(request.handle)
@@ -223,14 +233,21 @@ class Scheduler:
             assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
         for request in self._running:
             assert request.status is Status.RUNNING
-            assert request.num_computed <= len(request.block_ids) * self.kv.block_size, f"{request}: too few blocks"
+            held_blocks = len(request.block_ids) + (request.copy_source >= 0)
+            assert request.num_computed <= held_blocks * self.kv.block_size, f"{request}: too few blocks"
             assert len(request.token_ids) + request.num_placeholders <= request.max_total, f"{request}: too long"
-            assert not request.parked or (request.group in self._forking and not request.num_in_flight)
+            assert not request.parked or request.group is not None and (
+                isinstance(request.group, BeamGroup) or request in request.group.forks), f"{request} is parked"
         for group in self._forking:
-            assert group.source is not None and group.parked, "nobody is parked, or for nobody"
+            assert group.source is not None and group.forks, "nobody is parked, or for nobody"
+            assert all(r.parked and r.status is Status.RUNNING and not r.num_in_flight for r in group.forks)
             assert group.source.status is Status.RUNNING or group.source.num_computed >= group.source.num_prompt
         for request in self._queue:
-            assert request.group is None or request is request.group.waiting[0], "not who stands for its group"
+            assert request.group is None or request is request.group.queued, "not who stands for its group"
+        for request in self._requests.values():
+            if (own := request.group) is not None:
+                assert own.queued in own.waiting or not own.waiting, "nobody stands for them"
+                assert not own.forks or own in self._forking
         assert not self._copied
         for request in self._leaving:
             assert request.num_in_flight > 0 and request.status is not Status.RUNNING
@@ -248,7 +265,7 @@ class Scheduler:
         seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running)
         if len(together) > min(seats, len(self._free_slots)):
             return "max_num_seqs"
-        if self.kv.num_blocks_to_enter(*together) > self.kv.pool.num_free:
+        if self.kv.num_blocks_to_enter(together[0], *sharing(together)) > self.kv.pool.num_free:
             return "kv_cache"
         return "max_num_batched_tokens"
 
@@ -278,6 +295,10 @@ class Scheduler:
                 self._enter(step, request, count)
             else:
                 step.add(request, count, blocks)
+                if request.group is not None and isinstance(request.group, BeamGroup):
+                    request.parked = request.num_placeholders > 0  # until the search has chosen
+                    if count == 1:
+                        step.force(request)
             budget -= count
             if count > 1:
                 self.kv.remember(request)
@@ -292,7 +313,7 @@ class Scheduler:
             together = entering_with(request)
             # A preempted request's tokens in flight come back before it can be sent again.
             if len(together) > min(seats, len(self._free_slots)) or any(r.num_in_flight for r in together) \
-                    or not self.kv.enter(*together):
+                    or not self.kv.enter(request, *sharing(together)):
                 break
             self._queue.pop()
             for one in together:
@@ -302,8 +323,10 @@ class Scheduler:
                 self._running[one] = None
                 if not one.was_started:
                     self._tell_started(one, request.num_computed)
-            if len(together) > 1:
-                self._park(together)
+            if request.group is not None:
+                request.group.enter(together)
+                if request.group.forks:
+                    self._forking.append(request.group)
             count = min(len(request.token_ids) - request.num_computed, budget)
             self._enter(step, request, count)
             seats -= len(together)
@@ -320,15 +343,8 @@ class Scheduler:
             request.copy_source = -1
         step.enter(request, count)
         request.is_new = False
-
-    def _park(self, together: list[Request]) -> None:
-        """All but the first have to wait for it."""
-        group = together[0].group
-        assert group is not None
-        group.source = together[0]
-        for request in together[1:]:
-            request.parked = True
-        self._forking.append(group)
+        if isinstance(request.group, BeamGroup):
+            request.parked = request.num_placeholders > 0
 
     def _unpark(self) -> None:
         """Lets those go on whose prompt is being computed by a step in flight, or has been."""
@@ -336,10 +352,10 @@ class Scheduler:
             source = group.source
             assert source is not None
             if source.num_computed >= source.num_prompt:
-                self._forking.remove(group)
-                for request in group.parked:
+                for request in group.forks:
                     request.parked = False
                     request.block_hashes = source.block_hashes[:self.kv.num_shared(request)]
+                self._no_fork(group)
 
     def _tell_started(self, request: Request, num_cached: int) -> None:
         request.was_started = True
@@ -373,7 +389,8 @@ class Scheduler:
             return
         together = entering_with(urgent)
         seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running) - len(together)
-        room = self.kv.pool.num_free + self._num_blocks_coming_back() - self.kv.num_blocks_to_enter(*together)
+        wanted = self.kv.num_blocks_to_enter(together[0], *sharing(together))
+        room = self.kv.pool.num_free + self._num_blocks_coming_back() - wanted
         victims: list[Request] = []
         for request in reversed(self._running):
             if (seats >= 0 and room >= 0) or request.priority <= urgent.priority:
@@ -393,6 +410,24 @@ class Scheduler:
         held = Counter(block for r in chain(self._leaving, ending) for block in r.block_ids)
         return sum(map(self.kv.pool.is_last, held.keys(), held.values()))
 
+    # Inside update().
+
+    def _take_candidates(self, request: Request, group: BeamGroup, output: StepOutput, row: int) -> None:
+        """What may follow a beam. With the last of them the search goes on, or ends."""
+        if request.first_token is None:
+            request.first_token = self._clock()
+        if not group.take(request, candidates_of(output, row)):
+            return
+        for beam in group.beams:
+            if group.is_running:
+                self.kv.remember(beam)
+            elif beam.status is Status.RUNNING:
+                self._preempt(beam)  # as others of it were meanwhile
+        if not group.advance(self.kv):
+            first = group.members[0]
+            self._end(first, Finished(handle=first.handle, reason=FinishReason.STOP, beams=found_by(first),
+                                      num_preemptions=first.num_preemptions))
+
     # Ends.
 
     def _preempt(self, request: Request) -> None:
@@ -410,47 +445,55 @@ class Scheduler:
             self._leave(one)
         if group is not None:
             self._no_fork(group)
+            if group.queued is not None:  # others of it wait already
+                return
+            group.queued = together[0]
         self._queue.put_back(together[0])
 
     def _no_fork(self, group: Group) -> None:
-        """Nobody of it is parked any more."""
-        group.source = None
+        """Nobody waits for its prompt any more."""
+        group.stop_forking()
         if group in self._forking:
             self._forking.remove(group)
 
     def _end(self, request: Request, word: Finished | None = None) -> None:
         """Ends a request wherever it is, and tells its frontend if there is a word."""
-        was_running = request.status is Status.RUNNING
-        if was_running:
-            del self._running[request]
-        if request.group is not None:
-            self._part(request, request.group)
-        elif not was_running:
-            self._queue.forget()
-        request.status = Status.FINISHED
         del self._requests[request.client, request.handle]
+        group = request.group
+        for one in reversed(group.members.copy()) if isinstance(group, BeamGroup) else [request]:
+            self._stop(one)
         reason = FinishReason.ABORT if word is None else word.reason
         self._ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
         if word is not None:
             self._outbox(request).finished.append(word)
+
+    def _stop(self, request: Request) -> None:
+        """Takes it out of wherever it is."""
+        was_running = request.status is Status.RUNNING
+        if was_running:
+            del self._running[request]
+        elif request.group is None or request is request.group.queued:
+            self._queue.forget()
+        request.status = Status.FINISHED
+        if request.group is not None:
+            self._part(request, request.group)
         if was_running:
             self._leave(request)
 
     def _part(self, request: Request, group: Group) -> None:
-        """One of a group ends; the others go on without it."""
-        waiting = group.waiting
-        group.members.remove(request)
-        if request in waiting:
-            if request is waiting[0]:  # the next stands in the queue for them
-                self._queue.forget()
-                if len(waiting) > 1:
-                    self._queue.put_back(waiting[1])
-            return
+        """One of a group has ended; the others go on without it."""
         request.parked = False
-        if not group.parked:
+        group.members.remove(request)
+        if request is group.queued:
+            group.queued = next(iter(group.waiting), None)
+            if group.queued is not None:
+                self._queue.put_back(group.queued)
+        if request in group.forks:
+            group.forks.remove(request)
+        if not group.forks:
             self._no_fork(group)
         elif request is group.source and request.num_computed < request.num_prompt:
-            self._preempt(group.parked[0])  # nobody computes their prompt now
+            self._preempt(group.forks[0])  # nobody computes their prompt now
 
     def _leave(self, request: Request) -> None:
         self._leaving[request] = None
@@ -468,7 +511,7 @@ class Scheduler:
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
             request = self._requests[heapq.heappop(self._deadlines)[1:]]
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
-                                        num_preemptions=request.num_preemptions))
+                                        num_preemptions=request.num_preemptions, beams=found_by(request)))
 
     def _outbox(self, request: Request) -> _Outbox:
         box = self._outboxes.get(request.client)

@@ -288,7 +288,8 @@ class AsyncLLM:
         self._client.send(AddRequest(
             client=self._client.client, handle=first.handle, request_id=first.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
-            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline))
+            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
+            controls=request.controls))
         for state in states:
             state.queued()
 

@@ -14,6 +14,7 @@ import msgspec
 
 from sidestep.frontend.chat_template import Message
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
 
@@ -38,6 +39,8 @@ class ProcessedRequest:
     priority: int
     cache_salt: str | None
     deadline: float | None
+    controls: bytes
+    """See ipc.controls."""
 
 
 class InputProcessor:
@@ -62,7 +65,8 @@ class InputProcessor:
         self._check_ids(ids)
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
-            priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s)
+            priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
+            controls=encode_controls(make_controls(sampling)))
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; of a long one in a thread. Raises ValidationError."""
@@ -122,6 +126,9 @@ class InputProcessor:
         for token in sampling.stop_token_ids or ():
             if token >= self._vocab_size:
                 raise ValidationError("stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}")
+        for token in sampling.logit_bias or ():
+            if token >= self._vocab_size:
+                raise ValidationError("logit_bias", f"{token} is not a token id: the model has {self._vocab_size}")
         for text in sampling.stop_strings:
             check_text("stop", text)
 
@@ -132,7 +139,8 @@ class InputProcessor:
         if sampling.min_tokens > room:
             raise ValidationError("min_tokens", f"{sampling.min_tokens} is more than the {room} tokens that fit after "
                                   f"the prompt (max_model_len is {self._max_model_len})")
-        changes: dict[str, Any] = {}
+        # These travel in the controls.
+        changes: dict[str, Any] = {name: None for name in ("logit_bias",) if getattr(sampling, name) is not None}
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room
         if sampling.seed is None:
@@ -145,6 +153,11 @@ class InputProcessor:
             if type(value := getattr(sampling, name)) not in (float, int):  # numpy's, which messages cannot hold
                 changes.setdefault(name, float(value))
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+
+def make_controls(sampling: SamplingParams) -> Controls:
+    """What workers must know of a request apart from its columns."""
+    return Controls(logit_bias={int(token): float(bias) for token, bias in (sampling.logit_bias or {}).items()})
 
 
 def _check_options(priority: object, cache_salt: object, deadline_s: object) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.step import Int32
 
@@ -48,6 +49,10 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     cache_salt: str | None = None
     deadline: float | None = None
     """time.monotonic() after which the request is ended."""
+    controls: bytes = b""
+    """What it asks of its logits, for the workers; see ipc.controls."""
+    beam_search: BeamSearchParams | None = None
+    """Instead of sampling; `controls` then asks for as many candidates as these parameters need."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -108,6 +113,19 @@ class Started(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     """time.monotonic()"""
 
 
+class Beam(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """A continuation that beam search has found."""
+
+    token_ids: bytes
+    """int32, without the prompt."""
+    logprob: float
+    """Of all its tokens."""
+    score: float
+    """logprob / length ** length_penalty"""
+    reason: FinishReason
+    """Whether it ends with an end-of-sequence token."""
+
+
 class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The end of a request. Its last token, if this step gave one, is in the same message's columns."""
 
@@ -117,6 +135,8 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     """The stop token's id, or a word such as 'deadline'."""
     error: str | None = None
     num_preemptions: int = 0
+    beams: list[Beam] = []
+    """Of a beam search, the best first."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

@@ -25,9 +25,11 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
 
 _DTYPES: dict[str, np.dtype[Any] | None] = {
-    "int": None, "Int32": np.dtype(np.int32), "Int64": np.dtype(np.int64), "Float32": np.dtype(np.float32)}
+    "int": None, "Int32": np.dtype(np.int32), "Int64": np.dtype(np.int64), "Float32": np.dtype(np.float32),
+    "UInt8": np.dtype(np.uint8)}
 _PREFIX = struct.Struct("<I")
 
 
@@ -119,10 +121,18 @@ class StepInput(Columns):
     """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
     new_stop_ids: Int32
     """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop tokens."""
+    new_control_sizes: Int32
+    """[N] How many of `new_controls` belong to each entry; 0 for a plain request."""
+    new_controls: UInt8
+    """[sum(new_control_sizes)] What ipc.controls.encode_controls made."""
     copy_sources: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     """[C] Blocks that are copied, in all layers, before the step writes any keys and values."""
     copy_targets: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     """[C] What they are copied to. No block is a source and a target, and none is a target twice."""
+    forced_slots: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[F] Slots of rows of one token that go on with another token than the one they sampled; in the order of rows."""
+    forced_tokens: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[F] That token."""
 
 
 @dataclass(slots=True)
@@ -140,3 +150,9 @@ class StepOutput(Columns):
     """When rank 0 had the step's message."""
     launched_ns: int = 0
     """When it had queued the step's work on the device."""
+    num_candidates: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[rows that sampled] How many of the next columns belong to each; empty if none do."""
+    candidate_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[sum(num_candidates)] The most probable tokens of each row, the most probable first."""
+    candidate_logprobs: Float32 = field(default_factory=lambda: np.empty(0, np.float32))
+    """[sum(num_candidates)] Log-softmax of the model's own logits."""

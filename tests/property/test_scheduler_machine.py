@@ -1,11 +1,17 @@
 """Scheduler, KV manager and block pool under random load: nothing leaks, nothing is lost, and no token changes."""
 
+from typing import Literal
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sidestep.engine_core.request import Request
 from sidestep.executor.fake import expected_tokens
-from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
+from sidestep.ipc.beam_search_params import BeamSearchParams
+from sidestep.ipc.messages import unpack_ids
+from tests.fakes import VOCAB_SIZE, Clock, Engine, make_beam_request, make_request, make_scheduler
+from tests.unit.engine_core.test_beams import search_alone
 
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 
@@ -27,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, tuple[list[int], int]] = {}
         """By handle; each choice of a group has its own."""
         self.seeds: dict[int, int] = {}
+        self.searches: dict[int, BeamSearchParams] = {}
         self.alone: set[int] = set()
         self.aborted: set[int] = set()
 
@@ -41,6 +48,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def group_arrives(self, n: int, prefix: list[int], rest: int, max_tokens: int, priority: int,
                       lifetime: float | None) -> None:
         self.add(prefix, rest, max_tokens, priority, None, lifetime, n)
+
+    @rule(width=st.integers(1, 4), prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 12),
+          priority=st.integers(0, 2), stopping=st.sampled_from([True, False, "never"]), ignore_eos=st.booleans())
+    def search_arrives(self, width: int, prefix: list[int], rest: int, max_tokens: int, priority: int,
+                       stopping: bool | Literal["never"], ignore_eos: bool) -> None:
+        handle, prompt = len(self.requests), prefix + [1 + rest] * rest
+        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, early_stopping=stopping,
+                                  ignore_eos=ignore_eos)
+        self.requests[handle] = (prompt, max_tokens)
+        self.searches[handle] = params
+        self.engine.scheduler.add(make_beam_request(prompt, params, handle=handle, num_eos=1, priority=priority,
+                                                    arrival=self.clock.now))
 
     def add(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,
             lifetime: float | None, n: int) -> None:
@@ -112,6 +131,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_request(self, handle: int, prompt: list[int], max_tokens: int) -> None:
         finish, got = self.engine.finished.get(handle), self.engine.tokens[handle]
+        if handle in self.searches:
+            self.check_search(handle, prompt)
+            return
         expected = expected_tokens(prompt, max_tokens, self.seeds[handle], VOCAB_SIZE)
         if 0 in expected:
             expected = expected[:expected.index(0) + 1]
@@ -126,6 +148,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 or len(prompt) + len(got) == self.engine.scheduler._max_model_len
         elif str(finish.reason) == "error":
             assert got == [] and (handle not in self.alone or len(prompt) + 1 > self.engine.scheduler._max_model_len)
+
+
+    def check_search(self, handle: int, prompt: list[int]) -> None:
+        finish, params = self.engine.finished.get(handle), self.searches[handle]
+        assert self.engine.tokens[handle] == []
+        if finish is None:
+            assert handle in self.aborted, f"search {handle} never ended"
+        elif str(finish.reason) == "error":
+            assert finish.beams == []
+        else:
+            room = self.engine.scheduler.kv.longest_of_group(
+                Request.from_message(make_request(prompt), 4096, frozenset()), params.beam_width)
+            room = min(room, self.engine.scheduler._max_model_len) - len(prompt)
+            expected = search_alone(prompt, params, (0,), min(params.max_tokens, room))
+            assert [unpack_ids(beam.token_ids).tolist() for beam in finish.beams] == expected
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)

@@ -106,9 +106,9 @@ def test_a_group_enters_whole_or_waits() -> None:
 
 
 @pytest.mark.parametrize(("n", "options", "problem"), [
-    (5, {"max_num_seqs": 4}, "n: 5 choices are more than the 4 requests that run at once (max_num_seqs)"),
+    (5, {"max_num_seqs": 4}, "n: 5 are more than the 4 that run at once (max_num_seqs)"),
     (4, {"num_blocks": 8, "block_size": 4},
-     "n: 4 choices of a prompt of 20 tokens do not fit in the KV cache together")])
+     "n: 4 continuations of 20 tokens do not fit in the KV cache together")])
 def test_a_group_that_can_never_run_is_refused(n: int, options: dict[str, int], problem: str) -> None:
     engine = Engine(make_scheduler(**options))  # type: ignore[arg-type]
     engine.scheduler.add(make_request(PROMPT[:20], 4, n=n))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sidestep.ipc.step import StepInput, StepOutput
 
-DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32}
+DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32, "UInt8": np.uint8}
 
 
 @given(st.lists(st.integers(0, 9), min_size=40, max_size=40), st.integers(0, 2**40))
