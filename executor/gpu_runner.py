@@ -159,7 +159,7 @@ class GpuRunner(Runner):
     def _reset(self) -> None:
         """No request has been seen."""
         self._state = RequestState(self._limits.num_slots, self._args.max_model_len, self._block_size)
-        self._special = make_special_rows(self._args.spec, self._limits, self._device)
+        self._special = make_special_rows(self._args, self._limits, self._device)
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:

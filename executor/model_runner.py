@@ -49,7 +49,7 @@ class ModelRunner(Runner):
         self._state = RequestState(self._limits.num_slots, args.max_model_len, self._block_size)
         self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
         self._sampler = Sampler(self._state)
-        self._special = make_special_rows(args.spec, self._limits, _CPU)
+        self._special = make_special_rows(args, self._limits, _CPU)
         return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cpu",
                            device=self._describe())
 

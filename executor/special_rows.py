@@ -22,10 +22,14 @@ from torch import Tensor
 from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.logit_bias import LogitBias
 from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.penalties import Penalties
+from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.token_masks import AllowedTokens, BadWords
 from sidestep.executor.transfer import to_device
+from sidestep.ipc import registry
 from sidestep.ipc.config import StepLimits
 from sidestep.ipc.controls import decode_controls
-from sidestep.ipc.model_spec import ModelSpec
+from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.step import Int32, Int64, StepInput
 
 MOST_ROWS = 64
@@ -54,10 +58,25 @@ Sample = Callable[[Tensor, SpecialBatch], Tensor]
 """Samples from logits float32 [n, V], which it may change; returns int64 [n], after it has set `last_sampled`."""
 
 
-def make_special_rows(spec: ModelSpec, limits: StepLimits, device: torch.device) -> SpecialRows:
-    """With everything that changes logits, in its order."""
-    setup = ProcessorSetup(device=device, vocab_size=spec.vocab_size, num_slots=limits.num_slots)
-    return SpecialRows([LogitBias(setup)], limits.num_slots, device)
+def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device) -> SpecialRows:
+    """With everything that changes logits, in its order. Raises EngineStartError for a class of the user's that cannot
+    be made."""
+    setup = ProcessorSetup(device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots)
+    own = [make_processor(target, setup) for target in args.model.logits_processors or ()]
+    processors = [AllowedTokens(setup), BadWords(setup), LogitBias(setup), *own, Penalties(setup)]
+    return SpecialRows(processors, limits.num_slots, device)
+
+
+def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
+    """An instance of the class that 'module:Class' names."""
+    try:
+        processor = registry.load(target)(setup)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise EngineStartError(f"logits_processors: {target} cannot be made: {problem}") from error
+    if not isinstance(processor, LogitsProcessor):
+        raise EngineStartError(f"logits_processors: {target} is not a LogitsProcessor")
+    return processor
 
 
 class SpecialRows:

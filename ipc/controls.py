@@ -6,7 +6,11 @@ The frontend makes it from the sampling parameters; the core passes the bytes on
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+MAX_BAD_WORD_TOKENS = 32
 
 
 class Controls(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -14,6 +18,16 @@ class Controls(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     num_candidates: int = 0
     """Most probable tokens that come back with each token; see ipc.step.StepOutput."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """As in ipc.sampling_params."""
+    allowed_token_ids: list[int] = []
+    """No other tokens may be sampled; empty for all."""
+    bad_words: list[list[int]] = []
+    """Tokens of which the last must not follow the others, of at most MAX_BAD_WORD_TOKENS."""
+    extra_args: dict[str, Any] = {}
+    """For logits processors, by the names of their classes."""
     logit_bias: dict[int, float] = {}
     """Added to the logits of these tokens."""
 

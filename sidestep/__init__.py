@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from sidestep.ipc.records import RequestRecord, StepRecord
-    from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+    from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 __version__: str
 
@@ -44,14 +44,16 @@ _HOMES = {
     "ValidationError": "ipc.errors",
     "RequestRecord": "ipc.records",
     "StepRecord": "ipc.records",
+    "RepetitionDetectionParams": "ipc.sampling_params",
     "RequestOutputKind": "ipc.sampling_params",
     "SamplingParams": "ipc.sampling_params",
 }
 
 __all__ = [
     "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
-    "EngineStartError", "QueueFullError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
-    "RequestRecord", "SamplingParams", "SidestepError", "StepRecord", "ValidationError",
+    "EngineStartError", "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
+    "RequestOutput", "RequestOutputKind", "RequestRecord", "SamplingParams", "SidestepError", "StepRecord",
+    "ValidationError",
 ]
 
 
