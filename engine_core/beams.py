@@ -15,6 +15,7 @@ from sidestep.engine_core.group import Group, join
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.beam_search_params import BeamSearchParams
+from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.messages import AddRequest, Beam, FinishReason, pack_ids
 from sidestep.ipc.step import StepOutput
 
@@ -93,6 +94,9 @@ def make_beams(message: AddRequest, params: BeamSearchParams, max_model_len: int
     """The requests of a message that asks for beam search."""
     requests = [Request.from_message(message, max_model_len, eos_token_ids) for _ in range(params.beam_width)]
     first = requests[0]
+    controls = encode_controls(Controls(num_candidates=params.num_candidates(len(first.eos_ids))))
+    for request in requests:
+        request.controls = controls
     for other in requests[1:]:
         other.was_started = True  # the frontend knows of one
     room = min(first.max_total, kv.longest_of_group(first, len(requests))) - first.num_prompt

@@ -10,13 +10,15 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+from sidestep.frontend.beam_search import beam_search_output
 from sidestep.frontend.choices import Choices
 from sidestep.frontend.controls import check_text
 from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState
-from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
 from sidestep.ipc.config import EngineArgs, EngineConfig
 from sidestep.ipc.core_args import ClientAddress, Invitation
@@ -117,9 +119,22 @@ class AsyncLLM:
         finally:
             self.leave(*states)
 
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *,
+                          priority: int = 0, cache_salt: str | None = None,
+                          deadline_s: float | None = None) -> BeamSearchOutput:
+        """The `beam_width` best continuations of a prompt. Cancelling the task ends the search; after `deadline_s`
+        seconds it gives what it has. Other arguments and errors as of `generate`."""
+        (state,) = await self.start(prompt, self._inputs.for_beam_search(params), request_id, priority=priority,
+                                    cache_salt=cache_salt, deadline_s=deadline_s, beam_search=params)
+        try:
+            return beam_search_output(await state.next_output(), state.beams, params, self._tokenizer)
+        finally:
+            self.leave(state)
+
     async def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                     request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
-                    deadline_s: float | None = None) -> list[RequestState]:
+                    deadline_s: float | None = None,
+                    beam_search: BeamSearchParams | None = None) -> list[RequestState]:
         """Sends a request whose choices are read one by one, each by its own reader: `next_output` of what this
         returns. Whoever calls it must `leave` each of them in the end. Arguments and errors as of `generate`."""
         self._client.attach()
@@ -133,7 +148,7 @@ class AsyncLLM:
             wanted = self._preparing.pop(request_id)
         self._client.attach()
         num = request.sampling.n
-        self._check_queue(num, len(request.prompt_token_ids))
+        self._check_queue(num if beam_search is None else beam_search.beam_width, len(request.prompt_token_ids))
         # One after the other: the engine is told the first's handle alone.
         states = [RequestState(next(self._handles), request_id, request, self._tokenizer, self._limits.stream_interval,
                                index) for index in range(num)]
@@ -141,7 +156,7 @@ class AsyncLLM:
             self._outputs.add(state)
         try:
             if wanted:
-                self._send(states, request)
+                self._send(states, request, beam_search)
             else:
                 self._outputs.abort([request_id])
         except BaseException:
@@ -285,13 +300,14 @@ class AsyncLLM:
             raise QueueFullError(f"prompts of {self.num_waiting_tokens} tokens wait already; with {num_tokens} more "
                                  f"they would be above {most_tokens} (max_num_queued_tokens)")
 
-    def _send(self, states: Sequence[RequestState], request: ProcessedRequest) -> None:
+    def _send(self, states: Sequence[RequestState], request: ProcessedRequest,
+              beam_search: BeamSearchParams | None) -> None:
         first = states[0]
         self._client.send(AddRequest(
             client=self._client.client, handle=first.handle, request_id=first.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
             priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
-            controls=request.controls))
+            controls=request.controls, beam_search=beam_search))
         for state in states:
             state.queued()
 

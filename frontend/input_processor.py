@@ -15,9 +15,10 @@ import msgspec
 from sidestep.frontend.chat_template import Message
 from sidestep.frontend.controls import ControlsMaker, check_text
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.controls import encode_controls
 from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
+from sidestep.ipc.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with `prompt` or `prompt_token_ids`."""
@@ -72,6 +73,16 @@ class InputProcessor:
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
             controls=controls)
+
+    def for_beam_search(self, params: object) -> SamplingParams:
+        """What a beam search has in common with other requests. Raises ValidationError."""
+        if not isinstance(params, BeamSearchParams):
+            raise ValidationError("params", f"must be BeamSearchParams, not {type(params).__name__}")
+        if 2 * params.beam_width > self._vocab_size:
+            raise ValidationError("beam_width", f"{params.beam_width} is more than half of the model's "
+                                  f"{self._vocab_size} tokens")
+        return SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+                              detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; of a long one in a thread. Raises ValidationError."""

@@ -20,7 +20,7 @@ from sidestep.frontend.input_processor import ProcessedRequest
 from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import RequestError
-from sidestep.ipc.messages import Finished, FinishReason, Outputs, Started, unpack_ids
+from sidestep.ipc.messages import Beam, Finished, FinishReason, Outputs, Started, unpack_ids
 from sidestep.ipc.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class RequestState:
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
+        self.beams: list[Beam] = []
+        """What a beam search has found, once it has ended."""
         self._taken_tokens = 0
         self._due_at: float = math.inf if self.output_kind is RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
@@ -114,6 +116,7 @@ class RequestState:
             self.fail(RequestError(message.error or "the request failed"))
             return
         self._finish_reason, self._stop_reason = str(message.reason), message.stop_reason
+        self.beams = message.beams
         stop = self._detokenizer.finish() if self._detokenizer is not None else None
         if stop is not None:
             self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop

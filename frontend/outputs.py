@@ -55,3 +55,35 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the prefix cache; None before it is known."""
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One continuation that a beam search has found."""
+
+    tokens: list[int]
+    """The prompt's, and those of the continuation."""
+    text: str
+    """Of the continuation."""
+    cum_logprob: float
+    """Of the continuation's tokens, end of sequence included."""
+    score: float
+    """cum_logprob / length ** length_penalty: what continuations are compared by."""
+    finish_reason: str
+    """'stop' at end of sequence, 'length', or 'abort' where the deadline cut it short."""
+    stop_reason: int | str | None = None
+    """'deadline' where that ended it."""
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search has found, the best first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    """`beam_width` of them; fewer only after an abort."""
+    metrics: RequestMetrics
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found in the prefix cache."""

@@ -53,7 +53,7 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     controls: bytes = b""
     """What it asks of its logits, for the workers; see ipc.controls."""
     beam_search: BeamSearchParams | None = None
-    """Instead of sampling; `controls` then asks for as many candidates as these parameters need."""
+    """Instead of sampling."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sidestep.frontend.async_llm import AsyncLLM
     from sidestep.frontend.llm import LLM
-    from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from sidestep.frontend.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from sidestep.ipc.beam_search_params import BeamSearchParams
     from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
     from sidestep.ipc.errors import (
         EngineDeadError,
@@ -30,9 +37,12 @@ __version__: str
 _HOMES = {
     "AsyncLLM": "frontend.async_llm",
     "LLM": "frontend.llm",
+    "BeamSearchOutput": "frontend.outputs",
+    "BeamSearchSequence": "frontend.outputs",
     "CompletionOutput": "frontend.outputs",
     "RequestMetrics": "frontend.outputs",
     "RequestOutput": "frontend.outputs",
+    "BeamSearchParams": "ipc.beam_search_params",
     "DEFAULT_MODEL": "ipc.config",
     "EngineArgs": "ipc.config",
     "EngineDeadError": "ipc.errors",
@@ -50,7 +60,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
+    "DEFAULT_MODEL", "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
+    "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
     "EngineStartError", "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
     "RequestOutput", "RequestOutputKind", "RequestRecord", "SamplingParams", "SidestepError", "StepRecord",
     "ValidationError",

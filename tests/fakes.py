@@ -16,7 +16,6 @@ from sidestep.executor.fake import FakeRunner
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
 from sidestep.ipc.model_spec import ModelSpec, RopeSpec
 from sidestep.ipc.sampling_params import SamplingParams
@@ -51,13 +50,11 @@ def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, cli
                       sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt, deadline=deadline)
 
 
-def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: int = 0, num_eos: int = 0,
-                      **more: object) -> AddRequest:
-    """A search as a frontend would send it; num_eos: of the scheduler."""
-    controls = encode_controls(Controls(num_candidates=params.num_candidates(0 if params.ignore_eos else num_eos)))
+def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object) -> AddRequest:
+    """A search as a frontend would send it."""
     plain = make_request(prompt, params.max_tokens, handle=handle, ignore_eos=params.ignore_eos, temperature=0.0,
                          **more)  # type: ignore[arg-type]
-    return msgspec.structs.replace(plain, controls=controls, beam_search=params)
+    return msgspec.structs.replace(plain, beam_search=params)
 
 
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,

@@ -58,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                                   ignore_eos=ignore_eos)
         self.requests[handle] = (prompt, max_tokens)
         self.searches[handle] = params
-        self.engine.scheduler.add(make_beam_request(prompt, params, handle=handle, num_eos=1, priority=priority,
+        self.engine.scheduler.add(make_beam_request(prompt, params, handle=handle, priority=priority,
                                                     arrival=self.clock.now))
 
     def add(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,

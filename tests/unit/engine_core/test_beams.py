@@ -50,7 +50,7 @@ def found(engine: Engine, handle: int = 0) -> list[list[int]]:
 def test_a_search_finds_what_it_finds_without_a_cache(depth: int, width: int, length: int, caching: bool) -> None:
     engine = Engine(make_scheduler(block_size=4, eos=EOS, prefix_caching=caching, overlap=depth == 2), depth)
     params = BeamSearchParams(beam_width=width, max_tokens=14)
-    engine.scheduler.add(make_beam_request(PROMPT[:length], params, num_eos=1))
+    engine.scheduler.add(make_beam_request(PROMPT[:length], params))
     engine.run()
     assert found(engine) == search_alone(PROMPT[:length], params, EOS)
     assert engine.scheduler.kv.pool.num_used == 0
@@ -62,7 +62,7 @@ def test_a_search_finds_what_it_finds_without_a_cache(depth: int, width: int, le
 def test_every_way_to_stop(early_stopping: Any, penalty: float) -> None:
     engine = Engine(make_scheduler(eos=(0, 3, 7, 11), max_num_seqs=8))
     params = BeamSearchParams(beam_width=3, max_tokens=20, early_stopping=early_stopping, length_penalty=penalty)
-    engine.scheduler.add(make_beam_request(PROMPT[:6], params, num_eos=4))
+    engine.scheduler.add(make_beam_request(PROMPT[:6], params))
     engine.run()
     assert found(engine) == search_alone(PROMPT[:6], params, (0, 3, 7, 11))
     scores = [beam.score for beam in engine.finished[0].beams]
@@ -87,7 +87,7 @@ def test_plain_neighbours_go_on_and_do_not_change(depth: int) -> None:
     engine = Engine(make_scheduler(overlap=depth == 2, eos=EOS), depth)
     params = BeamSearchParams(beam_width=3, max_tokens=10)
     engine.scheduler.add(make_request([5, 6, 7], 30, handle=10, ignore_eos=True))
-    engine.scheduler.add(make_beam_request(PROMPT[:9], params, handle=0, num_eos=1))
+    engine.scheduler.add(make_beam_request(PROMPT[:9], params, handle=0))
     engine.scheduler.add(make_request(PROMPT[:9], 12, handle=20, n=2, ignore_eos=True))
     engine.run()
     assert engine.tokens[10] == expected_tokens([5, 6, 7], 30, 10, VOCAB_SIZE)
@@ -107,7 +107,7 @@ def test_preempted_searches_find_the_same(depth: int, caching: bool, num_blocks:
     first = make_request(PROMPT[:10], 40, handle=10, ignore_eos=True)
     engine.scheduler.add(first)
     for handle in (0, 1):
-        engine.scheduler.add(make_beam_request(PROMPT[handle:14], params, handle=handle, num_eos=1))
+        engine.scheduler.add(make_beam_request(PROMPT[handle:14], params, handle=handle))
     engine.run()
     for handle in (0, 1):
         assert found(engine, handle) == search_alone(PROMPT[handle:14], params, EOS)
