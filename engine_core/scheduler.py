@@ -22,6 +22,7 @@ from itertools import chain
 
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.logprobs import share_logprobs
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
@@ -43,6 +44,8 @@ class _Outbox:
     tokens: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 class Scheduler:
@@ -87,7 +90,7 @@ class Scheduler:
             problem = "prompt: is empty" if not request.num_prompt else (
                 f"prompt: {request.num_prompt} tokens and one of output are more than the "
                 f"{self._max_model_len} that fit")
-            self._outbox(request).finished.append(
+            self._outbox(request.client).finished.append(
                 Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
             return
         request.queued = self._clock()
@@ -136,12 +139,16 @@ class Scheduler:
         plan = self._plans.popleft()
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
         block_size = self.kv.block_size
+        for client, told in share_logprobs(output.logprobs, plan.sampling):
+            self._outbox(client).logprobs = told
+        for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
+            self._outbox(client).prompt_logprobs = told
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue
-            outbox = self._outbox(request)
+            outbox = self._outbox(request.client)
             outbox.handles.append(request.handle)
             outbox.tokens.append(token)
             if request.first_token is None:
@@ -166,7 +173,8 @@ class Scheduler:
         self._expire()
         boxes, self._outboxes = self._outboxes, {}
         return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
-                                finished=box.finished) for client, box in boxes.items()}
+                                finished=box.finished, logprobs=box.logprobs, prompt_logprobs=box.prompt_logprobs)
+                for client, box in boxes.items()}
 
     # Questions.
 
@@ -287,7 +295,7 @@ class Scheduler:
         request.was_started = True
         request.num_cached_tokens = request.num_computed
         request.scheduled = self._clock()
-        self._outbox(request).started.append(Started(
+        self._outbox(request.client).started.append(Started(
             handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
 
     def _make_room(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -357,7 +365,7 @@ class Scheduler:
         reason = FinishReason.ABORT if word is None else word.reason
         self._ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
         if word is not None:
-            self._outbox(request).finished.append(word)
+            self._outbox(request.client).finished.append(word)
         if was_running:
             self._leave(request)
 
@@ -379,8 +387,8 @@ class Scheduler:
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
                                         num_preemptions=request.num_preemptions))
 
-    def _outbox(self, request: Request) -> _Outbox:
-        box = self._outboxes.get(request.client)
+    def _outbox(self, client: int) -> _Outbox:
+        box = self._outboxes.get(client)
         if box is None:
-            box = self._outboxes[request.client] = _Outbox()
+            box = self._outboxes[client] = _Outbox()
         return box

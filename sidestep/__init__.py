@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sidestep.frontend.async_llm import AsyncLLM
     from sidestep.frontend.llm import LLM
-    from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from sidestep.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
     from sidestep.ipc.errors import (
         EngineDeadError,
@@ -31,6 +31,7 @@ _HOMES = {
     "AsyncLLM": "frontend.async_llm",
     "LLM": "frontend.llm",
     "CompletionOutput": "frontend.outputs",
+    "Logprob": "frontend.outputs",
     "RequestMetrics": "frontend.outputs",
     "RequestOutput": "frontend.outputs",
     "DEFAULT_MODEL": "ipc.config",
@@ -51,7 +52,7 @@ _HOMES = {
 
 __all__ = [
     "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
-    "EngineStartError", "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
+    "EngineStartError", "Logprob", "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
     "RequestOutput", "RequestOutputKind", "RequestRecord", "SamplingParams", "SidestepError", "StepRecord",
     "ValidationError",
 ]
