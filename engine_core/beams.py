@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sidestep.engine_core.beam_search import BeamSearch, Candidates, Ended
 from sidestep.engine_core.group import Group, join
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
@@ -17,7 +19,7 @@ from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.messages import AddRequest, Beam, FinishReason, pack_ids
-from sidestep.ipc.step import StepOutput
+from sidestep.ipc.step import LogprobColumns, UInt8
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +96,7 @@ def make_beams(message: AddRequest, params: BeamSearchParams, max_model_len: int
     """The requests of a message that asks for beam search."""
     requests = [Request.from_message(message, max_model_len, eos_token_ids) for _ in range(params.beam_width)]
     first = requests[0]
-    controls = encode_controls(Controls(num_candidates=params.num_candidates(len(first.eos_ids))))
+    controls = encode_controls(Controls(logprobs=params.num_candidates(len(first.eos_ids))))
     for request in requests:
         request.controls = controls
     for other in requests[1:]:
@@ -110,8 +112,11 @@ def found_by(request: Request) -> list[Beam]:
     return request.group.result(request.eos_ids) if isinstance(request.group, BeamGroup) else []
 
 
-def candidates_of(output: StepOutput, row: int) -> Candidates:
-    """Of one of the rows that sampled. A copy: the output's columns are views over memory that is reused."""
-    first = int(output.num_candidates[:row].sum())
-    last = first + int(output.num_candidates[row])
-    return Candidates(output.candidate_ids[first:last].copy(), output.candidate_logprobs[first:last].copy())
+def candidates_by_row(column: UInt8, rows: Sequence[Request]) -> dict[int, Candidates]:
+    """What may follow the beams among a step's rows that sampled, by row; column: StepOutput.logprobs."""
+    columns = LogprobColumns.unpack(column)
+    ends = np.cumsum(columns.sizes).tolist()
+    # A copy: the columns are views over memory that is reused. The first entry is of the token that was sampled.
+    return {row: Candidates(columns.token_ids[end - size + 1:end].copy(), columns.logprobs[end - size + 1:end].copy())
+            for row, size, end in zip(columns.keys.tolist(), columns.sizes.tolist(), ends, strict=True)
+            if isinstance(rows[row].group, BeamGroup)}

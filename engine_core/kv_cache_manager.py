@@ -51,7 +51,8 @@ class KVCacheManager:
         at preempting each other. All or nothing: False changes nothing. Sets `num_computed`.
 
         others: of its group, which get the full blocks of their common prompt from it (see `_fork`)."""
-        hits = self._match_prefix(request)
+        # Of cached tokens nothing would be computed that could be told.
+        hits = [] if request.sampling.prompt_logprobs is not None else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
         wanted = self.blocks_for(len(request.token_ids)) - len(hits) + sum(map(self._num_own_blocks, others))
         if wanted > self.pool.num_free - sum(map(self.pool.is_free, hits)):

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from sidestep.engine_core.beams import BeamGroup, candidates_of, found_by, make_beams
+from sidestep.engine_core.beam_search import Candidates
+from sidestep.engine_core.beams import BeamGroup, candidates_by_row, found_by, make_beams
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.group import Group, entering_with, make_choices, sharing, why_never
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.logprobs import share_logprobs
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
@@ -45,6 +47,8 @@ class _Outbox:
     tokens: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 class Scheduler:
@@ -96,7 +100,7 @@ class Scheduler:
         problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
         for request in requests if message.beam_search is None else requests[:1]:
             if problem is not None:
-                self._outbox(request).finished.append(
+                self._outbox(request.client).finished.append(
                     Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
                 continue
             request.queued = self._clock()
@@ -150,15 +154,20 @@ class Scheduler:
         plan = self._plans.popleft()
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
         block_size = self.kv.block_size
+        for client, told in share_logprobs(output.logprobs, plan.sampling):
+            self._outbox(client).logprobs = told
+        for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
+            self._outbox(client).prompt_logprobs = told
+        candidates = candidates_by_row(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for row, (request, token) in enumerate(zip(plan.sampling, output.token_ids.tolist(), strict=True)):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue
             if request.group is not None and isinstance(request.group, BeamGroup):
-                self._take_candidates(request, request.group, output, row)
+                self._take_candidates(request, request.group, candidates[row])
                 continue
-            outbox = self._outbox(request)
+            outbox = self._outbox(request.client)
             outbox.handles.append(request.handle)
             outbox.tokens.append(token)
             if request.first_token is None:
@@ -183,7 +192,8 @@ class Scheduler:
         self._expire()
         boxes, self._outboxes = self._outboxes, {}
         return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
-                                finished=box.finished) for client, box in boxes.items()}
+                                finished=box.finished, logprobs=box.logprobs, prompt_logprobs=box.prompt_logprobs)
+                for client, box in boxes.items()}
 
     # Questions.
 
@@ -361,7 +371,7 @@ class Scheduler:
         request.was_started = True
         request.num_cached_tokens = num_cached
         request.scheduled = self._clock()
-        self._outbox(request).started.append(Started(
+        self._outbox(request.client).started.append(Started(
             handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
 
     def _make_room(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -412,11 +422,11 @@ class Scheduler:
 
     # Inside update().
 
-    def _take_candidates(self, request: Request, group: BeamGroup, output: StepOutput, row: int) -> None:
+    def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
         """What may follow a beam. With the last of them the search goes on, or ends."""
         if request.first_token is None:
             request.first_token = self._clock()
-        if not group.take(request, candidates_of(output, row)):
+        if not group.take(request, candidates):
             return
         for beam in group.beams:
             if group.is_running:
@@ -465,7 +475,7 @@ class Scheduler:
         reason = FinishReason.ABORT if word is None else word.reason
         self._ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
         if word is not None:
-            self._outbox(request).finished.append(word)
+            self._outbox(request.client).finished.append(word)
 
     def _stop(self, request: Request) -> None:
         """Takes it out of wherever it is."""
@@ -513,8 +523,8 @@ class Scheduler:
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
                                         num_preemptions=request.num_preemptions, beams=found_by(request)))
 
-    def _outbox(self, request: Request) -> _Outbox:
-        box = self._outboxes.get(request.client)
+    def _outbox(self, client: int) -> _Outbox:
+        box = self._outboxes.get(client)
         if box is None:
-            box = self._outboxes[request.client] = _Outbox()
+            box = self._outboxes[client] = _Outbox()
         return box

@@ -17,7 +17,7 @@ import numpy as np
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.controls import decode_controls
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import LogprobColumns, StepInput, StepOutput, UInt8
 
 _MASK = (1 << 61) - 1
 DEFAULT_BLOCKS = 8192
@@ -99,7 +99,7 @@ class FakeRunner(Runner):
         self._num_computed = [0] * slots
         self._last_sampled = [0] * slots
         self._seed = [0] * slots
-        self._num_candidates = [0] * slots
+        self._num_logprobs = [0] * slots
 
     def load(self) -> WorkerReady:
         return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device_type="fake",
@@ -115,8 +115,8 @@ class FakeRunner(Runner):
         tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
         start, end = self._device.launch()
         output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
-        if any(self._num_candidates[slot] for slot in states):
-            self._put_candidates(output, states)
+        if any(self._num_logprobs[slot] for slot in states):
+            output.logprobs = self._logprobs(states)
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
     def _enter(self, step: StepInput) -> None:
@@ -126,14 +126,19 @@ class FakeRunner(Runner):
             self._num_computed[slot] = int(step.new_num_computed[i])
             self._seed[slot] = int(step.new_seed[i])
             control = step.new_controls[controls[i] - int(step.new_control_sizes[i]):controls[i]].tobytes()
-            self._num_candidates[slot] = decode_controls(control).num_candidates
+            self._num_logprobs[slot] = max(0, decode_controls(control).logprobs)
             self._blocks[slot] = []
 
-    def _put_candidates(self, output: StepOutput, states: dict[int, int]) -> None:
-        rows = [candidates(state, self._num_candidates[slot], self._vocab_size) for slot, state in states.items()]
-        output.num_candidates = np.array([len(row) for row in rows], np.int32)
-        output.candidate_ids = np.array([token for row in rows for _, token in row], np.int32)
-        output.candidate_logprobs = np.array([logprob for row in rows for logprob, _ in row], np.float32)
+    def _logprobs(self, states: dict[int, int]) -> UInt8:
+        """Of those that ask for the most probable tokens; states: slots that sample, and the hashes of contexts."""
+        rows = [(row, self._last_sampled[slot], candidates(state, self._num_logprobs[slot], self._vocab_size))
+                for row, (slot, state) in enumerate(states.items()) if self._num_logprobs[slot]]
+        count = len(rows)
+        return LogprobColumns(
+            keys=np.array([row for row, _, _ in rows], np.int32), positions=np.zeros(count, np.int32),
+            sizes=np.array([1 + len(best) for _, _, best in rows], np.int32), ranks=np.ones(count, np.int32),
+            token_ids=np.array([t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32),
+            logprobs=np.array([v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32)).pack()
 
     def _run_rows(self, step: StepInput) -> dict[int, int]:
         """For each slot that samples, in the order of rows, the hash of its context."""

@@ -18,6 +18,8 @@ class Choices:
         self._kind = states[0].output_kind
         self._live = list(states)
         """Those whose end the reader has not been told."""
+        self._began = False
+        """Whether the reader has had an output."""
         self._last: list[RequestOutput | None] = [None] * len(states)
 
     def __repr__(self) -> str:
@@ -48,7 +50,10 @@ class Choices:
         return any(state.has_news() for state in self._live)
 
     def _together(self, outputs: Sequence[RequestOutput]) -> RequestOutput:
-        first = self._states[0].request_output([c for output in outputs for c in output.outputs])
+        first = self._states[0].request_output(
+            [c for output in outputs for c in output.outputs],
+            is_first=not self._began or self._kind is not RequestOutputKind.DELTA)
+        self._began = True
         first.finished = not self._live
         first.metrics = _sum([state.metrics for state in self._states])
         return first

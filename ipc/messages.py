@@ -149,6 +149,10 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     """int32, one for each of `handles`."""
     started: list[Started] = []
     finished: list[Finished] = []
+    logprobs: bytes = b""
+    """step.LogprobColumns of the tokens whose requests asked, in their order; keys are handles."""
+    prompt_logprobs: bytes = b""
+    """step.LogprobColumns of prompts, chunk by chunk; after a preemption some come again."""
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

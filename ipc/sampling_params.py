@@ -16,6 +16,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_CHOICES = 1024
 """Most completions of one request."""
 _DERIVE = 0x9E3779B97F4A7C15
+MAX_LOGPROBS = 20
+"""As in OpenAI's API."""
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
@@ -115,6 +117,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     """Subtracted once for each time that the output has the token; in [-2, 2]."""
     repetition_penalty: float = 1.0
     """Logits of tokens that prompt or output have are divided by it if positive, else multiplied; in [0.01, 100]."""
+    logprobs: int | None = None
+    """Tell the log-probability of each sampled token and of this many most probable ones; at most MAX_LOGPROBS."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt, which is then computed whole, without cached prefixes."""
     logit_bias: dict[int, float] | None = None
     """Numbers from -100 to 100 that are added to the logits of these token ids; at most MAX_LOGIT_BIAS."""
     allowed_token_ids: list[int] | None = None
@@ -153,6 +159,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
                f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
         self._check_stops()
         self._check_penalties()
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            _check(value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS), field,
+                   f"must be between 0 and {MAX_LOGPROBS}, not {value!r}: more of each token would cost more than "
+                   "sampling it")
         self._check_logit_bias()
         self._check_tokens_and_words()
         # The core could not read a message with these of another type, and the request would wait without end.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
+        Logprob,
         RequestMetrics,
         RequestOutput,
     )
@@ -40,6 +41,7 @@ _HOMES = {
     "BeamSearchOutput": "frontend.outputs",
     "BeamSearchSequence": "frontend.outputs",
     "CompletionOutput": "frontend.outputs",
+    "Logprob": "frontend.outputs",
     "RequestMetrics": "frontend.outputs",
     "RequestOutput": "frontend.outputs",
     "BeamSearchParams": "ipc.beam_search_params",
@@ -61,8 +63,8 @@ _HOMES = {
 
 __all__ = [
     "DEFAULT_MODEL", "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
-    "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
-    "EngineStartError", "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
+    "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError", "EngineStartError", "Logprob",
+    "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
     "RequestOutput", "RequestOutputKind", "RequestRecord", "SamplingParams", "SidestepError", "StepRecord",
     "ValidationError",
 ]
