@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
+from sidestep.frontend.input_processor import BestOf
 from sidestep.frontend.output_processor import RequestState
-from sidestep.frontend.outputs import RequestMetrics, RequestOutput
+from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sidestep.ipc.sampling_params import RequestOutputKind
 
 
@@ -16,6 +18,7 @@ class Choices:
     def __init__(self, states: Sequence[RequestState]) -> None:
         self._states = states
         self._kind = states[0].output_kind
+        self._best_of = states[0].best_of
         self._live = list(states)
         """Those whose end the reader has not been told."""
         self._began = False
@@ -42,21 +45,27 @@ class Choices:
             self._last[state.index] = state.take()
         self._live = [state for state in self._live if not state.is_finished]
         told = news if self._kind is RequestOutputKind.DELTA else self._states
-        return self._together([self._last[state.index] or state.take() for state in told])
+        completions = [c for state in told for c in (self._last[state.index] or state.take()).outputs]
+        return self._together(completions if self._best_of is None else best(completions, self._best_of))
 
     def _has_news(self) -> bool:
         if self._kind is RequestOutputKind.FINAL_ONLY:
             return all(state.is_finished for state in self._live) or any(state.has_failed for state in self._live)
         return any(state.has_news() for state in self._live)
 
-    def _together(self, outputs: Sequence[RequestOutput]) -> RequestOutput:
+    def _together(self, completions: list[CompletionOutput]) -> RequestOutput:
         first = self._states[0].request_output(
-            [c for output in outputs for c in output.outputs],
-            is_first=not self._began or self._kind is not RequestOutputKind.DELTA)
+            completions, is_first=not self._began or self._kind is not RequestOutputKind.DELTA)
         self._began = True
         first.finished = not self._live
         first.metrics = _sum([state.metrics for state in self._states])
         return first
+
+
+def best(completions: Sequence[CompletionOutput], best_of: BestOf) -> list[CompletionOutput]:
+    """Those with the highest cumulative logprob, the best first and numbered so."""
+    ranked = sorted(completions, key=lambda c: -(c.cumulative_logprob or 0.0))[:best_of.num]
+    return [replace(c, index=i, logprobs=c.logprobs if best_of.with_logprobs else None) for i, c in enumerate(ranked)]
 
 
 def _sum(each: Sequence[RequestMetrics]) -> RequestMetrics:

@@ -43,6 +43,17 @@ class ProcessedRequest:
     deadline: float | None
     controls: bytes
     """See ipc.controls."""
+    best_of: BestOf | None
+    """If only some of its choices are returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestOf:
+    """What is returned of a request that makes more choices than it returns."""
+
+    num: int
+    with_logprobs: bool
+    """Whether the logprobs that they are ranked by are asked for."""
 
 
 class InputProcessor:
@@ -63,6 +74,7 @@ class InputProcessor:
         arrival = time.monotonic()
         sampling = sampling_params if sampling_params is not None else SamplingParams()
         self._check_sampling(sampling)
+        sampling, best_of = _all_choices(sampling)
         controls = encode_controls(self._controls.make(sampling))
         _check_options(priority, cache_salt, deadline_s)
         text, special, ids = self._read(prompt)
@@ -72,7 +84,7 @@ class InputProcessor:
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
-            controls=controls)
+            controls=controls, best_of=best_of)
 
     def for_beam_search(self, params: object) -> SamplingParams:
         """What a beam search has in common with other requests. Raises ValidationError."""
@@ -168,6 +180,15 @@ class InputProcessor:
             if type(value := getattr(sampling, name)) not in (float, int):  # numpy's, which messages cannot hold
                 changes.setdefault(name, float(value))
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+
+def _all_choices(sampling: SamplingParams) -> tuple[SamplingParams, BestOf | None]:
+    """What the engine is asked for, and what is returned of it if that is less."""
+    if not sampling.ranks_choices:
+        return sampling, None
+    best_of = BestOf(sampling.n, sampling.logprobs is not None)
+    return msgspec.structs.replace(sampling, n=sampling.best_of, best_of=None, logprobs=sampling.logprobs or 0,
+                                   output_kind=RequestOutputKind.FINAL_ONLY), best_of
 
 
 def _check_options(priority: object, cache_salt: object, deadline_s: object) -> None:

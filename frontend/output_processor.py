@@ -44,6 +44,7 @@ class RequestState:
         self.request_id = request_id
         self._request = request
         self.output_kind = request.sampling.output_kind
+        self.best_of = request.best_of
         self._token_ids: list[int] = []
         self.metrics = RequestMetrics(arrival_time=request.arrival)
         self._num_cached: int | None = None

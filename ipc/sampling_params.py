@@ -91,6 +91,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
 
     n: int = 1
     """Completions of the prompt, each with a seed of its own that is derived from `seed`; the first is that of n=1."""
+    best_of: int | None = None
+    """Make so many completions, and return the `n` with the highest cumulative logprob, the best first: in one output,
+    at the end."""
     temperature: float = 1.0
     """0 is greedy; otherwise logits are divided by it (by 0.01 if it is less). At most 2."""
     top_p: float = 1.0
@@ -143,6 +146,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     def __post_init__(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= MAX_CHOICES, "n",
                f"must be a whole number between 1 and {MAX_CHOICES}, not {self.n!r}")
+        _check(self.best_of is None or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_CHOICES), "best_of",
+               f"must be a whole number between n ({self.n}) and {MAX_CHOICES}, not {self.best_of!r}")
+        _check(not self.ranks_choices or self.output_kind is not RequestOutputKind.DELTA, "best_of",
+               "is known only at the end, so it cannot go with output_kind DELTA")
         _check(_is_number(self.temperature) and 0 <= self.temperature <= 2, "temperature",
                f"must be between 0 and 2, not {self.temperature!r}")
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", f"must be in (0, 1], not {self.top_p!r}")
@@ -185,6 +192,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
                f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most")
         for token in self.stop_token_ids or ():
             _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
+
+    @property
+    def ranks_choices(self) -> bool:
+        """Whether more completions are made than returned."""
+        return self.best_of is not None and self.best_of > self.n
 
     def for_choice(self, index: int) -> SamplingParams:
         """Those of one of the `n` completions alone; `seed` must be filled in."""

@@ -41,6 +41,23 @@ def test_choices_equal_lone_requests_and_leave_their_neighbours_alone(
         assert stats["num_preemptions"] > 0
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_best_of_returns_the_most_probable(n: int, logprobs: int | None, model_folder: Path) -> None:
+    path, prompt = write_model("llama-gqa", model_folder), random_prompts(1, 331)[0]
+    options: dict[str, Any] = {"seed": 3, "max_tokens": 9, "ignore_eos": True, "temperature": 2}
+    with LLM(path, **BASE) as llm:
+        (some,) = llm.generate([prompt], SamplingParams(n=n, best_of=6, logprobs=logprobs, **options), use_tqdm=False)
+        (all_,) = llm.generate([prompt], SamplingParams(n=6, logprobs=0, **options), use_tqdm=False)
+    ranked = sorted(all_.outputs, key=lambda c: -sum(entry[token].logprob for entry, token in zip(
+        c.logprobs or (), c.token_ids, strict=True)))
+    assert [c.token_ids for c in some.outputs] == [c.token_ids for c in ranked[:n]]
+    assert [c.index for c in some.outputs] == list(range(n))
+    assert [c.cumulative_logprob for c in some.outputs] == pytest.approx([c.cumulative_logprob for c in ranked[:n]])
+    assert all((c.logprobs is None) == (logprobs is None) for c in some.outputs)
+    assert some.metrics.num_generation_tokens == 54, "all of them were made"
+
+
 def test_two_ranks_copy_the_same_blocks(model_folder: Path) -> None:
     path = write_model("qwen3-tied", model_folder)
     params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)

@@ -247,3 +247,31 @@ def test_statistics_count_tokens_looked_up_and_found() -> None:
     stats = engine.scheduler.stats()
     assert (stats["prefix_cache_queries"], stats["prefix_cache_hits"]) == (34, 16)
     assert stats["num_running"] == stats["num_waiting"] == stats["kv_cache_usage"] == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last(depth: int) -> None:
+    engine = Engine(make_scheduler(block_size=4, overlap=depth == 2), depth)
+    conversation: list[int] = [1, 2, 3]
+    for turn in range(4):
+        conversation += [10 + turn] * 5
+        engine.scheduler.add(make_request(conversation, 11, handle=turn))
+        engine.run()
+        known = len(conversation) + len(engine.tokens[turn])
+        conversation += engine.tokens[turn]
+        if turn < 3:
+            # All full blocks of the turns before; the last token of an answer was never computed.
+            engine.scheduler.add(make_request([*conversation, 9], 1, handle=100 + turn))
+            engine.run()
+            assert engine.started[100 + turn].num_cached_tokens == (known - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_choice_has_generated_is_found_too(depth: int) -> None:
+    engine = Engine(make_scheduler(block_size=4, overlap=depth == 2), depth)
+    engine.scheduler.add(make_request([1, 2, 3, 4, 5], 10, handle=0, n=3))
+    engine.run()
+    for handle in range(3):
+        engine.scheduler.add(make_request([1, 2, 3, 4, 5, *engine.tokens[handle], 9], 1, handle=10 + handle))
+        engine.run()
+        assert engine.started[10 + handle].num_cached_tokens == 12

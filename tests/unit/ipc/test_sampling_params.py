@@ -10,6 +10,7 @@ from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutpu
 
 
 @pytest.mark.parametrize(("field", "value"), [
+    ("n", 0), ("n", 1025), ("n", True), ("n", "2"), ("best_of", 0), ("best_of", 1.5), ("best_of", 1025),
     ("temperature", -1), ("temperature", 2.5), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0),
     ("top_p", 2), ("top_k", -2), ("top_k", 1.5), ("min_p", 1.1), ("seed", -1), ("seed", 2**63), ("max_tokens", 0),
     ("min_tokens", -1), ("stop", [""]), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [True]),
@@ -34,6 +35,10 @@ def test_combinations() -> None:
         SamplingParams(min_tokens=9, max_tokens=3)
     with pytest.raises(ValidationError, match="stop: needs detokenize"):
         SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(ValidationError, match="best_of: must be a whole number between n \\(3\\) and 1024"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(ValidationError, match="best_of: is known only at the end"):
+        SamplingParams(n=1, best_of=2, output_kind=RequestOutputKind.DELTA)
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
 
