@@ -6,7 +6,8 @@ sampled tokens, in the order of the rows that sampled.
 
 A row samples when this step computes the last token that is known of it. Both sides can tell without being told: the
 core by its own count, the worker because `num_computed[slot] + num_tokens >= prefill_len[slot]`. A sampled token never
-travels from core to worker: the next step takes it from the worker's own `last_sampled[slot]`.
+travels from core to worker: the next step takes it from the worker's own `last_sampled[slot]`. Only a beam is told its
+token, since a search chose it (`forced_slots`).
 
 On the wire: a msgspec header with the counts, then each column as raw little-endian values; all padded to 8 bytes.
 Decoded columns are views over the received bytes: read-only, and valid only as long as those bytes are.

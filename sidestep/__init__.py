@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
+    from sidestep.frontend.scaling import BestOfN, Revision, Vote, best_of_n, critique_and_revise, self_consistency
     from sidestep.ipc.beam_search_params import BeamSearchParams
     from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
     from sidestep.ipc.errors import (
@@ -44,6 +45,12 @@ _HOMES = {
     "Logprob": "frontend.outputs",
     "RequestMetrics": "frontend.outputs",
     "RequestOutput": "frontend.outputs",
+    "BestOfN": "frontend.scaling",
+    "Revision": "frontend.scaling",
+    "Vote": "frontend.scaling",
+    "best_of_n": "frontend.scaling",
+    "critique_and_revise": "frontend.scaling",
+    "self_consistency": "frontend.scaling",
     "BeamSearchParams": "ipc.beam_search_params",
     "DEFAULT_MODEL": "ipc.config",
     "EngineArgs": "ipc.config",
@@ -62,11 +69,11 @@ _HOMES = {
 }
 
 __all__ = [
-    "DEFAULT_MODEL", "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
+    "DEFAULT_MODEL", "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "BestOfN",
     "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError", "EngineStartError", "Logprob",
-    "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
-    "RequestOutput", "RequestOutputKind", "RequestRecord", "SamplingParams", "SidestepError", "StepRecord",
-    "ValidationError",
+    "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics", "RequestOutput",
+    "RequestOutputKind", "RequestRecord", "Revision", "SamplingParams", "SidestepError", "StepRecord",
+    "ValidationError", "Vote", "best_of_n", "critique_and_revise", "self_consistency",
 ]
 
 
