@@ -1,12 +1,12 @@
 """A logits processor: one token becomes likelier with each token of the output.
 
-    sidestep generate --logits-processors examples.logits_processor:TokenRamp ...
+    python -m examples.logits_processor
 
-runs from the folder above this one, where Python finds the module. A request reaches it by the class's name:
+from the folder above this one lets the bundled model write two comments, one of which is urged to come to its end. An
+engine has the class by LLM(logits_processors=["examples.logits_processor:TokenRamp"]), or by the flag
+--logits-processors; a request reaches it by its name:
 
     SamplingParams(extra_args={"TokenRamp": {"token": 2, "step": 0.5}})
-
-Run as a program, this file lets the bundled model write two texts, one of which is urged to come to its end.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,8 @@ def main() -> None:
         end = llm.get_tokenizer().encode("\n", add_special_tokens=False)[0]
         plain = SamplingParams(temperature=0, max_tokens=30, stop=["\n"])
         urged = SamplingParams(temperature=0, max_tokens=30, stop=["\n"],
-                               extra_args={"TokenRamp": {"token": end, "step": 2.0}})
-        for output in llm.generate(["def get_name(self, first, last"] * 2, [plain, urged], use_tqdm=False):
+                               extra_args={"TokenRamp": {"token": end, "step": 0.5}})
+        for output in llm.generate(["# This function"] * 2, [plain, urged], use_tqdm=False):
             print(repr(output.outputs[0].text))
 
 

@@ -32,7 +32,7 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, with_prompt_tokens
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
-from sidestep.executor.special_rows import SpecialBatch, make_special_rows
+from sidestep.executor.special_rows import MOST_ROWS, SpecialBatch, make_special_rows
 from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
@@ -52,6 +52,8 @@ _FLOPS = 5e14
 """Seconds that the host takes to launch a layer's kernels one by one; operations a second of large products."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
+_SPECIAL_COPIES = 8
+"""Float32 copies of some rows' logits that are alive at most while penalties or logprobs are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class GpuRunner(Runner):
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
+        self._special = make_special_rows(args, limits, device)
         self._logits = self._model.new_logits(limits.max_num_seqs)
         self._out_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_ids = self._out_ids.numpy()
@@ -165,7 +168,6 @@ class GpuRunner(Runner):
     def _reset(self) -> None:
         """No request has been seen."""
         self._state = RequestState(self._limits.num_slots, self._args.max_model_len, self._block_size)
-        self._special = make_special_rows(self._args, self._limits, self._device)
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
@@ -186,8 +188,9 @@ class GpuRunner(Runner):
         free, total = torch.cuda.mem_get_info(self._device)
         # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
+        special = _SPECIAL_COPIES * MOST_ROWS * self._args.spec.vocab_size * 4
         blocks = gpu_kv_blocks(self._args, self._limits, shape.bytes_per_token(self._dtype), self._block_size,
-                               free=free, total=total, working=working + graphs + _MARGIN)
+                               free=free, total=total, working=working + graphs + special + _MARGIN)
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
 

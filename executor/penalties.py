@@ -70,6 +70,8 @@ class Penalties(LogitsProcessor):
     def _add(self, row: int, tokens: np.ndarray[tuple[int], np.dtype[np.int32]],
              numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """tokens: each of them once."""
+        if not len(tokens):
+            return
         device = self.setup.device
         self._counts[row].index_add_(0, to_device(tokens.astype(np.int64), device), to_device(
             np.broadcast_to(numbers, tokens.shape).astype(np.int32), device))

@@ -35,9 +35,9 @@ class PromptTokens:
 
 def find_prompt_tokens(batch: HostBatch, numbers: Int32) -> PromptTokens | None:
     """numbers: by slot, how many are asked for; -1 where none. None if there is no such token."""
-    wanted = numbers[batch.row_slots] >= 0
-    if not wanted.any():
+    if not (numbers[batch.slots] >= 0).any():
         return None
+    wanted = numbers[batch.row_slots] >= 0
     tokens = np.flatnonzero(wanted & (batch.positions + 1 < batch.state.num_prompt[batch.row_slots]))
     if not len(tokens):
         return None

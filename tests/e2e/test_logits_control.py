@@ -3,6 +3,9 @@ runs beside them and however it is run."""
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +112,7 @@ def test_bad_words_never_come(model_folder: Path) -> None:
     assert not set(words) & set(after.split())
 
 
+ROOT = Path(__file__).resolve().parents[2]
 RAMP = "examples.logits_processor:TokenRamp"
 
 
@@ -131,6 +135,13 @@ def test_a_processor_of_the_users(options: dict[str, Any], model_folder: Path) -
                 logits[wishes[i // 4]["token"]] += wishes[i // 4]["step"] * length
                 expected[i].append(int(logits.argmax()))
     assert run(path, prompts, params, logits_processors=[RAMP], **options) == expected
+
+
+def test_the_example_s_program_runs() -> None:
+    ran = subprocess.run([sys.executable, "-m", "examples.logits_processor"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    plain, urged = map(ast.literal_eval, ran.stdout.splitlines())
+    assert len(urged) < len(plain)
 
 
 def test_processors_that_are_not_there(model_folder: Path) -> None:

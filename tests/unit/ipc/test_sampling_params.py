@@ -1,5 +1,7 @@
 """SamplingParams: a wrong value fails where it is made and names its field."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +80,8 @@ def test_repetition_is_found_where_it_is(tokens: list[int], size: int, more: int
     expected = any(len(output) >= n * count and output[-n * count:] == output[-n:] * count
                    for n in range(size, size + more + 1))
     assert detection.found_in(tokens, min(first, len(tokens))) == expected
+
+
+def test_every_parameter_is_in_the_documentation() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "sampling.md").read_text()
+    assert [name for name in SamplingParams.__struct_fields__ if f"`{name}`" not in text] == []
