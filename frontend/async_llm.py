@@ -153,6 +153,7 @@ class AsyncLLM:
         states = [RequestState(next(self._handles), request_id, request, self._tokenizer, self._limits.stream_interval,
                                index) for index in range(num)]
         for state in states:
+            state.share_prompt(states[0])
             self._outputs.add(state)
         try:
             if wanted:

@@ -14,8 +14,7 @@ def beam_search_output(output: RequestOutput, beams: list[Beam], params: BeamSea
     completion = output.outputs[0]
     cut_short = completion.stop_reason if completion.finish_reason == "abort" else None
     sequences = [_sequence(beam, output.prompt_token_ids, params, tokenizer, cut_short) for beam in beams]
-    output.metrics.num_generation_tokens = max((len(s.tokens) for s in sequences), default=len(
-        output.prompt_token_ids)) - len(output.prompt_token_ids)
+    output.metrics.num_generation_tokens = sum(len(s.tokens) - len(output.prompt_token_ids) for s in sequences)
     return BeamSearchOutput(output.request_id, output.prompt, output.prompt_token_ids, sequences, output.metrics,
                             output.num_cached_tokens)
 

@@ -89,6 +89,10 @@ class RequestState:
 
     # What the engine says.
 
+    def share_prompt(self, first: RequestState) -> None:
+        """What is told of the prompt is told of another choice of the same request."""
+        self._prompt_logprobs = first._prompt_logprobs
+
     def queued(self) -> None:
         """It is on its way to the core."""
         self.metrics.queued_ts = time.monotonic()

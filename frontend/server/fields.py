@@ -35,7 +35,6 @@ Stop = Annotated[str, msgspec.Meta(min_length=1)]
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
-    "best_of": (1,),
     "suffix": (),
     "response_format": ({"type": "text"},),
     "functions": (),

@@ -9,19 +9,20 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 from starlette.requests import Request
 
 from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.output_processor import RequestState
 from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.server.call import Call, CallOptions, make_call
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
 from sidestep.frontend.server.guard import TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
 
@@ -31,51 +32,14 @@ _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
 
 
-class Call:
-    """One request to the engine, for all choices of a prompt; the first that is read sends it."""
-
-    def __init__(self, llm: AsyncLLM, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *,
-                 priority: int, cache_salt: str | None, deadline_s: float | None) -> None:
-        self._llm = llm
-        self.request_id = request_id
-        self._is_alone = params.n == 1
-        self._arguments = (prompt_token_ids, params, request_id)
-        self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "deadline_s": deadline_s}
-        self._sending: asyncio.Task[list[RequestState]] | None = None
-
-    def read(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one choice. Raises what AsyncLLM.generate raises."""
-        if self._is_alone:
-            return self._llm.generate(*self._arguments, **self._options)
-        return self._read(index)
-
-    async def _read(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        if self._sending is None:
-            self._sending = asyncio.create_task(self._llm.start(*self._arguments, **self._options))
-        sending = self._sending
-        try:
-            state = (await asyncio.shield(sending))[index]  # for the others it goes on
-            finished = False
-            while not finished:
-                output = await state.next_output()
-                finished = output.finished
-                yield output
-        finally:
-            if sending.done():
-                self._leave(index, sending)
-            else:
-                sending.add_done_callback(lambda sent: self._leave(index, sent))
-
-    def _leave(self, index: int, sent: asyncio.Task[list[RequestState]]) -> None:
-        if not sent.cancelled() and sent.exception() is None:
-            self._llm.leave(sent.result()[index])
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """One completion to make."""
 
     index: int
+    request_id: str
+    """Of the request to the engine."""
+    params: SamplingParams
     call: Call
     place: int
     """Which of the call's it is."""
@@ -163,14 +127,19 @@ class Service:
                           f"{self.llm.max_model_len}", "context_length_exceeded")
 
     def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
-                n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None) -> list[Choice]:
+                n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None,
+                beam_search: BeamSearchParams | None = None) -> list[Choice]:
         """All completions that a request asks for, prompt by prompt."""
         deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
         params = msgspec.structs.replace(params, n=n)
-        calls = [Call(self.llm, f"{base}-{i * n}", prompt, params, priority=priority or 0, cache_salt=salt,
-                      deadline_s=deadline_s) for i, prompt in enumerate(prompts)]
-        return [Choice(i * n + j, call, j) for i, call in enumerate(calls) for j in range(n)]
+        made: list[Choice] = []
+        for i, prompt in enumerate(prompts):
+            options = CallOptions(request_id=f"{base}-{i * n}", priority=priority or 0, cache_salt=salt,
+                                  deadline_s=deadline_s)
+            call = make_call(self.llm, prompt, params, beam_search, options)
+            made += [Choice(i * n + j, options.request_id, params, call, j) for j in range(n)]
+        return made
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
         """Users of different keys share no cached prefixes: how fast an answer comes would tell what another asked."""
@@ -235,7 +204,7 @@ class Service:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            await self.llm.abort({choice.call.request_id for choice in self._running})
+            await self.llm.abort({choice.request_id for choice in self._running})
             try:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._idle.wait()
