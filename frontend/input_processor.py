@@ -40,7 +40,7 @@ class ProcessedRequest:
     priority: int
     cache_salt: str | None
     deadline: float | None
-    controls: bytes
+    controls: bytes = b""
     """See ipc.controls."""
 
 
