@@ -41,7 +41,7 @@ class ProcessedRequest:
     priority: int
     cache_salt: str | None
     deadline: float | None
-    controls: bytes
+    controls: bytes = b""
     """See ipc.controls."""
     best_of: BestOf | None
     """If only some of its choices are returned."""
