@@ -33,6 +33,10 @@ class BeamGroup(Group):
     """What may follow those of them whose step has come back."""
 
     @property
+    def parks_after_rows(self) -> bool:
+        return True
+
+    @property
     def is_running(self) -> bool:
         """Whether none of them waits."""
         return all(r.status is Status.RUNNING for r in self.members)

@@ -9,7 +9,7 @@ not full is copied before that step writes anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -32,6 +32,11 @@ class Group:
     """Those that run, but are parked until then."""
 
     @property
+    def parks_after_rows(self) -> bool:
+        """Whether a member that has had its row is parked until the others have."""
+        return False
+
+    @property
     def waiting(self) -> list[Request]:
         """Those that enter together."""
         return [r for r in self.members if r.status in (Status.WAITING, Status.PREEMPTED)]
@@ -52,6 +57,62 @@ class Group:
         """Nobody waits for the prompt any more."""
         self.source = None
         self.forks.clear()
+
+
+class ForkingGroups:
+    """Groups whose forks wait for the prompt."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def __repr__(self) -> str:
+        return f"ForkingGroups({len(self._groups)})"
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._groups
+
+    def enter(self, group: Group, together: Sequence[Request]) -> None:
+        """These have got their slots and blocks, and the first its first row."""
+        group.enter(together)
+        if group.forks:
+            self._groups.append(group)
+
+    def unpark(self, kv: KVCacheManager) -> None:
+        """Lets those go on whose prompt is being computed by a step in flight, or has been."""
+        for group in self._groups.copy():
+            source = group.source
+            assert source is not None
+            if source.num_computed >= source.num_prompt:
+                for request in group.forks:
+                    request.parked = False
+                    request.block_hashes = source.block_hashes[:kv.num_shared(request)]
+                self.stop(group)
+
+    def stop(self, group: Group) -> None:
+        """Nobody waits for its prompt any more."""
+        group.stop_forking()
+        if group in self._groups:
+            self._groups.remove(group)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the state contradicts itself."""
+        for group in self._groups:
+            assert group.source is not None and group.forks, "nobody is parked, or for nobody"
+            assert all(r.parked and r.status is Status.RUNNING and not r.num_in_flight for r in group.forks)
+            assert group.source.status is Status.RUNNING or group.source.num_computed >= group.source.num_prompt
+
+
+def check_groups(requests: Iterable[Request], queue: Iterable[Request], forking: ForkingGroups) -> None:
+    """Raises AssertionError when the groups of these requests, all that live, contradict themselves."""
+    for request in queue:
+        assert request.group is None or request is request.group.queued, "not who stands for its group"
+    for request in requests:
+        if (group := request.group) is None:
+            assert not request.parked, f"{request} waits for nobody"
+            continue
+        assert group.queued in group.waiting or not group.waiting, "nobody stands for those that wait"
+        assert not group.forks or group in forking, "forks that nobody will unpark"
+        assert request in group.forks or not request.parked or group.parks_after_rows, f"{request} is parked"
 
 
 def make_choices(message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int],

@@ -17,38 +17,34 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import chain
 
 from sidestep.engine_core.beam_search import Candidates
 from sidestep.engine_core.beams import BeamGroup, candidates_by_row, found_by, make_beams
 from sidestep.engine_core.flight_recorder import Situation
-from sidestep.engine_core.group import Group, entering_with, make_choices, sharing, why_never
+from sidestep.engine_core.group import (
+    ForkingGroups,
+    Group,
+    check_groups,
+    entering_with,
+    make_choices,
+    sharing,
+    why_never,
+)
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.logprobs import share_logprobs
+from sidestep.engine_core.outbox import Outboxes
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
 from sidestep.ipc.config import SchedulerConfig, StepLimits
-from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
+from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started
 from sidestep.ipc.records import RequestRecord
 from sidestep.ipc.step import StepInput, StepOutput
 
 _NO_BLOCKS: list[int] = []
 _REMEMBERED = 4096
 """Requests that have ended and are still known to `request_records`."""
-
-
-@dataclass(slots=True)
-class _Outbox:
-    """What one frontend will be told next."""
-
-    handles: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    logprobs: bytes = b""
-    prompt_logprobs: bytes = b""
 
 
 class Scheduler:
@@ -72,11 +68,10 @@ class Scheduler:
         self._free_slots = list(range(limits.num_slots))
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
-        self._outboxes: dict[int, _Outbox] = {}
+        self._outboxes = Outboxes()
         self._deadlines: list[tuple[float, int, int]] = []
         """Time, client, handle; not the request, whose tokens would be kept until then."""
-        self._forking: list[Group] = []
-        """Groups with members that are parked until their prompt has been computed: they have `forks`."""
+        self._forking = ForkingGroups()
         self._copied: list[int] = []
         """Blocks held until the step that copies them has been put together."""
         self._num_coming: int | None = None
@@ -100,7 +95,7 @@ class Scheduler:
         problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
         for request in requests if message.beam_search is None else requests[:1]:
             if problem is not None:
-                self._outbox(request.client).finished.append(
+                self._outboxes.of(request.client).finished.append(
                     Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
                 continue
             request.queued = self._clock()
@@ -155,9 +150,9 @@ class Scheduler:
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
         block_size = self.kv.block_size
         for client, told in share_logprobs(output.logprobs, plan.sampling):
-            self._outbox(client).logprobs = told
+            self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
-            self._outbox(client).prompt_logprobs = told
+            self._outboxes.of(client).prompt_logprobs = told
         candidates = candidates_by_row(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for row, (request, token) in enumerate(zip(plan.sampling, output.token_ids.tolist(), strict=True)):
@@ -167,7 +162,7 @@ class Scheduler:
             if request.group is not None and isinstance(request.group, BeamGroup):
                 self._take_candidates(request, request.group, candidates[row])
                 continue
-            outbox = self._outbox(request.client)
+            outbox = self._outboxes.of(request.client)
             outbox.handles.append(request.handle)
             outbox.tokens.append(token)
             if request.first_token is None:
@@ -190,10 +185,7 @@ class Scheduler:
     def take_outputs(self) -> dict[int, Outputs]:
         """What frontends must be told by now, by client."""
         self._expire()
-        boxes, self._outboxes = self._outboxes, {}
-        return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
-                                finished=box.finished, logprobs=box.logprobs, prompt_logprobs=box.prompt_logprobs)
-                for client, box in boxes.items()}
+        return self._outboxes.take()
 
     # Questions.
 
@@ -246,19 +238,9 @@ class Scheduler:
             held_blocks = len(request.block_ids) + (request.copy_source >= 0)
             assert request.num_computed <= held_blocks * self.kv.block_size, f"{request}: too few blocks"
             assert len(request.token_ids) + request.num_placeholders <= request.max_total, f"{request}: too long"
-            assert not request.parked or request.group is not None and (
-                isinstance(request.group, BeamGroup) or request in request.group.forks), f"{request} is parked"
-        for group in self._forking:
-            assert group.source is not None and group.forks, "nobody is parked, or for nobody"
-            assert all(r.parked and r.status is Status.RUNNING and not r.num_in_flight for r in group.forks)
-            assert group.source.status is Status.RUNNING or group.source.num_computed >= group.source.num_prompt
-        for request in self._queue:
-            assert request.group is None or request is request.group.queued, "not who stands for its group"
-        for request in self._requests.values():
-            if (own := request.group) is not None:
-                assert own.queued in own.waiting or not own.waiting, "nobody stands for them"
-                assert not own.forks or own in self._forking
         assert not self._copied
+        self._forking.check_invariants()
+        check_groups([*self._requests.values(), *self._running], self._queue, self._forking)
         for request in self._leaving:
             assert request.num_in_flight > 0 and request.status is not Status.RUNNING
         self.kv.check_invariants(held)
@@ -284,8 +266,7 @@ class Scheduler:
     def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
         """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
-        if self._forking:
-            self._unpark()
+        self._forking.unpark(self.kv)
         # Not those whose last token is on its way: they need no row any more, so their seats are free already.
         live = [r for r in self._running if len(r.token_ids) + r.num_placeholders < r.max_total]
         later = len(live)
@@ -334,9 +315,7 @@ class Scheduler:
                 if not one.was_started:
                     self._tell_started(one, request.num_computed)
             if request.group is not None:
-                request.group.enter(together)
-                if request.group.forks:
-                    self._forking.append(request.group)
+                self._forking.enter(request.group, together)
             count = min(len(request.token_ids) - request.num_computed, budget)
             self._enter(step, request, count)
             seats -= len(together)
@@ -356,22 +335,11 @@ class Scheduler:
         if isinstance(request.group, BeamGroup):
             request.parked = request.num_placeholders > 0
 
-    def _unpark(self) -> None:
-        """Lets those go on whose prompt is being computed by a step in flight, or has been."""
-        for group in self._forking.copy():
-            source = group.source
-            assert source is not None
-            if source.num_computed >= source.num_prompt:
-                for request in group.forks:
-                    request.parked = False
-                    request.block_hashes = source.block_hashes[:self.kv.num_shared(request)]
-                self._no_fork(group)
-
     def _tell_started(self, request: Request, num_cached: int) -> None:
         request.was_started = True
         request.num_cached_tokens = num_cached
         request.scheduled = self._clock()
-        self._outbox(request.client).started.append(Started(
+        self._outboxes.of(request.client).started.append(Started(
             handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
 
     def _make_room(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -454,17 +422,11 @@ class Scheduler:
             self._num_preemptions += 1
             self._leave(one)
         if group is not None:
-            self._no_fork(group)
+            self._forking.stop(group)
             if group.queued is not None:  # others of it wait already
                 return
             group.queued = together[0]
         self._queue.put_back(together[0])
-
-    def _no_fork(self, group: Group) -> None:
-        """Nobody waits for its prompt any more."""
-        group.stop_forking()
-        if group in self._forking:
-            self._forking.remove(group)
 
     def _end(self, request: Request, word: Finished | None = None) -> None:
         """Ends a request wherever it is, and tells its frontend if there is a word."""
@@ -475,7 +437,7 @@ class Scheduler:
         reason = FinishReason.ABORT if word is None else word.reason
         self._ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
         if word is not None:
-            self._outbox(request.client).finished.append(word)
+            self._outboxes.of(request.client).finished.append(word)
 
     def _stop(self, request: Request) -> None:
         """Takes it out of wherever it is."""
@@ -501,7 +463,7 @@ class Scheduler:
         if request in group.forks:
             group.forks.remove(request)
         if not group.forks:
-            self._no_fork(group)
+            self._forking.stop(group)
         elif request is group.source and request.num_computed < request.num_prompt:
             self._preempt(group.forks[0])  # nobody computes their prompt now
 
@@ -522,9 +484,3 @@ class Scheduler:
             request = self._requests[heapq.heappop(self._deadlines)[1:]]
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
                                         num_preemptions=request.num_preemptions, beams=found_by(request)))
-
-    def _outbox(self, client: int) -> _Outbox:
-        box = self._outboxes.get(client)
-        if box is None:
-            box = self._outboxes[client] = _Outbox()
-        return box

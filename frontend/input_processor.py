@@ -43,7 +43,7 @@ class ProcessedRequest:
     deadline: float | None
     controls: bytes = b""
     """See ipc.controls."""
-    best_of: BestOf | None
+    best_of: BestOf | None = None
     """If only some of its choices are returned."""
 
 
