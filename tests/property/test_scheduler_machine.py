@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +18,8 @@ PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 
 
 LENGTHS = st.integers(1, 9)
+pytestmark = pytest.mark.timeout(600)
+"""Half a minute where nothing else runs."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):

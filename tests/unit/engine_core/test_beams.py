@@ -3,6 +3,7 @@ needs. That the rules are those of transformers is tested with real models (test
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,10 @@ def search_alone(prompt: list[int], params: BeamSearchParams, eos: tuple[int, ..
     """What the search finds when each beam is a plain list of tokens, computed from its beginning."""
     ends = frozenset() if params.ignore_eos else frozenset(eos)
     search, beams = BeamSearch(params, ends, max_tokens or params.max_tokens), [list[int]()]
+    states = [functools.reduce(chain, prompt, 0)]
     while True:
         given = []
-        for beam in beams:
-            state = 0
-            for token in prompt + beam:
-                state = chain(state, token)
+        for state in states:
             rated = candidates(state, params.num_candidates(len(ends)), VOCAB_SIZE)
             given.append(Candidates(np.array([t for _, t in rated], np.int32), np.array([s for s, _ in rated],
                                                                                          np.float32)))
@@ -37,6 +36,7 @@ def search_alone(prompt: list[int], params: BeamSearchParams, eos: tuple[int, ..
         if not chosen:
             return [ended.token_ids for ended in search.ended]
         beams = [[*beams[choice.parent], choice.token] for choice in chosen]
+        states = [chain(states[choice.parent], choice.token) for choice in chosen]
 
 
 def found(engine: Engine, handle: int = 0) -> list[list[int]]:
