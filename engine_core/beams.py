@@ -116,11 +116,12 @@ def found_by(request: Request) -> list[Beam]:
     return request.group.result(request.eos_ids) if isinstance(request.group, BeamGroup) else []
 
 
-def candidates_by_row(column: UInt8, rows: Sequence[Request]) -> dict[int, Candidates]:
-    """What may follow the beams among a step's rows that sampled, by row; column: StepOutput.logprobs."""
+def candidates_of_beams(column: UInt8, rows: Sequence[Request]) -> dict[Request, Candidates]:
+    """What may follow the beams among a step's rows that sampled; column: StepOutput.logprobs."""
     columns = LogprobColumns.unpack(column)
     ends = np.cumsum(columns.sizes).tolist()
     # A copy: the columns are views over memory that is reused. The first entry is of the token that was sampled.
-    return {row: Candidates(columns.token_ids[end - size + 1:end].copy(), columns.logprobs[end - size + 1:end].copy())
+    return {rows[row]: Candidates(columns.token_ids[end - size + 1:end].copy(),
+                                  columns.logprobs[end - size + 1:end].copy())
             for row, size, end in zip(columns.keys.tolist(), columns.sizes.tolist(), ends, strict=True)
             if isinstance(rows[row].group, BeamGroup)}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from sidestep.engine_core.beam_search import Candidates
-from sidestep.engine_core.beams import BeamGroup, candidates_by_row, found_by, make_beams
+from sidestep.engine_core.beams import BeamGroup, candidates_of_beams, found_by, make_beams
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.group import (
     ForkingGroups,
@@ -153,14 +153,14 @@ class Scheduler:
             self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
             self._outboxes.of(client).prompt_logprobs = told
-        candidates = candidates_by_row(output.logprobs, plan.sampling) if len(output.logprobs) else {}
+        candidates = candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
-        for row, (request, token) in enumerate(zip(plan.sampling, output.token_ids.tolist(), strict=True)):
+        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue
-            if request.group is not None and isinstance(request.group, BeamGroup):
-                self._take_candidates(request, request.group, candidates[row])
+            if candidates and isinstance(request.group, BeamGroup):
+                self._take_candidates(request, request.group, candidates[request])
                 continue
             outbox = self._outboxes.of(request.client)
             outbox.handles.append(request.handle)
@@ -282,11 +282,13 @@ class Scheduler:
                 blocks = self._make_room(request, request.num_computed + count)
             if blocks is None:
                 continue
-            if request.is_new:
+            if request.group is None:
+                step.add(request, count, blocks)
+            elif request.is_new:
                 self._enter(step, request, count)
             else:
                 step.add(request, count, blocks)
-                if request.group is not None and isinstance(request.group, BeamGroup):
+                if isinstance(request.group, BeamGroup):
                     request.parked = request.num_placeholders > 0  # until the search has chosen
                     if count == 1:
                         step.force(request)
