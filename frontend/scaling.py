@@ -56,7 +56,7 @@ class Vote:
     votes: Counter[Hashable]
     """Of the completions that were counted."""
     num_stopped: int
-    """Completions that were ended early, because they could not change the result."""
+    """Completions that were not waited for, because they could not change the result."""
 
 
 async def self_consistency(llm: AsyncLLM, prompt: Prompt, n: int, answer_of: Callable[[str], Hashable],

@@ -116,6 +116,23 @@ def test_preempted_searches_find_the_same(depth: int, caching: bool, num_blocks:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_what_beams_have_computed_is_found_by_its_content(depth: int) -> None:
+    engine = Engine(make_scheduler(num_blocks=200, block_size=2, overlap=depth == 2), depth)
+    for start in range(6):
+        prompt = PROMPT[start:start + 5]
+        engine.scheduler.add(make_beam_request(prompt, BeamSearchParams(beam_width=4, max_tokens=20), handle=start))
+        engine.run()
+        for i, tokens in enumerate(found(engine, start)):
+            handle = 100 + 10 * start + i
+            engine.scheduler.add(make_request([*prompt, *tokens, 9], 5, handle=handle))
+            engine.run()
+            assert engine.tokens[handle] == expected_tokens([*prompt, *tokens, 9], 5, handle, VOCAB_SIZE)
+            # The best one's last token has not been computed, and the others share at least the prompt.
+            assert engine.started[handle].num_cached_tokens >= 4
+        assert engine.started[100 + 10 * start].num_cached_tokens == 24
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("turns", range(12))
 def test_an_abort_at_each_stage_frees_everything(depth: int, turns: int) -> None:
     engine = Engine(make_scheduler(budget=8, overlap=depth == 2), depth)
