@@ -21,8 +21,8 @@ def test_choices_equal_lone_requests_and_leave_their_neighbours_alone(
         options: dict[str, Any], model_folder: Path) -> None:
     path = write_model("llama-gqa", model_folder)
     prompts = random_prompts(8, 331)
-    sampled = [SamplingParams(n=4, seed=i, temperature=0.9, top_k=20, max_tokens=10 + i, ignore_eos=True)
-               for i in range(4)]
+    sampled = [SamplingParams(n=4, seed=i, temperature=0.9, top_k=20, max_tokens=10 + i, ignore_eos=True,
+                              frequency_penalty=i % 2, logprobs=i % 3) for i in range(4)]
     alone = [params.for_choice(index) for params in sampled for index in range(4)]
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with LLM(path, **BASE) as llm:
@@ -31,6 +31,8 @@ def test_choices_equal_lone_requests_and_leave_their_neighbours_alone(
         got = llm.generate(prompts, [*sampled, *[greedy] * 4], use_tqdm=False)
         stats = llm.get_stats()
     texts = [out.outputs[0].token_ids for out in expected]
+    sums = [out.outputs[0].cumulative_logprob for out in expected]
+    assert [c.cumulative_logprob for out in got[:4] for c in out.outputs] == pytest.approx(sums, abs=1e-3)
     assert [c.token_ids for out in got[:4] for c in out.outputs] == texts
     assert len({tuple(tokens) for tokens in texts}) == 16
     plain = reference_tokens(load_reference(path), prompts[4:], [20] * 4)
