@@ -207,8 +207,9 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Counts for people and metrics. Prefix-cache counts are in tokens."""
+        num_waiting = sum(len(entering_with(request)) for request in self._queue)
         return {
-            "num_running": len(self._running), "num_waiting": len(self._queue), "num_steps": self._next_step,
+            "num_running": len(self._running), "num_waiting": num_waiting, "num_steps": self._next_step,
             "num_preemptions": self._num_preemptions, "kv_cache_usage": self.kv.usage,
             "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
             "prefix_cache_hits": self.kv.num_hit_tokens}

@@ -164,7 +164,7 @@ class Service:
     def choice_ends(self, choice: Choice, last: RequestOutput | None, reason: str) -> None:
         """Nobody waits for it any more. `last` is its last output, if it gave any."""
         self._running.remove(choice)
-        self.metrics.request_ended(last, reason)
+        self.metrics.choice_ended(last, reason, is_first=choice.place == 0)
         if reason == "rejected":
             self.metrics.rejections["queue_full"] += 1
         if not self._running:

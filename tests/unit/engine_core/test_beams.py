@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sidestep.engine_core.beam_search import BeamSearch, Candidates
+from sidestep.engine_core.beams import BeamGroup
 from sidestep.executor.fake import candidates, chain, expected_tokens
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.errors import ValidationError
@@ -142,6 +143,24 @@ def test_an_abort_at_each_stage_frees_everything(depth: int, turns: int) -> None
     engine.scheduler.abort(0, [0])
     engine.run()
     assert engine.scheduler.kv.pool.num_used == 0 and not engine.scheduler.has_unfinished
+
+
+def test_what_had_come_of_a_beam_before_it_was_preempted_is_waited_for_again() -> None:
+    engine = Engine(make_scheduler())
+    engine.scheduler.add(make_beam_request(PROMPT[:5], BeamSearchParams(beam_width=2, max_tokens=9)))
+    group = engine.scheduler._requests[0, 0].group
+    assert isinstance(group, BeamGroup)
+    first, second = group.members
+    group.beams = [first, second]
+    none = Candidates(np.empty(0, np.int32), np.empty(0, np.float32))
+    assert not group.take(second, none)
+    group.enter([first, second])
+    assert not group.take(first, none), "the second has not come again"
+    assert group.take(second, none)
+    group.arrived.clear()
+    group.beams, first.parked, second.parked = [first], False, False
+    group.stop_forking()
+    group.queued = first
 
 
 def test_a_deadline_gives_what_there_is() -> None:

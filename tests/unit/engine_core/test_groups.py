@@ -100,7 +100,7 @@ def test_a_group_enters_whole_or_waits() -> None:
     engine.turn()
     assert 10 not in engine.started
     (record,) = [r for r in engine.scheduler.request_records() if r.request_id == "request 10/2"]
-    assert record.waiting_for == "max_num_seqs"
+    assert record.waiting_for == "max_num_seqs" and engine.scheduler.stats()["num_waiting"] == 4
     engine.run()
     assert {10, 11, 12, 13} <= engine.finished.keys()
 
