@@ -58,6 +58,10 @@ class BlockPool:
         """Whether nobody references it."""
         return self._refs[block] == 0
 
+    def is_last(self, block: int, count: int) -> bool:
+        """Whether it is free after so many references have been dropped."""
+        return self._refs[block] == count
+
     def share(self, block: int) -> None:
         """One more reference; a free block leaves the free list with its content."""
         if self._refs[block] == 0:

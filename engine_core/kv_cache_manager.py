@@ -45,25 +45,34 @@ class KVCacheManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def enter(self, request: Request) -> bool:
+    def enter(self, request: Request, *others: Request) -> bool:
         """Gives a request that has no blocks those of its cached prefix plus new ones for all its other known tokens,
         also where these are computed in several chunks: prompts that enter with only their first chunk take turns
-        at preempting each other. All or nothing: False changes nothing. Sets `num_computed`."""
-        hits = self._match_prefix(request)
+        at preempting each other. All or nothing: False changes nothing. Sets `num_computed`.
+
+        others: of its group, which get the full blocks of their common prompt from it (see `_fork`)."""
+        # Of cached tokens nothing would be computed that could be told.
+        hits = [] if request.sampling.prompt_logprobs is not None else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
-        wanted = self.blocks_for(len(request.token_ids)) - len(hits)
+        wanted = self.blocks_for(len(request.token_ids)) - len(hits) + sum(map(self._num_own_blocks, others))
         if wanted > self.pool.num_free - sum(map(self.pool.is_free, hits)):
             return False
         for block in hits:
             self.pool.share(block)
-        request.block_ids = hits + self.pool.allocate(wanted)
+        request.block_ids = hits + self.pool.allocate(self.blocks_for(len(request.token_ids)) - len(hits))
         request.num_computed = num_hit
         request.num_registered = len(hits) if self.enable_prefix_caching else _NEVER
         # A preempted request finds its own blocks again: that is not a hit anybody asks about.
         if self.enable_prefix_caching and not request.num_preemptions:
             self.num_queried_tokens += len(request.token_ids)
             self.num_hit_tokens += num_hit
+        for other in others:
+            self._fork(request, other)
         return True
+
+    def num_blocks_to_enter(self, request: Request, *others: Request) -> int:
+        """The most that `enter` may need."""
+        return self.blocks_for(len(request.token_ids)) + sum(map(self._num_own_blocks, others))
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """New blocks so that the request can hold `num_tokens` in all; None (and no change) if there are too few."""
@@ -89,6 +98,9 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Takes all blocks back. The last ones are reused first: a prefix is worth more than what follows it."""
         self.pool.free(reversed(request.block_ids))
+        if request.copy_source >= 0:
+            self.pool.free([request.copy_source])
+            request.copy_source = -1
         request.block_ids = []
         request.num_registered = 0
 
@@ -107,7 +119,47 @@ class KVCacheManager:
             assert len(set(request.block_ids)) == len(request.block_ids), f"{request} holds a block twice"
             for block in request.block_ids:
                 refs[block] += 1
+            if request.copy_source >= 0:
+                refs[request.copy_source] += 1
         assert refs == self.pool._refs, "reference counts are not what requests hold"
+
+    def num_shared(self, request: Request) -> int:
+        """Blocks that one of a group has from the others. Not the one with the prompt's last token, which each of them
+        computes for its logits, and with it writes again."""
+        return (request.num_prompt - 1) // self.block_size
+
+    def longest_of_group(self, request: Request, num: int) -> int:
+        """Most tokens, prompt included, that it can have if the cache holds `num` like it."""
+        shared = self.num_shared(request)
+        return (shared + (self.pool.num_blocks - shared) // num) * self.block_size
+
+    def _num_own_blocks(self, request: Request) -> int:
+        return self.blocks_for(len(request.token_ids)) - self.num_shared(request)
+
+    def _fork(self, source: Request, request: Request) -> None:
+        """Blocks for one whose prompt the source computes: the source's full ones, and new ones of its own, of which
+        the first must become a copy of what the source has there."""
+        shared = source.block_ids[:self.num_shared(request)]
+        for block in shared:
+            self.pool.share(block)
+        request.block_ids = shared + self.pool.allocate(self._num_own_blocks(request))
+        request.num_computed = request.num_prompt - 1
+        request.num_registered = len(shared) if self.enable_prefix_caching else _NEVER
+        if request.num_computed % self.block_size:
+            request.copy_source = source.block_ids[len(shared)]
+            self.pool.share(request.copy_source)
+
+    def branch(self, source: Request, request: Request) -> None:
+        """In the place of what it had, blocks for a request that goes on from all that the source has computed."""
+        full, rest = divmod(source.num_computed, self.block_size)
+        shared, copied = source.block_ids[:full], source.block_ids[full] if rest else -1
+        for block in (*shared, copied) if rest else shared:
+            self.pool.share(block)
+        self.free(request)
+        request.block_ids = shared
+        request.copy_source = copied
+        request.num_computed = source.num_computed
+        request.num_registered = source.num_registered
 
     def _match_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its prefix; never of all its tokens, since the last one must be computed for its logits."""

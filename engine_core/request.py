@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from sidestep.ipc.messages import AddRequest, FinishReason, unpack_ids
 from sidestep.ipc.records import RequestRecord, WaitReason
 from sidestep.ipc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sidestep.engine_core.group import Group
 
 
 class Status(enum.IntEnum):
@@ -41,6 +44,14 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     deadline: float | None = None
+    group: Group | None = None
+    """Those that it belongs to; None if it is alone."""
+    parked: bool = False
+    """Runs, but has no row in any step for now."""
+    is_new: bool = False
+    """Has a slot whose row in the worker is still another's, or an older one of its own."""
+    copy_source: int = -1
+    """A block that it holds until its own at the place of the next token has become a copy of it; -1 for none."""
     controls: bytes = b""
     """For the workers; see ipc.controls."""
     status: Status = Status.WAITING
@@ -103,6 +114,10 @@ class Request:
             return FinishReason.STOP, None if token in self.eos_ids else token
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
+        detection = self.sampling.repetition_detection
+        if detection is not None and self.num_outputs >= self.sampling.min_tokens \
+                and detection.found_in(self.token_ids, self.num_prompt):
+            return FinishReason.REPETITION, None
         return None
 
 

@@ -15,35 +15,37 @@ that touches them has come back, never before (`_release`).
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from sidestep.engine_core.beam_search import Candidates
+from sidestep.engine_core.beams import BeamGroup, candidates_of_beams, found_by, make_beams
 from sidestep.engine_core.flight_recorder import Situation
+from sidestep.engine_core.group import (
+    ForkingGroups,
+    Group,
+    check_groups,
+    entering_with,
+    make_choices,
+    sharing,
+    why_never,
+)
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.logprobs import share_logprobs
+from sidestep.engine_core.outbox import Outboxes
 from sidestep.engine_core.queue_wait import QueueWait
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
 from sidestep.ipc.config import SchedulerConfig, StepLimits
-from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
+from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started
 from sidestep.ipc.records import RequestRecord, WaitReason
 from sidestep.ipc.step import StepInput, StepOutput
 
 _NO_BLOCKS: list[int] = []
 _REMEMBERED = 4096
 """Requests that have ended and are still known to `request_records`."""
-
-
-@dataclass(slots=True)
-class _Outbox:
-    """What one frontend will be told next."""
-
-    handles: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
 
 
 class Scheduler:
@@ -67,9 +69,12 @@ class Scheduler:
         self._free_slots = list(range(limits.num_slots))
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
-        self._outboxes: dict[int, _Outbox] = {}
+        self._outboxes = Outboxes()
         self._deadlines: list[tuple[float, int, int]] = []
         """Time, client, handle; not the request, whose tokens would be kept until then."""
+        self._forking = ForkingGroups()
+        self._copied: list[int] = []
+        """Blocks held until the step that copies them has been put together."""
         self._num_coming: int | None = None
         """Blocks that steps in flight will give back and that nobody in this step counts on; None until asked for."""
         self._num_preemptions = 0
@@ -83,21 +88,27 @@ class Scheduler:
     # What frontends ask for.
 
     def add(self, message: AddRequest) -> None:
-        """Takes a request; one that can never run is ended at once."""
-        request = Request.from_message(message, self._max_model_len, self._eos)
-        if not 0 < request.num_prompt < self._max_model_len:
-            problem = "prompt: is empty" if not request.num_prompt else (
-                f"prompt: {request.num_prompt} tokens and one of output are more than the "
-                f"{self._max_model_len} that fit")
-            self._outbox(request).finished.append(
-                Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
-            return
-        request.queued = self._clock()
-        self._waits.elapse(request.queued, len(self._queue))
-        self._requests[request.client, request.handle] = request
-        self._queue.add(request)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
+        """Takes a request with all its choices; one that can never run is ended at once."""
+        if message.beam_search is None:
+            requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
+        else:
+            requests, field = make_beams(
+                message, message.beam_search, self._max_model_len, self._eos, self.kv), "beam_width"
+        problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
+        for request in requests if message.beam_search is None else requests[:1]:
+            if problem is not None:
+                self._outboxes.of(request.client).finished.append(
+                    Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
+                continue
+            request.queued = self._clock()
+            self._requests[request.client, request.handle] = request
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
+        if problem is None:
+            self._waits.elapse(self._clock(), len(self._queue))
+            self._queue.add(requests[0])
+            if requests[0].group is not None:
+                requests[0].group.queued = requests[0]
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
@@ -133,6 +144,8 @@ class Scheduler:
             return None
         # 4. Remember what is in flight.
         message, plan = step.build()
+        self.kv.pool.free(self._copied)
+        self._copied.clear()
         self._plans.append(plan)
         self._next_step += 1
         return message
@@ -142,12 +155,20 @@ class Scheduler:
         plan = self._plans.popleft()
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
         block_size = self.kv.block_size
+        for client, told in share_logprobs(output.logprobs, plan.sampling):
+            self._outboxes.of(client).logprobs = told
+        for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
+            self._outboxes.of(client).prompt_logprobs = told
+        candidates = candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue
-            outbox = self._outbox(request)
+            if candidates and isinstance(request.group, BeamGroup):
+                self._take_candidates(request, request.group, candidates[request])
+                continue
+            outbox = self._outboxes.of(request.client)
             outbox.handles.append(request.handle)
             outbox.tokens.append(token)
             if request.first_token is None:
@@ -170,9 +191,7 @@ class Scheduler:
     def take_outputs(self) -> dict[int, Outputs]:
         """What frontends must be told by now, by client."""
         self._expire()
-        boxes, self._outboxes = self._outboxes, {}
-        return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
-                                finished=box.finished) for client, box in boxes.items()}
+        return self._outboxes.take()
 
     # Questions.
 
@@ -194,8 +213,9 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Counts for people and metrics. Prefix-cache counts are in tokens."""
+        num_waiting = sum(len(entering_with(request)) for request in self._queue)
         return {
-            "num_running": len(self._running), "num_waiting": len(self._queue), "num_steps": self._next_step,
+            "num_running": len(self._running), "num_waiting": num_waiting, "num_steps": self._next_step,
             "num_preemptions": self._num_preemptions, "kv_cache_usage": self.kv.usage,
             "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
             "prefix_cache_hits": self.kv.num_hit_tokens, **self._waits.stats()}
@@ -235,8 +255,12 @@ class Scheduler:
             assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
         for request in self._running:
             assert request.status is Status.RUNNING
-            assert request.num_computed <= len(request.block_ids) * self.kv.block_size, f"{request}: too few blocks"
+            held_blocks = len(request.block_ids) + (request.copy_source >= 0)
+            assert request.num_computed <= held_blocks * self.kv.block_size, f"{request}: too few blocks"
             assert len(request.token_ids) + request.num_placeholders <= request.max_total, f"{request}: too long"
+        assert not self._copied
+        self._forking.check_invariants()
+        check_groups([*self._requests.values(), *self._running], self._queue, self._forking)
         for request in self._leaving:
             assert request.num_in_flight > 0 and request.status is not Status.RUNNING
         self.kv.check_invariants(held)
@@ -245,13 +269,15 @@ class Scheduler:
         """See RequestRecord.waiting_for."""
         if request.status is Status.RUNNING:
             return None
-        if request is not self._queue.peek():
+        together = entering_with(request)
+        if together[0] is not self._queue.peek():
             return "turn"
-        if request.num_in_flight:
+        if any(r.num_in_flight for r in together):
             return "output"
-        if sum(not r.will_be_complete for r in self._running) >= self._limits.max_num_seqs or not self._free_slots:
+        seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running)
+        if len(together) > min(seats, len(self._free_slots)):
             return "max_num_seqs"
-        if self.kv.blocks_for(len(request.token_ids)) > self.kv.pool.num_free:
+        if self.kv.num_blocks_to_enter(together[0], *sharing(together)) > self.kv.pool.num_free:
             return "kv_cache"
         return "max_num_batched_tokens"
 
@@ -260,13 +286,14 @@ class Scheduler:
     def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
         """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
+        self._forking.unpark(self.kv)
         # Not those whose last token is on its way: they need no row any more, so their seats are free already.
         live = [r for r in self._running if len(r.token_ids) + r.num_placeholders < r.max_total]
         later = len(live)
         for request in live:
             later -= 1
-            if request.status is not Status.RUNNING:
-                continue  # preempted while this loop made room for another
+            if request.status is not Status.RUNNING or request.parked:
+                continue  # preempted while this loop made room for another; or its prompt is being computed
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
             if count > 1:  # Each request after this one can count on a token: prompts never starve those that decode.
                 count = min(count, budget - later)
@@ -275,7 +302,16 @@ class Scheduler:
                 blocks = self._make_room(request, request.num_computed + count)
             if blocks is None:
                 continue
-            step.add(request, count, blocks)
+            if request.group is None:
+                step.add(request, count, blocks)
+            elif request.is_new:
+                self._enter(step, request, count)
+            else:
+                step.add(request, count, blocks)
+                if isinstance(request.group, BeamGroup):
+                    request.parked = request.num_placeholders > 0  # until the search has chosen
+                    if count == 1:
+                        step.force(request)
             budget -= count
             if count > 1:
                 self.kv.remember(request)
@@ -288,30 +324,52 @@ class Scheduler:
             request = self._queue.peek()
             if request is None:
                 break
+            together = entering_with(request)
             # A preempted request's tokens in flight come back before it can be sent again.
-            if request.num_in_flight or not self.kv.enter(request):
-                reason = "output" if request.num_in_flight else "kv_cache"
+            if any(r.num_in_flight for r in together):
+                reason = "output"
+                break
+            if len(together) > min(seats, len(self._free_slots)):
+                reason = "max_num_seqs"
+                break
+            if not self.kv.enter(request, *sharing(together)):
+                reason = "kv_cache"
                 break
             self._queue.pop()
-            request.slot = heapq.heappop(self._free_slots)
-            request.status = Status.RUNNING
-            self._running[request] = None
-            if not request.was_started:
-                self._tell_started(request)
+            for one in together:
+                one.slot = heapq.heappop(self._free_slots)
+                one.status = Status.RUNNING
+                one.is_new = True
+                self._running[one] = None
+                if not one.was_started:
+                    self._tell_started(one, request.num_computed)
+            if request.group is not None:
+                self._forking.enter(request.group, together)
             count = min(len(request.token_ids) - request.num_computed, budget)
-            step.enter(request, count)
-            seats -= 1
+            self._enter(step, request, count)
+            seats -= len(together)
             budget -= count
             self.kv.remember(request)
         if self._config.scheduling_policy == "priority":
             self._running = dict.fromkeys(sorted(self._running, key=lambda r: (r.priority, r.arrival)))
         return reason or ("max_num_batched_tokens" if seats and self._free_slots else "max_num_seqs")
 
-    def _tell_started(self, request: Request) -> None:
+    def _enter(self, step: StepBuilder, request: Request, count: int) -> None:
+        """Its first row, with the block that it goes on from."""
+        if request.copy_source >= 0:
+            step.copy(request.copy_source, request.block_ids[request.num_computed // self.kv.block_size])
+            self._copied.append(request.copy_source)
+            request.copy_source = -1
+        step.enter(request, count)
+        request.is_new = False
+        if isinstance(request.group, BeamGroup):
+            request.parked = request.num_placeholders > 0
+
+    def _tell_started(self, request: Request, num_cached: int) -> None:
         request.was_started = True
-        request.num_cached_tokens = request.num_computed
+        request.num_cached_tokens = num_cached
         request.scheduled = self._clock()
-        self._outbox(request).started.append(Started(
+        self._outboxes.of(request.client).started.append(Started(
             handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
 
     def _make_room(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -324,11 +382,11 @@ class Scheduler:
                 self._num_coming -= wanted
                 return None
             victim = next(r for r in reversed(self._running) if not r.will_be_complete)
+            coming = self._num_blocks_coming_back()
             self._preempt(victim)
-            if victim is request:
+            if request.status is not Status.RUNNING:
                 return None
-            if victim.num_in_flight:
-                self._num_coming += len(victim.block_ids)
+            self._num_coming += self._num_blocks_coming_back() - coming
         return blocks
 
     def _yield_to_urgent(self) -> None:
@@ -337,54 +395,109 @@ class Scheduler:
         urgent = self._queue.peek()
         if urgent is None or not self._running or next(reversed(self._running)).priority <= urgent.priority:
             return
-        seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running)
-        room = self.kv.pool.num_free + self._num_blocks_coming_back() - self.kv.blocks_for(len(urgent.token_ids))
+        together = entering_with(urgent)
+        seats = self._limits.max_num_seqs - sum(not r.will_be_complete for r in self._running) - len(together)
+        wanted = self.kv.num_blocks_to_enter(together[0], *sharing(together))
+        room = self.kv.pool.num_free + self._num_blocks_coming_back() - wanted
         victims: list[Request] = []
         for request in reversed(self._running):
-            if (seats > 0 and room >= 0) or request.priority <= urgent.priority:
+            if (seats >= 0 and room >= 0) or request.priority <= urgent.priority:
                 break
             if not request.will_be_complete:
                 victims.append(request)
                 seats += 1
                 room += len(request.block_ids)
-        if seats > 0 and room >= 0:
+        if seats >= 0 and room >= 0:
             for victim in victims:
-                self._preempt(victim)
+                if victim.status is Status.RUNNING:  # not with its group already
+                    self._preempt(victim)
 
     def _num_blocks_coming_back(self) -> int:
-        """Blocks of requests that leave as soon as the steps in flight are back. A block that is shared with one that
-        stays counts too: then somebody waits a step in vain."""
+        """Blocks that nobody holds any more as soon as the steps in flight are back."""
         ending = (r for r in self._running if r.will_be_complete)
-        return sum(len(r.block_ids) for r in chain(self._leaving, ending))
+        held = Counter(block for r in chain(self._leaving, ending) for block in r.block_ids)
+        return sum(map(self.kv.pool.is_last, held.keys(), held.values()))
+
+    # Inside update().
+
+    def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
+        """What may follow a beam. With the last of them the search goes on, or ends."""
+        if request.first_token is None:
+            request.first_token = self._clock()
+        if not group.take(request, candidates):
+            return
+        for beam in group.beams:
+            if group.is_running:
+                self.kv.remember(beam)
+            elif beam.status is Status.RUNNING:
+                self._preempt(beam)  # as others of it were meanwhile
+        if not group.advance(self.kv):
+            first = group.members[0]
+            self._end(first, Finished(handle=first.handle, reason=FinishReason.STOP, beams=found_by(first),
+                                      num_preemptions=first.num_preemptions))
 
     # Ends.
 
     def _preempt(self, request: Request) -> None:
-        """Takes slot and blocks away; what was computed will be computed again. All or nothing: keeping some blocks
-        would leave several requests each too short of blocks to go on."""
-        del self._running[request]
-        request.status = Status.PREEMPTED
-        request.num_preemptions += 1
-        self._num_preemptions += 1
-        self._queue.put_back(request)
-        self._leave(request)
+        """Takes slot and blocks away, of its whole group; what was computed will be computed again. All or nothing:
+        keeping some blocks would leave several requests each too short of blocks to go on."""
+        group = request.group
+        together = [request] if group is None else [
+            r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
+        for one in together:
+            del self._running[one]
+            one.status = Status.PREEMPTED
+            one.num_preemptions += 1
+            one.parked = False
+            self._num_preemptions += 1
+            self._leave(one)
+        if group is not None:
+            self._forking.stop(group)
+            if group.queued is not None:  # others of it wait already
+                return
+            group.queued = together[0]
+        self._waits.elapse(self._clock(), len(self._queue))
+        self._queue.put_back(together[0])
 
     def _end(self, request: Request, word: Finished | None = None) -> None:
         """Ends a request wherever it is, and tells its frontend if there is a word."""
-        if request.status is Status.RUNNING:
-            del self._running[request]
-        else:
-            self._waits.elapse(self._clock(), len(self._queue))
-            self._queue.forget()
-        was_running = request.status is Status.RUNNING
-        request.status = Status.FINISHED
         del self._requests[request.client, request.handle]
+        group = request.group
+        for one in reversed(group.members.copy()) if isinstance(group, BeamGroup) else [request]:
+            self._stop(one)
         reason = FinishReason.ABORT if word is None else word.reason
         self._ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
         if word is not None:
-            self._outbox(request).finished.append(word)
+            self._outboxes.of(request.client).finished.append(word)
+
+    def _stop(self, request: Request) -> None:
+        """Takes it out of wherever it is."""
+        was_running = request.status is Status.RUNNING
+        if was_running:
+            del self._running[request]
+        elif request.group is None or request is request.group.queued:
+            self._waits.elapse(self._clock(), len(self._queue))
+            self._queue.forget()
+        request.status = Status.FINISHED
+        if request.group is not None:
+            self._part(request, request.group)
         if was_running:
             self._leave(request)
+
+    def _part(self, request: Request, group: Group) -> None:
+        """One of a group has ended; the others go on without it."""
+        request.parked = False
+        group.members.remove(request)
+        if request is group.queued:
+            group.queued = next(iter(group.waiting), None)
+            if group.queued is not None:
+                self._queue.put_back(group.queued)
+        if request in group.forks:
+            group.forks.remove(request)
+        if not group.forks:
+            self._forking.stop(group)
+        elif request is group.source and request.num_computed < request.num_prompt:
+            self._preempt(group.forks[0])  # nobody computes their prompt now
 
     def _leave(self, request: Request) -> None:
         self._leaving[request] = None
@@ -402,10 +515,4 @@ class Scheduler:
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
             request = self._requests[heapq.heappop(self._deadlines)[1:]]
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
-                                        num_preemptions=request.num_preemptions))
-
-    def _outbox(self, request: Request) -> _Outbox:
-        box = self._outboxes.get(request.client)
-        if box is None:
-            box = self._outboxes[request.client] = _Outbox()
-        return box
+                                        num_preemptions=request.num_preemptions, beams=found_by(request)))

@@ -33,6 +33,8 @@ class _Rows:
     num_blocks: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    forced: list[tuple[int, int]] = field(default_factory=list)
+    """Slots and tokens."""
     entering: list[Request] = field(default_factory=list)
     num_cached: list[int] = field(default_factory=list)
     """Of each of `entering`: its tokens that need not be computed."""
@@ -45,6 +47,7 @@ class StepBuilder:
         self._step_id = step_id
         self._single = _Rows()
         self._chunks = _Rows()
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -73,6 +76,14 @@ class StepBuilder:
         rows.entering.append(request)
         rows.num_cached.append(num_cached)
 
+    def force(self, request: Request) -> None:
+        """The row of one token that was added last computes the last known token, which it has not sampled."""
+        self._single.forced.append((request.slot, request.token_ids[-1]))
+
+    def copy(self, source: int, target: int) -> None:
+        """A block to be copied before the step writes anything."""
+        self._copies.append((source, target))
+
     def build(self) -> tuple[StepInput, StepPlan]:
         """The message for the workers and the scheduler's own note of it."""
         first, then = self._single, self._chunks
@@ -86,6 +97,10 @@ class StepBuilder:
             num_tokens=np.array(first.num_tokens + then.num_tokens, np.int32),
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
+            copy_sources=np.array([source for source, _ in self._copies], np.int32) if self._copies else _NONE,
+            copy_targets=np.array([target for _, target in self._copies], np.int32) if self._copies else _NONE,
+            forced_slots=np.array([slot for slot, _ in first.forced], np.int32) if first.forced else _NONE,
+            forced_tokens=np.array([token for _, token in first.forced], np.int32) if first.forced else _NONE,
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
         num_tokens = len(first.requests) + sum(then.num_tokens)
         num_prompts = len(first.entering) + len(then.requests)
@@ -113,5 +128,6 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
         "new_controls": np.frombuffer(b"".join(r.controls for r in new), np.uint8)}
 
 
+_NONE = np.empty(0, np.int32)
 _NOTHING_NEW = _new_columns([], [])
 """Most steps admit nobody, and fifteen empty arrays cost as much as the rest of a small step."""

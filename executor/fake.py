@@ -16,7 +16,8 @@ import numpy as np
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
-from sidestep.ipc.step import Int32, StepInput, StepOutput
+from sidestep.ipc.controls import decode_controls
+from sidestep.ipc.step import LogprobColumns, StepInput, StepOutput, UInt8
 
 _MASK = (1 << 61) - 1
 DEFAULT_BLOCKS = 8192
@@ -31,6 +32,12 @@ def chain(previous: int, token: int) -> int:
 def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
     """The token that follows a context."""
     return ((context_hash ^ (seed * 0x9E3779B97F4A7C15)) & _MASK) % 1_000_000_007 % vocab_size
+
+
+def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[float, int]]:
+    """The best tokens to follow a context, for a search: what stands for their logprobs, and the tokens."""
+    rated = ((-(chain(context_hash, token) % 1_000_003) / 100_000, token) for token in range(vocab_size))
+    return sorted(rated, reverse=True)[:count]
 
 
 def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: int) -> list[int]:
@@ -92,27 +99,49 @@ class FakeRunner(Runner):
         self._num_computed = [0] * slots
         self._last_sampled = [0] * slots
         self._seed = [0] * slots
+        self._num_logprobs = [0] * slots
 
     def load(self) -> WorkerReady:
         return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device_type="fake",
                            device="fake")
 
     def execute(self, step: StepInput) -> PendingOutput:
+        for source, target in zip(step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True):
+            self._cache[target] = self._cache[source].copy()
         self._enter(step)
-        tokens = self._run_rows(step)
+        for slot, token in zip(step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True):
+            self._last_sampled[slot] = token
+        states = self._run_rows(step)
+        tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
         start, end = self._device.launch()
         output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
+        if any(self._num_logprobs[slot] for slot in states):
+            output.logprobs = self._logprobs(states)
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
     def _enter(self, step: StepInput) -> None:
-        ends = np.cumsum(step.new_num_known).tolist()
+        ends, controls = np.cumsum(step.new_num_known).tolist(), np.cumsum(step.new_control_sizes).tolist()
         for i, (slot, end) in enumerate(zip(step.new_slots.tolist(), ends, strict=True)):
             self._known[slot] = step.new_token_ids[end - int(step.new_num_known[i]):end].tolist()
             self._num_computed[slot] = int(step.new_num_computed[i])
             self._seed[slot] = int(step.new_seed[i])
+            control = step.new_controls[controls[i] - int(step.new_control_sizes[i]):controls[i]].tobytes()
+            self._num_logprobs[slot] = max(0, decode_controls(control).logprobs)
             self._blocks[slot] = []
 
-    def _run_rows(self, step: StepInput) -> Int32:
+    def _logprobs(self, states: dict[int, int]) -> UInt8:
+        """Of those that ask for the most probable tokens; states: slots that sample, and the hashes of contexts."""
+        rows = [(row, self._last_sampled[slot], candidates(state, self._num_logprobs[slot], self._vocab_size))
+                for row, (slot, state) in enumerate(states.items()) if self._num_logprobs[slot]]
+        count = len(rows)
+        return LogprobColumns(
+            keys=np.array([row for row, _, _ in rows], np.int32), positions=np.zeros(count, np.int32),
+            sizes=np.array([1 + len(best) for _, _, best in rows], np.int32), ranks=np.ones(count, np.int32),
+            token_ids=np.array([t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32),
+            logprobs=np.array([v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32)).pack()
+
+    def _run_rows(self, step: StepInput) -> dict[int, int]:
+        """For each slot that samples, in the order of rows, the hash of its context."""
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used:used + new_blocks]
@@ -124,8 +153,9 @@ class FakeRunner(Runner):
         for slot, count in rows:
             state = self._compute(slot, count)
             if self._num_computed[slot] >= len(self._known[slot]):
-                sampled[slot] = self._last_sampled[slot] = next_token(state, self._seed[slot], self._vocab_size)
-        return np.array([sampled[slot] for slot in slots if slot in sampled], np.int32)
+                self._last_sampled[slot] = next_token(state, self._seed[slot], self._vocab_size)
+                sampled[slot] = state
+        return {slot: sampled[slot] for slot in slots if slot in sampled}
 
     def _compute(self, slot: int, count: int) -> int:
         """Runs `count` positions of a slot and returns the hash at the last one."""

@@ -1,10 +1,11 @@
 """Runs a model's steps on a GPU: packs a step, launches it, and never waits for it.
 
 Order of side effects in `execute`: the step's differences are applied to the host's tables and packed; one copy takes
-the message to the device; the kernels of the step follow on the same stream, most often as one captured graph. So steps
-run in the order they came, and the copy of one step's message waits until the step before has read its own. Sampled ids
-stay on the device for the next step; the last kernel also writes them to pinned memory, where whoever waits for the
-step's event finds them. Special rows (executor/special_rows.py) are sampled after that, before the event.
+the message to the device; block copies and then the kernels of the step follow on the same stream, most often as one
+captured graph. So steps run in the order they came, and the copy of one step's message waits until the step before has
+read its own. Sampled ids stay on the device for the next step; the last kernel also writes them to pinned memory, where
+whoever waits for the step's event finds them. Special rows (executor/special_rows.py) are sampled after that, before
+the event.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, 
 from sidestep.executor.device_clock import DeviceClock
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
+from sidestep.executor.logprobs import Logprobs, encode_logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, with_prompt_tokens
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.executor.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
+from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import ModelSpec
+from sidestep.ipc.sampling_params import MAX_LOGPROBS
 from sidestep.ipc.step import Int32, Int64, StepInput, StepOutput
 from sidestep.kernels.launch import compiling_only, has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
@@ -52,20 +57,25 @@ _MOST_GRAPHED = 2048
 """Tokens: more graphs would take their time at the start."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
+_EVERYTHING = Controls(logit_bias={0: 1.0}, allowed_token_ids=[0, 1], bad_words=[[0, 1]], logprobs=MAX_LOGPROBS,
+                       prompt_logprobs=MAX_LOGPROBS)
+"""What takes memory while a step runs. The counts of penalties stay from step to step, and grow with those who ask."""
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialIds:
-    """Tokens of a step's special rows, in pinned memory."""
+class SpecialOutput:
+    """What a step's special rows gave, in pinned memory."""
 
     rows: Int64
     ids: Int32
+    logprobs: list[Logprobs]
+    prompt_logprobs: list[Logprobs]
 
 
 class GpuOutput(PendingOutput):
     """A step on the device, or behind others in its queue."""
 
-    def __init__(self, step_id: int, ids: Int32, samples: npt.NDArray[np.bool_], special: SpecialIds | None,
+    def __init__(self, step_id: int, ids: Int32, samples: npt.NDArray[np.bool_], special: SpecialOutput | None,
                  started: torch.cuda.Event, done: torch.cuda.Event, clock: DeviceClock) -> None:
         self._step_id = step_id
         self._ids = ids
@@ -82,10 +92,12 @@ class GpuOutput(PendingOutput):
     def wait(self) -> StepOutput:
         self._done.synchronize()
         start, end = self._clock.times(self._started, self._done, time.monotonic_ns())
-        ids = self._ids[:len(self._samples)]
-        if self._special is not None:
-            ids[self._special.rows] = self._special.ids
-        return StepOutput(self._step_id, start, end, ids[self._samples])
+        ids, special = self._ids[:len(self._samples)], self._special
+        if special is None:
+            return StepOutput(self._step_id, start, end, ids[self._samples])
+        ids[special.rows] = special.ids
+        return StepOutput(self._step_id, start, end, ids[self._samples], logprobs=encode_logprobs(special.logprobs),
+                          prompt_logprobs=encode_logprobs(special.prompt_logprobs))
 
 
 class GpuRunner(Runner):
@@ -115,6 +127,7 @@ class GpuRunner(Runner):
             self._make_tables()
             num_blocks = self._size_cache(backend)
             self._attention = self._make_attention(backend, num_blocks)
+            self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))  # compiled now, not later
             self._reset()
             if backend.graph_safe and not self._args.parallel.enforce_eager:
                 self._graphs = self._capture()
@@ -142,6 +155,7 @@ class GpuRunner(Runner):
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
+        self._special = make_special_rows(args, limits, device)
         self._logits = self._model.new_logits(limits.max_num_seqs)
         self._out_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_ids = self._out_ids.numpy()
@@ -160,7 +174,6 @@ class GpuRunner(Runner):
     def _reset(self) -> None:
         """No request has been seen."""
         self._state = RequestState(self._limits.num_slots, self._args.max_model_len, self._block_size)
-        self._special = make_special_rows(self._args.spec, self._limits, self._device)
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
@@ -171,20 +184,25 @@ class GpuRunner(Runner):
             self._compile()
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size)).wait()
-        working = torch.cuda.max_memory_allocated() - before
+        # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
+        controlled, working = (self._working_bytes(controls) for controls in (_EVERYTHING, Controls()))
         del self._attention
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
         blocks = gpu_kv_blocks(self._args, self._limits, shape.bytes_per_token(self._dtype), self._block_size,
-                               free=free, total=total, working=working + graphs + _MARGIN)
+                               free=free, total=total, working=max(controlled, working) + graphs + _MARGIN)
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
+
+    def _working_bytes(self, controls: Controls) -> int:
+        """What the largest step takes, with these controls in each row."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size, controls)).wait()
+        return torch.cuda.max_memory_allocated() - before
 
     def _compile(self) -> None:
         """Compiles what any step may need, all kernels side by side: one after the other they take several times as
@@ -227,27 +245,38 @@ class GpuRunner(Runner):
         self._state.apply(step)
         self._special.enter(step)
         batch = make_batch(self._state, step, self._block_size)
-        special = self._special.find(batch)
+        special, prompts = self._special.find(batch), self._special.find_prompts(batch)
         rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
-        found = self._graphs.find(rows, tokens) if self._graphs is not None else None
+        found = self._graphs.find(rows, tokens) if self._graphs is not None and prompts is None else None
         layout = found.layout if found is not None else self._layout
         # 2. One message to the device.
         used = self._packer.pack(position, layout, batch, step, special)
         started, done = self._events[position]
         started.record()
         self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
+        if len(step.copy_sources):  # written by steps before this one, on the same stream
+            self._attention.copy_blocks(step.copy_sources, step.copy_targets)
         # 3. The whole step: inputs, model, sampling of plain rows.
+        about_prompts: list[Logprobs] = []
         if found is not None:
             found.graph.replay()
         else:
-            self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch)
+            about_prompts = self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch, prompts)
         # 4. The other rows, on the logits that the step has left.
-        if special is not None:
-            self._special.run(self._logits[:rows, :self._args.spec.vocab_size], batch, special, special,
-                              lambda logits, part: self._sample_special(logits, part, position))
+        more = self._run_special(batch, special, position, about_prompts)
         done.record()
-        ids = None if special is None else SpecialIds(special, self._host_special_ids[position, :len(special)])
-        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, ids, started, done, self._clock)
+        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, more, started, done, self._clock)
+
+    def _run_special(self, batch: HostBatch, rows: Int64 | None, position: int,
+                     about_prompts: list[Logprobs]) -> SpecialOutput | None:
+        if rows is None and not about_prompts:
+            return None
+        rows, logprobs = np.empty(0, np.int64) if rows is None else rows, list[Logprobs]()
+        if len(rows):
+            logits = self._logits[:len(batch.slots), :self._args.spec.vocab_size]
+            logprobs = self._special.run(logits, batch, rows, rows,
+                                         lambda wide, part: self._sample_special(wide, part, position))
+        return SpecialOutput(rows, self._host_special_ids[position, :len(rows)], logprobs, about_prompts)
 
     def _sample_special(self, logits: Tensor, part: SpecialBatch, position: int) -> Tensor:
         """Samples special rows as plain ones are sampled."""
@@ -275,9 +304,11 @@ class GpuRunner(Runner):
             return StepSizes(padded, padded, padded, 0)
         return StepSizes(padded, min(-(-tokens // _PAD) * _PAD, self._layout.tokens), decodes, rows - decodes)
 
-    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None, *,
-                empty: Callable[..., Tensor] = torch.empty) -> None:
-        """Launches every kernel of a step whose message is on the device. empty: makes what the first one writes."""
+    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None,
+                prompts: PromptTokens | None = None, *,
+                empty: Callable[..., Tensor] = torch.empty) -> list[Logprobs]:
+        """Launches every kernel of a step whose message is on the device. prompts: tokens that are asked about; returns
+        what is to be told of them. empty: makes what the first kernel writes."""
         message, tables, device = self._message, self._tables, self._device
 
         def column(name: str, extra: int = 0) -> Tensor:
@@ -291,10 +322,15 @@ class GpuRunner(Runner):
             header=message[:HEADER], slots=slots, seq_lens=seq_lens, query_starts=column("query_starts", 1),
             block_tables=tables.block_tables, max_decode_rows=sizes.max_decode_rows,
             max_prompt_rows=sizes.max_prompt_rows)))
-        logits = self._model(token_ids, self._attention, None if sizes.decode_only else last_tokens,
-                             self._logits[:sizes.rows])
+        rows = None if sizes.decode_only else last_tokens
+        if prompts is not None:
+            rows = with_prompt_tokens(last_tokens, prompts)
+        stream = self._model.states(token_ids, self._attention, rows)
+        logits = self._model.logits(stream if prompts is None else stream.part(0, sizes.rows),
+                                    self._logits[:sizes.rows])
         mask_logits(logits, message, message[MASKED:])
         self._sample(logits, message[SAMPLING:], slots, seq_lens, column("samples"), self._out_ids)
+        return [] if prompts is None else prompt_logprobs(self._model, stream, sizes.rows, prompts)
 
     def _sample(self, logits: Tensor, header: Tensor, slots: Tensor, seq_lens: Tensor, samples: Tensor,
                 out_ids: Tensor) -> None:
@@ -315,8 +351,9 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     return min(_MOST_GRAPHED, int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer)))
 
 
-def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> StepInput:
-    """A step with as many rows and tokens as any may have; all of it lies in block 0."""
+def largest_step(limits: StepLimits, max_model_len: int, block_size: int, controls: Controls) -> StepInput:
+    """A step with as many rows and tokens as any may have, all of them of new requests with these controls; it lies in
+    block 0."""
     rows = limits.max_num_seqs
     counts = np.ones(rows, np.int32)
     left = limits.max_num_batched_tokens - rows
@@ -325,6 +362,7 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> Ste
         counts[row] += more
         left -= more
     blocks = -(-counts // block_size)
+    asked = encode_controls(controls)
     zeros, slots = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32)
     return StepInput(
         step_id=0, slots=slots, num_tokens=counts, num_new_blocks=blocks, block_ids=np.zeros(blocks.sum(), np.int32),
@@ -332,4 +370,5 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> Ste
         new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
         new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
         new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
-        new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros, new_controls=np.empty(0, np.uint8))
+        new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros + len(asked),
+        new_controls=np.frombuffer(asked * rows, np.uint8))

@@ -100,6 +100,8 @@ def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBat
         num_decode = int((counts > 1).argmax())
     known = positions < state.num_known[row_slots]
     token_ids = np.where(known, state.token_ids[row_slots, np.where(known, positions, 0)], np.int32(-1))
+    if len(step.forced_slots):
+        token_ids[starts[:-1][np.isin(slots, step.forced_slots)]] = step.forced_tokens
     state.num_computed[slots] = seq_lens
     return HostBatch(
         state=state, block_size=block_size, slots=slots, num_tokens=counts, seq_lens=seq_lens, query_starts=starts,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sidestep.executor.transfer import to_device
 from sidestep.ipc.controls import Controls
 from sidestep.ipc.step import Int32
 
@@ -22,6 +25,11 @@ class ProcessorSetup:
     num_slots: int
     """Requests are known by a slot, a number below this."""
 
+    def to_device(self, values: Sequence[int] | Sequence[float]) -> Tensor:
+        """int64 or float32 [n] on the device, without waiting for it."""
+        array = np.array(values)
+        return to_device(array.astype(np.float32 if array.dtype.kind == "f" else np.int64), self.device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnteringRequest:
@@ -32,6 +40,19 @@ class EnteringRequest:
     prompt_token_ids: Int32
     output_token_ids: Int32
     """What it had produced before it was preempted. With the prompt this is all there is to rebuild its state from."""
+
+
+class Slots(tuple[int, ...]):
+    """The slots of some rows. `on_device` has them as a tensor, int64 [n], for tables by slot."""
+
+    on_device: Tensor
+
+    @classmethod
+    def of(cls, slots: Iterable[int], on_device: Tensor) -> Self:
+        """The same slots in both forms."""
+        made = cls(slots)
+        made.on_device = on_device
+        return made
 
 
 class LogitsProcessor(abc.ABC):
@@ -53,9 +74,9 @@ class LogitsProcessor(abc.ABC):
         """Another request is about to take the slot of one that was accepted."""
 
     @abc.abstractmethod
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Slots) -> None:
         """Changes logits, float32 [n, V], in place: one row for each of `slots`, which were all accepted. They come
         before temperature and filters."""
 
-    def sampled(self, token_ids: Tensor, slots: Sequence[int]) -> None:  # noqa: B027
+    def sampled(self, token_ids: Tensor, slots: Slots) -> None:  # noqa: B027
         """The tokens that were then sampled, int64 [n] on the device."""

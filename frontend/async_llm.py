@@ -6,15 +6,19 @@ import itertools
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+from sidestep.frontend.beam_search import beam_search_output
+from sidestep.frontend.choices import Choices
+from sidestep.frontend.controls import check_text
 from sidestep.frontend.engine_client import EngineClient
-from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt, check_text
+from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState
-from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
 from sidestep.ipc.config import EngineArgs, EngineConfig
 from sidestep.ipc.core_args import ClientAddress, Invitation
@@ -58,7 +62,8 @@ class AsyncLLM:
             self._finalizer()
             raise
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
-                                      max_model_len=self._ready.max_model_len)
+                                      max_model_len=self._ready.max_model_len,
+                                      processors=config.model.processor_names)
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
         """Requests that are being checked and tokenised: whether they are still wanted."""
@@ -92,7 +97,7 @@ class AsyncLLM:
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                        request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
                        deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
-        """Streams the outputs of one request.
+        """Streams the outputs of one request, with all its choices.
 
         `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator
         ends the request and frees its memory. `priority` (lowest first) counts with scheduling_policy='priority';
@@ -102,6 +107,36 @@ class AsyncLLM:
         Raises ValidationError, which names the field; QueueFullError when too much waits already; RequestError when
         the engine refuses it; EngineDeadError.
         """
+        states = await self.start(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
+                                  deadline_s=deadline_s)
+        try:
+            reader = states[0] if len(states) == 1 else Choices(states)
+            finished = False
+            while not finished:
+                output = await reader.next_output()
+                finished = output.finished
+                yield output
+        finally:
+            self.leave(*states)
+
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *,
+                          priority: int = 0, cache_salt: str | None = None,
+                          deadline_s: float | None = None) -> BeamSearchOutput:
+        """The `beam_width` best continuations of a prompt. Cancelling the task ends the search; after `deadline_s`
+        seconds it gives what it has. Other arguments and errors as of `generate`."""
+        (state,) = await self.start(prompt, self._inputs.for_beam_search(params), request_id, priority=priority,
+                                    cache_salt=cache_salt, deadline_s=deadline_s, beam_search=params)
+        try:
+            return beam_search_output(await state.next_output(), state.beams, params, self._tokenizer)
+        finally:
+            self.leave(state)
+
+    async def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                    request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
+                    deadline_s: float | None = None,
+                    beam_search: BeamSearchParams | None = None) -> list[RequestState]:
+        """Sends a request whose choices are read one by one, each by its own reader: `next_output` of what this
+        returns. Whoever calls it must `leave` each of them in the end. Arguments and errors as of `generate`."""
         self._client.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
@@ -112,21 +147,27 @@ class AsyncLLM:
         finally:
             wanted = self._preparing.pop(request_id)
         self._client.attach()
-        state = RequestState(next(self._handles), request_id, request, self._tokenizer, self._limits.stream_interval)
-        self._check_queue(state.num_prompt_tokens)
-        self._outputs.add(state)
+        num = request.sampling.n
+        self._check_queue(num if beam_search is None else beam_search.beam_width, len(request.prompt_token_ids))
+        # One after the other: the engine is told the first's handle alone.
+        states = [RequestState(next(self._handles), request_id, request, self._tokenizer, self._limits.stream_interval,
+                               index) for index in range(num)]
+        for state in states:
+            state.share_prompt(states[0])
+            self._outputs.add(state)
         try:
             if wanted:
-                self._send(state, request)
+                self._send(states, request, beam_search)
             else:
                 self._outputs.abort([request_id])
-            finished = False
-            while not finished:
-                output = await state.next_output()
-                finished = output.finished
-                yield output
-        finally:
-            self._outputs.drop(state)
+        except BaseException:
+            self.leave(*states)
+            raise
+        return states
+
+    def leave(self, *states: RequestState) -> None:
+        """Nobody reads these choices any more: ends those that have not ended."""
+        self._outputs.drop(states)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended already."""
@@ -266,22 +307,26 @@ class AsyncLLM:
         if request_id in self._outputs or request_id in self._preparing:
             raise ValidationError("request_id", f"{request_id!r} is in use by a request that has not ended")
 
-    def _check_queue(self, num_tokens: int) -> None:
-        """Raises QueueFullError. One prompt larger than the limit may wait alone, or it could never run."""
+    def _check_queue(self, num: int, num_tokens: int) -> None:
+        """Raises QueueFullError. A request that is larger than the limits by itself may wait alone, or it could never
+        run."""
         most, most_tokens = self._limits.max_num_queued_reqs, self._limits.max_num_queued_tokens
-        if most is not None and self.num_waiting >= most:
+        if most is not None and self.num_waiting and self.num_waiting + num > most:
             raise QueueFullError(f"{self.num_waiting} requests wait already; {most} may (max_num_queued_reqs)")
         if most_tokens is not None and self.num_waiting and self.num_waiting_tokens + num_tokens > most_tokens:
             raise QueueFullError(f"prompts of {self.num_waiting_tokens} tokens wait already; with {num_tokens} more "
                                  f"they would be above {most_tokens} (max_num_queued_tokens)")
 
-    def _send(self, state: RequestState, request: ProcessedRequest) -> None:
+    def _send(self, states: Sequence[RequestState], request: ProcessedRequest,
+              beam_search: BeamSearchParams | None) -> None:
+        first = states[0]
         self._client.send(AddRequest(
-            client=self._client.client, handle=state.handle, request_id=state.request_id,
+            client=self._client.client, handle=first.handle, request_id=first.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
             priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
-            controls=request.controls))
-        state.queued()
+            controls=request.controls, beam_search=beam_search))
+        for state in states:
+            state.queued()
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:

@@ -13,10 +13,12 @@ from typing import Any, cast
 import msgspec
 
 from sidestep.frontend.chat_template import Message
+from sidestep.frontend.controls import ControlsMaker, check_text
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.controls import Controls, encode_controls
+from sidestep.ipc.beam_search_params import BeamSearchParams
+from sidestep.ipc.controls import encode_controls
 from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
+from sidestep.ipc.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with `prompt` or `prompt_token_ids`."""
@@ -39,15 +41,29 @@ class ProcessedRequest:
     priority: int
     cache_salt: str | None
     deadline: float | None
-    controls: bytes
+    controls: bytes = b""
     """See ipc.controls."""
+    best_of: BestOf | None = None
+    """If only some of its choices are returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestOf:
+    """What is returned of a request that makes more choices than it returns."""
+
+    num: int
+    with_logprobs: bool
+    """Whether the logprobs that they are ranked by are asked for."""
 
 
 class InputProcessor:
     """Checks and tokenises."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int,
+                 processors: Sequence[str] = ()) -> None:
+        """processors: names of the engine's logits processors."""
         self._tokenizer = tokenizer
+        self._controls = ControlsMaker(tokenizer, vocab_size, processors)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._random = random.SystemRandom()
@@ -58,6 +74,8 @@ class InputProcessor:
         arrival = time.monotonic()
         sampling = sampling_params if sampling_params is not None else SamplingParams()
         self._check_sampling(sampling)
+        sampling, best_of = _all_choices(sampling)
+        controls = encode_controls(self._controls.make(sampling))
         _check_options(priority, cache_salt, deadline_s)
         text, special, ids = self._read(prompt)
         if text is not None:
@@ -66,7 +84,17 @@ class InputProcessor:
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
-            controls=encode_controls(make_controls(sampling)))
+            controls=controls, best_of=best_of)
+
+    def for_beam_search(self, params: object) -> SamplingParams:
+        """What a beam search has in common with other requests. Raises ValidationError."""
+        if not isinstance(params, BeamSearchParams):
+            raise ValidationError("params", f"must be BeamSearchParams, not {type(params).__name__}")
+        if 2 * params.beam_width > self._vocab_size:
+            raise ValidationError("beam_width", f"{params.beam_width} is more than half of the model's "
+                                  f"{self._vocab_size} tokens")
+        return SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+                              detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; of a long one in a thread. Raises ValidationError."""
@@ -126,9 +154,6 @@ class InputProcessor:
         for token in sampling.stop_token_ids or ():
             if token >= self._vocab_size:
                 raise ValidationError("stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}")
-        for token in sampling.logit_bias or ():
-            if token >= self._vocab_size:
-                raise ValidationError("logit_bias", f"{token} is not a token id: the model has {self._vocab_size}")
         for text in sampling.stop_strings:
             check_text("stop", text)
 
@@ -140,7 +165,9 @@ class InputProcessor:
             raise ValidationError("min_tokens", f"{sampling.min_tokens} is more than the {room} tokens that fit after "
                                   f"the prompt (max_model_len is {self._max_model_len})")
         # These travel in the controls.
-        changes: dict[str, Any] = {name: None for name in ("logit_bias",) if getattr(sampling, name) is not None}
+        changes: dict[str, Any] = {
+            name: None for name in ("logit_bias", "allowed_token_ids", "bad_words", "extra_args")
+            if getattr(sampling, name) is not None}
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room
         if sampling.seed is None:
@@ -149,15 +176,19 @@ class InputProcessor:
             changes["top_k"] = 0
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             changes["temperature"] = _LOWEST_TEMPERATURE
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if type(value := getattr(sampling, name)) not in (float, int):  # numpy's, which messages cannot hold
                 changes.setdefault(name, float(value))
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
-def make_controls(sampling: SamplingParams) -> Controls:
-    """What workers must know of a request apart from its columns."""
-    return Controls(logit_bias={int(token): float(bias) for token, bias in (sampling.logit_bias or {}).items()})
+def _all_choices(sampling: SamplingParams) -> tuple[SamplingParams, BestOf | None]:
+    """What the engine is asked for, and what is returned of it if that is less."""
+    if not sampling.ranks_choices:
+        return sampling, None
+    best_of = BestOf(sampling.n, sampling.logprobs is not None)
+    return msgspec.structs.replace(sampling, n=sampling.best_of, best_of=None, logprobs=sampling.logprobs or 0,
+                                   output_kind=RequestOutputKind.FINAL_ONLY), best_of
 
 
 def _check_options(priority: object, cache_salt: object, deadline_s: object) -> None:
@@ -171,11 +202,3 @@ def _check_options(priority: object, cache_salt: object, deadline_s: object) -> 
         number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
         if not number or not cast(float, deadline_s) > 0:
             raise ValidationError("deadline_s", f"must be a positive number of seconds, not {deadline_s!r}")
-
-
-def check_text(field: str, text: str) -> None:
-    """A text with lone surrogates (which JSON can carry) cannot be sent."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValidationError(field, "is not valid text: it cannot be written as UTF-8") from None

@@ -15,8 +15,9 @@ import tqdm
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.input_processor import Prompt
-from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 from sidestep.ipc.errors import EngineDeadError, ValidationError
 from sidestep.ipc.records import RequestRecord, StepRecord
@@ -52,6 +53,10 @@ class LLM:
              use_tqdm: bool = True) -> list[RequestOutput]:
         """Answers one conversation or many."""
         return self._run_batch(as_list_of_conversations(messages), sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The best continuations of one prompt or many."""
+        return self._call(_all_of([self._llm.beam_search(p, params) for p in as_list_of_prompts(prompts)]))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -116,12 +121,17 @@ class LLM:
                 progress.add(output)
             return output
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run(p, s)) for p, s in zip(prompts, params, strict=True)]
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return await _all_of([run(p, s) for p, s in zip(prompts, params, strict=True)])
+
+
+async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them give. The first failure ends the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -182,7 +192,7 @@ class Progress:
     def add(self, output: RequestOutput) -> None:
         """One request has ended."""
         self._tokens_in += len(output.prompt_token_ids)
-        self._tokens_out += len(output.outputs[0].token_ids)
+        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
         rates = f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s"
         self._bar.set_postfix_str(rates, refresh=False)

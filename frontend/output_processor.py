@@ -12,16 +12,17 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
-from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sidestep.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import RequestError
-from sidestep.ipc.messages import Finished, FinishReason, Outputs, Started, unpack_ids
+from sidestep.ipc.messages import Beam, Finished, FinishReason, Outputs, Started, unpack_ids
 from sidestep.ipc.sampling_params import RequestOutputKind
+from sidestep.ipc.step import LogprobColumns
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +32,40 @@ _ID_BYTES = 4
 
 
 class RequestState:
-    """One live request: its text so far, and the mailbox of its one reader."""
+    """One live request, or one choice of it: its text so far, and the mailbox of its one reader."""
 
     def __init__(self, handle: int, request_id: str, request: ProcessedRequest, tokenizer: Tokenizer,
-                 stream_interval: int = 1) -> None:
-        """stream_interval: tokens that must be new before the reader is told, but for the first and the last."""
+                 stream_interval: int = 1, index: int = 0) -> None:
+        """stream_interval: tokens that must be new before the reader is told, but for the first and the last. index:
+        which of the request's choices it is."""
         self.handle = handle
+        self.index = index
         self._interval = stream_interval
         self.request_id = request_id
         self._request = request
-        self._is_delta = request.sampling.output_kind == RequestOutputKind.DELTA
+        self.output_kind = request.sampling.output_kind
+        self.best_of = request.best_of
         self._token_ids: list[int] = []
-        self._metrics = RequestMetrics(arrival_time=request.arrival)
+        self.metrics = RequestMetrics(arrival_time=request.arrival)
         self._num_cached: int | None = None
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
+        self.beams: list[Beam] = []
+        """What a beam search has found, once it has ended."""
         self._taken_tokens = 0
-        self._due_at: float = math.inf if request.sampling.output_kind == RequestOutputKind.FINAL_ONLY else 1
+        self._due_at: float = math.inf if self.output_kind is RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
+        self._tokenizer = tokenizer
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._wake: asyncio.Future[None] | None = None
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
-        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
+        """That are computed for it: those of a prompt once for all its choices."""
         self._detokenizer: Detokenizer | None = None
         if request.sampling.detokenize:
             self._detokenizer = Detokenizer(
@@ -71,22 +82,31 @@ class RequestState:
         """Whether nothing more will come."""
         return self._finish_reason is not None or self._error is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether its reader gets an exception."""
+        return self._error is not None
+
     # What the engine says.
+
+    def share_prompt(self, first: RequestState) -> None:
+        """What is told of the prompt is told of another choice of the same request."""
+        self._prompt_logprobs = first._prompt_logprobs
 
     def queued(self) -> None:
         """It is on its way to the core."""
-        self._metrics.queued_ts = time.monotonic()
+        self.metrics.queued_ts = time.monotonic()
 
     def started(self, message: Started) -> None:
         """It was scheduled for the first time."""
         self._num_cached = message.num_cached_tokens
-        self._metrics.scheduled_ts = message.scheduled
+        self.metrics.scheduled_ts = message.scheduled
 
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
         """One more token. True if its text completes a stop string, which ends the request here. `hidden`: it is a stop
         token, which ends the output without being part of its text."""
         self._token_ids.append(token)
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.last_token_ts = now
         if metrics.first_token_ts is None:
             metrics.first_token_ts = now
@@ -101,11 +121,12 @@ class RequestState:
 
     def finished(self, message: Finished) -> None:
         """The engine has ended it."""
-        self._metrics.num_preemptions = message.num_preemptions
+        self.metrics.num_preemptions = message.num_preemptions
         if message.reason == FinishReason.ERROR:
             self.fail(RequestError(message.error or "the request failed"))
             return
         self._finish_reason, self._stop_reason = str(message.reason), message.stop_reason
+        self.beams = message.beams
         stop = self._detokenizer.finish() if self._detokenizer is not None else None
         if stop is not None:
             self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
@@ -120,41 +141,85 @@ class RequestState:
         self._error = error
         self._wake_reader()
 
+    def add_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> None:
+        """Of the token that comes next, which is the first of these."""
+        self._logprobs.append(self._make_logprobs(rank, token_ids, values))
+        self._cumulative_logprob += values[0]
+
+    def add_prompt_logprobs(self, position: int, rank: int, token_ids: list[int], values: list[float]) -> None:
+        """Of the prompt's token at this position. After a preemption some come again."""
+        if position == len(self._prompt_logprobs):
+            self._prompt_logprobs.append(self._make_logprobs(rank, token_ids, values))
+
+    def _make_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> dict[int, Logprob]:
+        text = self._tokenizer.token_text if self._request.sampling.detokenize else lambda token: None
+        made = {token_ids[0]: Logprob(values[0], rank, text(token_ids[0]))}
+        for i in range(1, len(token_ids)):
+            if token_ids[i] not in made:
+                made[token_ids[i]] = Logprob(values[i], i, text(token_ids[i]))
+        return made
+
     # What its reader does.
 
     async def next_output(self) -> RequestOutput:
         """The next output, as soon as there is something new. Raises what the request failed with."""
-        while not self._has_news():
+        while not self.has_news():
             self._wake = asyncio.get_running_loop().create_future()
             try:
                 await self._wake
             finally:
                 self._wake = None
-        if self._error is not None:
-            raise self._error
-        return self._take()
+        return self.take()
 
-    def _has_news(self) -> bool:
+    def wake_on(self, wake: asyncio.Future[None] | None) -> None:
+        """In the place of `next_output`, for a reader of several: this is done when there is something new."""
+        self._wake = wake
+
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
         return len(self._token_ids) >= self._due_at or self.is_finished
 
     def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    def _take(self) -> RequestOutput:
+    def take(self) -> RequestOutput:
+        """What there is. Raises what the request failed with."""
+        if self._error is not None:
+            raise self._error
         text = self._detokenizer.text if self._detokenizer is not None else ""
         tokens = self._token_ids
-        self._metrics.num_generation_tokens = len(tokens)
-        if self._is_delta:
-            new_text, new_tokens = text[self._taken_text:], tokens[self._taken_tokens:]
-        else:
-            new_text, new_tokens = text, tokens.copy()
+        is_delta = self.output_kind is RequestOutputKind.DELTA
+        self.metrics.num_generation_tokens = len(tokens)
+        first = self._taken_tokens if is_delta else 0
+        new_text, new_tokens = text[self._taken_text:] if is_delta else text, tokens[first:]
+        completion = CompletionOutput(self.index, new_text, new_tokens, self._finish_reason, self._stop_reason)
+        if self._request.sampling.logprobs is not None:
+            completion.logprobs, completion.cumulative_logprob = self._logprobs[first:], self._cumulative_logprob
         self._taken_tokens, self._taken_text = len(tokens), len(text)
         self._due_at = len(tokens) + self._interval
-        completion = CompletionOutput(0, new_text, new_tokens, self._finish_reason, self._stop_reason)
-        return RequestOutput(
-            self.request_id, self._request.prompt, self._request.prompt_token_ids, [completion],
-            self._finish_reason is not None, self._metrics, self._num_cached)
+        return self.request_output([completion], is_first=not first)
+
+    def request_output(self, completions: list[CompletionOutput], *, is_first: bool) -> RequestOutput:
+        """What its reader gets, around these. is_first: the reader has not been told of the prompt."""
+        output = RequestOutput(
+            self.request_id, self._request.prompt, self._request.prompt_token_ids, completions,
+            self._finish_reason is not None, self.metrics, self._num_cached)
+        if self._request.sampling.prompt_logprobs is not None and is_first:
+            output.prompt_logprobs = self._prompt_logprobs
+        return output
+
+
+def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
+    """Key, position, rank, token ids and log-probabilities of each token of packed LogprobColumns, if there are any."""
+    if not column:
+        return
+    columns = LogprobColumns.unpack(column)
+    ids, values, end = columns.token_ids.tolist(), columns.logprobs.tolist(), 0
+    for key, position, rank, size in zip(columns.keys.tolist(), columns.positions.tolist(), columns.ranks.tolist(),
+                                         columns.sizes.tolist(), strict=True):
+        begin, end = end, end + size
+        yield key, position, rank, ids[begin:end], values[begin:end]
 
 
 class Delivery(NamedTuple):
@@ -172,7 +237,8 @@ class OutputProcessor:
 
     def __init__(self, abort_at_core: Callable[[list[int]], None]) -> None:
         self._states: dict[int, RequestState] = {}
-        self._by_id: dict[str, RequestState] = {}
+        self._by_id: dict[str, list[RequestState]] = {}
+        """Of each request, the choices that have not ended."""
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._num_deliveries = 0
@@ -192,7 +258,7 @@ class OutputProcessor:
     def add(self, state: RequestState) -> None:
         """From now on its tokens are expected."""
         self._states[state.handle] = state
-        self._by_id[state.request_id] = state
+        self._by_id.setdefault(state.request_id, []).append(state)
         self.num_waiting += 1
         self.num_waiting_tokens += state.num_prompt_tokens
 
@@ -203,6 +269,8 @@ class OutputProcessor:
             if (state := self._states.get(started.handle)) is not None:
                 self._waits_no_more(state)
                 state.started(started)
+        if outputs.logprobs or outputs.prompt_logprobs:
+            self._handle_logprobs(outputs)
         # The token that a request stops at comes in the same message as its end.
         hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
         now, ended, states = begin / 1e9, [], self._states
@@ -231,6 +299,14 @@ class OutputProcessor:
             self._deliveries.append(Delivery(self._num_deliveries, begin, time.monotonic_ns(), count))
             self._num_deliveries += 1
 
+    def _handle_logprobs(self, outputs: Outputs) -> None:
+        for handle, _, rank, ids, values in each_token(outputs.logprobs):
+            if (state := self._states.get(handle)) is not None:
+                state.add_logprobs(rank, ids, values)
+        for handle, position, rank, ids, values in each_token(outputs.prompt_logprobs):
+            if (state := self._states.get(handle)) is not None:
+                state.add_prompt_logprobs(position, rank, ids, values)
+
     @property
     def deliveries(self) -> list[Delivery]:
         """The last ones, oldest first."""
@@ -238,18 +314,20 @@ class OutputProcessor:
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends requests by their ids; unknown ones have ended already. Their readers get what there is."""
-        states = [self._by_id[i] for i in request_ids if i in self._by_id]
+        states = [state for i in request_ids for state in self._by_id.get(i, ())]
         for state in states:
             self.remove(state)
             state.abort()
         if states:
             self._abort_at_core([state.handle for state in states])
 
-    def drop(self, state: RequestState) -> None:
-        """Its reader has left: ends it at the core unless it has ended."""
-        if state.handle in self._states:
+    def drop(self, states: Iterable[RequestState]) -> None:
+        """Their reader has left: ends at the core those that have not ended."""
+        live = [state for state in states if state.handle in self._states]
+        for state in live:
             self.remove(state)
-            self._abort_at_core([state.handle])
+        if live:
+            self._abort_at_core([state.handle for state in live])
 
     def fail_all(self, error: Exception) -> None:
         """Every reader gets an exception like this one."""
@@ -261,7 +339,10 @@ class OutputProcessor:
     def remove(self, state: RequestState) -> None:
         """No more tokens are expected."""
         del self._states[state.handle]
-        del self._by_id[state.request_id]
+        together = self._by_id[state.request_id]
+        together.remove(state)
+        if not together:
+            del self._by_id[state.request_id]
         self._waits_no_more(state)
 
     def _waits_no_more(self, state: RequestState) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.step import Int32
 
@@ -23,6 +24,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -35,6 +37,7 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
 
     client: int
     handle: int
+    """Of the first completion; the others' follow it."""
     request_id: str
     """For logs only."""
     prompt_token_ids: bytes
@@ -49,6 +52,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     """time.monotonic() after which the request is ended."""
     controls: bytes = b""
     """What it asks of its logits, for the workers; see ipc.controls."""
+    beam_search: BeamSearchParams | None = None
+    """Instead of sampling."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -111,6 +116,19 @@ class Started(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     """time.monotonic()"""
 
 
+class Beam(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """A continuation that beam search has found."""
+
+    token_ids: bytes
+    """int32, without the prompt."""
+    logprob: float
+    """Of all its tokens."""
+    score: float
+    """logprob / length ** length_penalty"""
+    reason: FinishReason
+    """Whether it ends with an end-of-sequence token."""
+
+
 class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The end of a request. Its last token, if this step gave one, is in the same message's columns."""
 
@@ -120,6 +138,8 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     """The stop token's id, or a word such as 'deadline'."""
     error: str | None = None
     num_preemptions: int = 0
+    beams: list[Beam] = []
+    """Of a beam search, the best first."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -131,6 +151,10 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     """int32, one for each of `handles`."""
     started: list[Started] = []
     finished: list[Finished] = []
+    logprobs: bytes = b""
+    """step.LogprobColumns of the tokens whose requests asked, in their order; keys are handles."""
+    prompt_logprobs: bytes = b""
+    """step.LogprobColumns of prompts, chunk by chunk; after a preemption some come again."""
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

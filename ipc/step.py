@@ -6,7 +6,8 @@ sampled tokens, in the order of the rows that sampled.
 
 A row samples when this step computes the last token that is known of it. Both sides can tell without being told: the
 core by its own count, the worker because `num_computed[slot] + num_tokens >= prefill_len[slot]`. A sampled token never
-travels from core to worker: the next step takes it from the worker's own `last_sampled[slot]`.
+travels from core to worker: the next step takes it from the worker's own `last_sampled[slot]`. Only a beam is told its
+token, since a search chose it (`forced_slots`).
 
 On the wire: a msgspec header with the counts, then each column as raw little-endian values; all padded to 8 bytes.
 Decoded columns are views over the received bytes: read-only, and valid only as long as those bytes are.
@@ -15,7 +16,7 @@ Decoded columns are views over the received bytes: read-only, and valid only as 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import msgspec
@@ -125,6 +126,55 @@ class StepInput(Columns):
     """[N] How many of `new_controls` belong to each entry; 0 for a plain request."""
     new_controls: UInt8
     """[sum(new_control_sizes)] What ipc.controls.encode_controls made."""
+    copy_sources: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[C] Blocks that are copied, in all layers, before the step writes any keys and values."""
+    copy_targets: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[C] What they are copied to. No block is a source and a target, and none is a target twice."""
+    forced_slots: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[F] Slots of rows of one token that go on with another token than the one they sampled; in the order of rows."""
+    forced_tokens: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    """[F] That token."""
+
+
+@dataclass(slots=True)
+class LogprobColumns(Columns):
+    """Log-probabilities of N tokens: of each token itself, then of the most probable ones. A message within others."""
+
+    keys: Int32
+    """[N] Whose the token is. In a StepOutput: the index of its row, among those that sampled or, of prompts, among
+    all. In messages.Outputs: the request's handle."""
+    positions: Int32
+    """[N] The token's place in its prompt; of sampled tokens, which come one at a time, in its request."""
+    sizes: Int32
+    """[N] Entries of each token, at least 1."""
+    ranks: Int32
+    """[N] How many tokens are more probable, plus 1."""
+    token_ids: Int32
+    """[sum(sizes)]"""
+    logprobs: Float32
+    """[sum(sizes)]"""
+
+    def pack(self) -> UInt8:
+        """As one column of another message."""
+        return np.frombuffer(b"".join(self.encode()), np.uint8)
+
+    @classmethod
+    def unpack(cls, column: UInt8 | bytes) -> Self:
+        """What pack made; views over it."""
+        return cls.decode(column if isinstance(column, bytes) else column.data)
+
+    def of(self, chosen: npt.NDArray[np.bool_], keys: Int32) -> Self:
+        """Those of some tokens, [N], under other keys, one for each that is chosen."""
+        entries = np.repeat(chosen, self.sizes)
+        return type(self)(keys, self.positions[chosen], self.sizes[chosen], self.ranks[chosen],
+                          self.token_ids[entries], self.logprobs[entries])
+
+
+def _no_bytes() -> UInt8:
+    return _NO_BYTES
+
+
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True)
@@ -142,3 +192,7 @@ class StepOutput(Columns):
     """When rank 0 had the step's message."""
     launched_ns: int = 0
     """When it had queued the step's work on the device."""
+    logprobs: UInt8 = field(default_factory=_no_bytes)
+    """LogprobColumns of sampled tokens; empty if no row asks."""
+    prompt_logprobs: UInt8 = field(default_factory=_no_bytes)
+    """LogprobColumns of tokens of prompts."""

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sidestep.frontend.async_llm import AsyncLLM
     from sidestep.frontend.llm import LLM
-    from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from sidestep.frontend.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from sidestep.frontend.scaling import BestOfN, Revision, Vote, best_of_n, critique_and_revise, self_consistency
+    from sidestep.ipc.beam_search_params import BeamSearchParams
     from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
     from sidestep.ipc.errors import (
         EngineDeadError,
@@ -23,16 +32,26 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from sidestep.ipc.records import RequestRecord, StepRecord
-    from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+    from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 __version__: str
 
 _HOMES = {
     "AsyncLLM": "frontend.async_llm",
     "LLM": "frontend.llm",
+    "BeamSearchOutput": "frontend.outputs",
+    "BeamSearchSequence": "frontend.outputs",
     "CompletionOutput": "frontend.outputs",
+    "Logprob": "frontend.outputs",
     "RequestMetrics": "frontend.outputs",
     "RequestOutput": "frontend.outputs",
+    "BestOfN": "frontend.scaling",
+    "Revision": "frontend.scaling",
+    "Vote": "frontend.scaling",
+    "best_of_n": "frontend.scaling",
+    "critique_and_revise": "frontend.scaling",
+    "self_consistency": "frontend.scaling",
+    "BeamSearchParams": "ipc.beam_search_params",
     "DEFAULT_MODEL": "ipc.config",
     "EngineArgs": "ipc.config",
     "EngineDeadError": "ipc.errors",
@@ -44,14 +63,17 @@ _HOMES = {
     "ValidationError": "ipc.errors",
     "RequestRecord": "ipc.records",
     "StepRecord": "ipc.records",
+    "RepetitionDetectionParams": "ipc.sampling_params",
     "RequestOutputKind": "ipc.sampling_params",
     "SamplingParams": "ipc.sampling_params",
 }
 
 __all__ = [
-    "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
-    "EngineStartError", "QueueFullError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
-    "RequestRecord", "SamplingParams", "SidestepError", "StepRecord", "ValidationError",
+    "DEFAULT_MODEL", "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "BestOfN",
+    "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError", "EngineStartError", "Logprob",
+    "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics", "RequestOutput",
+    "RequestOutputKind", "RequestRecord", "Revision", "SamplingParams", "SidestepError", "StepRecord",
+    "ValidationError", "Vote", "best_of_n", "critique_and_revise", "self_consistency",
 ]
 
 

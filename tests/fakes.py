@@ -7,12 +7,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
 from sidestep.executor.fake import FakeRunner
 from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
 from sidestep.ipc.model_spec import ModelSpec, RopeSpec
@@ -46,6 +48,13 @@ def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, cli
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})  # type: ignore[arg-type]
     return AddRequest(client=client, handle=handle, request_id=f"request {handle}", prompt_token_ids=pack_ids(prompt),
                       sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt, deadline=deadline)
+
+
+def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object) -> AddRequest:
+    """A search as a frontend would send it."""
+    plain = make_request(prompt, params.max_tokens, handle=handle, ignore_eos=params.ignore_eos, temperature=0.0,
+                         **more)  # type: ignore[arg-type]
+    return msgspec.structs.replace(plain, beam_search=params)
 
 
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,
@@ -120,6 +129,8 @@ class Engine:
         assert min(counts) > 0 and len(set(slots)) == len(slots)
         first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"
+        assert not set(step.copy_sources.tolist()) & set(step.copy_targets.tolist()), "a source is a target"
+        assert len(set(step.copy_targets.tolist())) == len(step.copy_targets), "a target twice"
         new = set(step.new_slots.tolist())
         assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), "new columns follow their rows"
 

@@ -6,11 +6,15 @@ import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.transfer import to_device
+from sidestep.ipc.step import Int32
+from sidestep.kernels.block_copy import copy_blocks
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of each head's queries and keys."""
@@ -84,6 +88,9 @@ class StepBatch:
 class AttentionBackend(abc.ABC):
     """Owns the KV cache and its layout. `begin_step`, then `attend` for each layer in order."""
 
+    cache: Tensor
+    """[layers, blocks, ...], contiguous."""
+
     graph_safe: ClassVar[bool] = False
     """Whether a step needs nothing but `StepBatch.rows`, so that it can be captured in a CUDA graph."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,6 +106,13 @@ class AttentionBackend(abc.ABC):
     @abc.abstractmethod
     def __init__(self, setup: AttentionSetup) -> None:
         """Allocates the cache. Raises torch.OutOfMemoryError or RuntimeError when there is no room."""
+
+    def copy_blocks(self, sources: Int32, targets: Int32) -> None:
+        """Copies blocks in all layers, in one launch: before a step, and after what is queued already."""
+        # In whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
+        columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
+        columns[:, :len(sources)] = sources, targets
+        copy_blocks(self.cache, *to_device(columns, self.cache.device))
 
     @abc.abstractmethod
     def begin_step(self, batch: StepBatch) -> None:

@@ -35,9 +35,10 @@ class TorchAttention(AttentionBackend):
         self._norm_eps = setup.norm_eps
         self._scale = shape.head_dim**-0.5
         self._rotary_table = FullRotaryTable(setup.rotary, setup.dtype)
-        size = (setup.num_blocks, setup.block_size, 2 * shape.num_kv_heads, shape.head_dim)
+        size = (shape.num_layers, setup.num_blocks, setup.block_size, 2 * shape.num_kv_heads, shape.head_dim)
         # Zeros: padding reads blocks that were never written, and 0 x NaN would spread.
-        self._cache = [torch.zeros(size, dtype=setup.dtype, device=setup.device) for _ in range(shape.num_layers)]
+        self.cache = torch.zeros(size, dtype=setup.dtype, device=setup.device)
+        self._layers = self.cache.unbind()
         self._windows = sorted(set(shape.windows))
         self._copies: list[Tensor | None] = [None] * shape.num_layers
         self._copied_entries = np.empty(0, np.int64)
@@ -66,7 +67,7 @@ class TorchAttention(AttentionBackend):
 
     def _attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """q [T, H, D] to [T, H, D]."""
-        cache, rows = self._cache[layer], self._num_decode
+        cache, rows = self._layers[layer], self._num_decode
         write_kv(cache.flatten(0, 1), kv, self._places)
         window = self._shape.windows[layer]
         if not self._chunks:
@@ -90,7 +91,7 @@ class TorchAttention(AttentionBackend):
     def _gather(self, layer: int) -> Tensor:
         """[R, 2 KVH, room, D] with each row's tokens, kept for the next step if it is small enough. A copy that is kept
         has each head's tokens side by side, which is how attention reads them."""
-        gathered = self._cache[layer].index_select(0, self._decode_blocks)
+        gathered = self._layers[layer].index_select(0, self._decode_blocks)
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
         if not self._keep_copy:
             self._copies[layer] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from starlette.requests import Request
@@ -16,9 +16,11 @@ from sidestep.frontend.server.body import decode
 from sidestep.frontend.server.connection import DONE, EventStream, merged, while_connected
 from sidestep.frontend.server.encoding import EventEncoder, usage_event
 from sidestep.frontend.server.errors import refused
-from sidestep.frontend.server.fields import Natural, SamplingFields, refuse_not_yet, sampling_params
-from sidestep.frontend.server.protocol import Completion, CompletionChoice, FinishWord
+from sidestep.frontend.server.fields import MAX_N, Natural, NumLogprobs, SamplingFields, refuse_not_yet, sampling_params
+from sidestep.frontend.server.logprobs import CompletionLogprobWriter, joined, prompt_logprobs
+from sidestep.frontend.server.protocol import Completion, CompletionChoice, CompletionLogprobs, FinishWord
 from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import RequestOutputKind
 
 MAX_CHOICES = 1024
@@ -39,8 +41,16 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """Repeat the prompt before the completion."""
     add_special_tokens: bool | None = None
     """Whether a text gets the tokens that the model puts around every text; true if not given."""
+    logprobs: NumLogprobs | None = None
+    """Of each token, and of this many most probable ones; with echo, of the prompt's too."""
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
+    """Make so many completions of each prompt, and return the `n` most probable; not in streams."""
+    # As users of vLLM know it; not in streams, nor with fields that change how tokens are sampled.
+    use_beam_search: bool | None = None
+    """Return the `n` best continuations that a search over as many beams finds."""
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     # Not implemented: see fields.NOT_YET.
-    best_of: Any = None
     suffix: Any = None
 
 
@@ -59,12 +69,20 @@ class CompletionRoute:
         refuse_not_yet(request)
         prompts = await self._read(request)
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-        params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind)
+        if request.stream and (request.best_of or 0) > (request.n or 1):
+            raise refused("best_of", "cannot be streamed: which completions are best is known at the end")
+        search = beam_search_params(request, request.max_tokens or _DEFAULT_TOKENS)
+        params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind,
+                                 logprobs=request.logprobs, n=request.n or 1, best_of=request.best_of)
+        wants_prompt = request.prompt_logprobs is not None
+        if request.echo and request.logprobs is not None:
+            most = max(request.logprobs, request.prompt_logprobs or 0)
+            params = msgspec.structs.replace(params, prompt_logprobs=most)
         name, n = new_id("cmpl"), request.n or 1
         choices = service.choices(http, name, prompts, params, n=n, priority=request.priority,
-                                  salt=request.cache_salt, deadline_ms=request.deadline_ms)
+                                  salt=request.cache_salt, deadline_ms=request.deadline_ms, beam_search=search)
         echo = [self._text(ids) for ids in prompts] if request.echo else [""] * len(prompts)
-        answer = CompletionAnswer(service, name, model, choices, n, echo)
+        answer = CompletionAnswer(service, name, model, choices, n, echo, wants_prompt)
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
         include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -73,9 +91,9 @@ class CompletionRoute:
     async def _read(self, request: CompletionRequest) -> list[list[int]]:
         """Token ids of each prompt. Raises ApiError."""
         prompts = _prompts(request.prompt)
-        if len(prompts) * (request.n or 1) > MAX_CHOICES:
-            raise refused("prompt", f"{len(prompts)} prompts with n={request.n or 1} are more than {MAX_CHOICES} "
-                          "choices")
+        num = request.best_of or request.n or 1
+        if len(prompts) * num > MAX_CHOICES:
+            raise refused("prompt", f"{len(prompts)} prompts with {num} completions each are more than {MAX_CHOICES}")
         special, tokenize = request.add_special_tokens is not False, self._service.llm.tokenize
         ids = [await tokenize(p, add_special_tokens=special) if isinstance(p, str) else p for p in prompts]
         for prompt in ids:
@@ -89,6 +107,31 @@ class CompletionRoute:
         if max(ids) >= tokenizer.vocab_size:
             raise refused("prompt", f"{max(ids)} is not a token id: the model has {tokenizer.vocab_size}")
         return tokenizer.decode(ids)
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (), "logprobs": (), "prompt_logprobs": (), "stream": (False,), "temperature": (0,), "top_p": (1,),
+    "top_k": (0, -1), "min_p": (0,), "min_tokens": (0,), "seed": (), "stop": (), "stop_token_ids": ([],),
+    "skip_special_tokens": (), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "repetition_detection": ()}
+"""Fields that would do nothing to a beam search, and the values that ask for nothing."""
+
+
+def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearchParams | None:
+    """What a search is asked for; None if there is none. Raises ApiError and ValidationError."""
+    if not request.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(request, name) is not None:
+                raise refused(name, "has a meaning only with use_beam_search: true")
+        return None
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(request, name)) is not None and value not in neutral:
+            raise refused(name, "has no meaning with use_beam_search: true")
+    return BeamSearchParams(
+        beam_width=request.n or 1, max_tokens=max_tokens, ignore_eos=request.ignore_eos is True,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=request.early_stopping or False,
+        include_stop_str_in_output=request.include_stop_str_in_output is True)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -108,29 +151,43 @@ class CompletionAnswer:
     """The answer to one request, in its two forms."""
 
     def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice], n: int,
-                 echo: Sequence[str]) -> None:
-        """echo: for each prompt, what its completions begin with."""
+                 echo: Sequence[str], wants_prompt: bool) -> None:
+        """echo: for each prompt, what its completions begin with. wants_prompt: whether prompt_logprobs are asked for,
+        and not only for the echo."""
         self._service = service
         self._name = name
         self._model = model
         self._choices = choices
         self._n = n
         self._echo = echo
+        self._wants_prompt = wants_prompt
         self._created = int(time.time())
         self._last: list[RequestOutput | None] = [None] * len(choices)
 
     async def whole(self) -> Response:
         """One body."""
         outputs = await self._service.whole(self._choices)
-        choices = [
-            CompletionChoice(index=i, text=self._echo[i // self._n] + output.outputs[0].text,
-                             finish_reason=cast(FinishWord, output.outputs[0].finish_reason),
-                             stop_reason=output.outputs[0].stop_reason)
-            for i, output in enumerate(outputs)]
+        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = Completion(id=self._name, created=self._created, model=self._model, choices=choices,
                           usage=usage_of(outputs, self._n))
         return Response(msgspec.json.encode(body), media_type="application/json",
                         headers={"x-request-id": self._name})
+
+    def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
+        completion, logprobs = output.outputs[0], self._writer(index)
+        choice = CompletionChoice(
+            index=index, text=self._echo[index // self._n] + completion.text,
+            logprobs=None if logprobs is None else logprobs.write(output),
+            finish_reason=cast(FinishWord, completion.finish_reason), stop_reason=completion.stop_reason)
+        if self._wants_prompt and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _writer(self, index: int) -> CompletionLogprobWriter | None:
+        params = self._choices[index].params
+        if params.logprobs is None:
+            return None
+        return CompletionLogprobWriter(self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n]))
 
     def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
@@ -150,17 +207,25 @@ class CompletionAnswer:
                       end: Callable[[], bytes] | None = None) -> AsyncGenerator[bytes, None]:
         """The events of one choice; `end` gives what follows the last of them."""
         choice = self._choices[index]
-        echo = self._echo[index // self._n]
-        event = encoder.text(echo) if echo else b""
+        echo, logprobs = self._echo[index // self._n], self._writer(index)
+        event = encoder.text(echo) if echo and logprobs is None else b""
+        untold: CompletionLogprobs | None = None
         with self._service.tally(choice) as tally:
             async with aclosing(self._service.generate(choice)) as outputs:
                 async for output in outputs:
                     tally.note(output)
                     completion = output.outputs[0]
-                    if completion.text:
-                        event += encoder.text(completion.text)
+                    text = completion.text
+                    if logprobs is not None:
+                        # The prompt's come with the first output, and the prompt with them.
+                        text, echo = echo + text, ""
+                        untold = joined(untold, logprobs.write(output))
+                    if text:
+                        event += encoder.text(text, untold)
+                        untold = None
                     if output.finished:
-                        event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason)
+                        event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason,
+                                             untold)
                         self._last[index] = output
                         if end is not None:
                             event += end()

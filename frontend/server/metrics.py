@@ -112,8 +112,9 @@ class ServerMetrics:
         self.cached_tokens = 0
         self.generation_tokens = 0
 
-    def request_ended(self, tenant: str, output: RequestOutput | None, reason: str) -> None:
-        """One choice has ended; `output` is its last one, if it gave any."""
+    def choice_ended(self, tenant: str, output: RequestOutput | None, reason: str, *, is_first: bool) -> None:
+        """One choice has ended; `output` is its last one, if it gave any. is_first: of those of its prompt, which is
+        counted with it."""
         self.finished[reason] += 1
         counts = self.tenants[tenant]
         counts.running -= 1
@@ -121,12 +122,13 @@ class ServerMetrics:
         if output is None:
             return
         metrics, observe = output.metrics, self._observe
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.cached_tokens += output.num_cached_tokens or 0
+        if is_first:
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.num_cached_tokens or 0
+            counts.prompt_tokens += len(output.prompt_token_ids)
+            observe("request_prompt_tokens", float(len(output.prompt_token_ids)))
         self.generation_tokens += metrics.num_generation_tokens
-        counts.prompt_tokens += len(output.prompt_token_ids)
         counts.generation_tokens += metrics.num_generation_tokens
-        observe("request_prompt_tokens", float(len(output.prompt_token_ids)))
         observe("request_generation_tokens", float(metrics.num_generation_tokens))
         for name, seconds in _spans(metrics):
             observe(name, seconds)

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 from starlette.requests import Request
 
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.server.call import Call, CallOptions, make_call
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
-from sidestep.frontend.server.fields import for_choice
 from sidestep.frontend.server.guard import CACHE_SALT, TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
 
@@ -35,17 +37,17 @@ _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
-    """One completion to make: one request of the engine."""
+    """One completion to make."""
 
     index: int
     request_id: str
-    prompt_token_ids: Sequence[int]
+    """Of the request to the engine."""
     params: SamplingParams
-    priority: int
-    cache_salt: str | None
-    deadline_s: float | None
+    call: Call
+    place: int
+    """Which of the call's it is."""
     tenant: str
     """Whose it is, for the counts."""
     trace: RequestTrace | None
@@ -104,7 +106,7 @@ class Service:
         self._tracing = tracing
         self.started = int(time.time())
         self.is_draining = False
-        self._running: set[str] = set()
+        self._running: set[Choice] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -139,15 +141,21 @@ class Service:
                           f"{self.llm.max_model_len}", "context_length_exceeded")
 
     def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
-                n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None) -> list[Choice]:
+                n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None,
+                beam_search: BeamSearchParams | None = None) -> list[Choice]:
         """All completions that a request asks for, prompt by prompt."""
         deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
+        params = msgspec.structs.replace(params, n=n)
         tenant = http.scope.get(TENANT, _ANYBODY)
         trace = None if self._tracing is None else self._tracing.begin(self.names[0], http.headers)
-        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s,
-                       tenant, trace)
-                for i, prompt in enumerate(prompts) for j in range(n)]
+        made: list[Choice] = []
+        for i, prompt in enumerate(prompts):
+            options = CallOptions(request_id=f"{base}-{i * n}", priority=priority or 0, cache_salt=salt,
+                                  deadline_s=deadline_s)
+            call = make_call(self.llm, prompt, params, beam_search, options)
+            made += [Choice(i * n + j, options.request_id, params, call, j, tenant, trace) for j in range(n)]
+        return made
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
         """Users of different keys share no cached prefixes: how fast an answer comes would tell what another asked."""
@@ -158,8 +166,7 @@ class Service:
 
     def generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one choice, to be read within its `tally`. Raises what AsyncLLM.generate raises."""
-        return self.llm.generate(choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
-                                 cache_salt=choice.cache_salt, deadline_s=choice.deadline_s)
+        return choice.call.read(choice.place)
 
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
@@ -167,14 +174,14 @@ class Service:
 
     def choice_begins(self, choice: Choice) -> None:
         """A client waits for it from now on."""
-        self._running.add(choice.request_id)
+        self._running.add(choice)
         self.metrics.tenants[choice.tenant].running += 1
         self._idle.clear()
 
     def choice_ends(self, choice: Choice, last: RequestOutput | None, reason: str) -> None:
         """Nobody waits for it any more. `last` is its last output, if it gave any."""
-        self._running.remove(choice.request_id)
-        self.metrics.request_ended(choice.tenant, last, reason)
+        self._running.remove(choice)
+        self.metrics.choice_ended(choice.tenant, last, reason, is_first=choice.place == 0)
         if choice.trace is not None:
             choice.trace.choice_ended(choice.request_id, last, reason)
         if reason == "rejected":
@@ -216,7 +223,7 @@ class Service:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            await self.llm.abort(list(self._running))
+            await self.llm.abort({choice.request_id for choice in self._running})
             try:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._idle.wait()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep import DEFAULT_MODEL, LLM, EngineStartError, SamplingParams
+from sidestep import DEFAULT_MODEL, LLM, BeamSearchParams, EngineStartError, SamplingParams
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
+from tests.e2e.test_beam_search import check
 
 pytestmark = pytest.mark.gpu
 
@@ -102,3 +103,28 @@ def test_two_ranks_equal_one(model_folder: Path) -> None:
     prompts = random_prompts(8, 331)
     one, two = (engine_tokens(path, prompts, [12] * 8, tensor_parallel_size=n) for n in (1, 2))
     assert one == two
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"enforce_eager": True}, {"async_scheduling": False}, {"attention_backend": "torch"}, {"block_size": 16},
+    {**SMALL, "num_kv_blocks": 30}], ids=str)
+def test_choices_equal_lone_requests(options: dict[str, Any], model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    prompts = random_prompts(6, 331)
+    params = [SamplingParams(n=4, seed=i, temperature=0.9, top_k=20, max_tokens=20, ignore_eos=True) for i in range(6)]
+    base = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 30}
+    with LLM(path, **{**base, **options}) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        alone = llm.generate([p for p in prompts for _ in range(4)],
+                             [p.for_choice(i) for p in params for i in range(4)], use_tqdm=False)
+    assert [c.token_ids for out in together for c in out.outputs] == [out.outputs[0].token_ids for out in alone]
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"block_size": 16}, {**SMALL, "num_kv_blocks": 40}],
+                         ids=str)
+def test_beam_search_equals_transformers(options: dict[str, Any], model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    model = load_reference(path)
+    params = BeamSearchParams(beam_width=4, max_tokens=20)
+    with LLM(path, **{"dtype": "float32", "kv_cache_memory_bytes": 1 << 30, **options}) as llm:
+        check(llm, model, random_prompts(6, 331), params)

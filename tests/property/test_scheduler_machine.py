@@ -1,16 +1,25 @@
 """Scheduler, KV manager and block pool under random load: nothing leaks, nothing is lost, and no token changes."""
 
+from typing import Literal
+
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sidestep.engine_core.request import Request
 from sidestep.executor.fake import expected_tokens
-from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
+from sidestep.ipc.beam_search_params import BeamSearchParams
+from sidestep.ipc.messages import unpack_ids
+from tests.fakes import VOCAB_SIZE, Clock, Engine, make_beam_request, make_request, make_scheduler
+from tests.unit.engine_core.test_beams import search_alone
 
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 
 
 LENGTHS = st.integers(1, 9)
+pytestmark = pytest.mark.timeout(600)
+"""Half a minute where nothing else runs."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -25,18 +34,48 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, prefix_caching=caching,
             eos=(0,), clock=self.clock, overlap=depth == 2), depth)
         self.requests: dict[int, tuple[list[int], int]] = {}
+        """By handle; each choice of a group has its own."""
+        self.seeds: dict[int, int] = {}
+        self.searches: dict[int, BeamSearchParams] = {}
+        self.alone: set[int] = set()
         self.aborted: set[int] = set()
 
     @rule(prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 20), priority=st.integers(0, 2),
           salt=st.sampled_from([None, None, "salt"]), lifetime=st.sampled_from([None, None, None, 2.0]))
     def arrive(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,
                lifetime: float | None) -> None:
+        self.add(prefix, rest, max_tokens, priority, salt, lifetime, 1)
+
+    @rule(n=st.integers(2, 4), prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 20),
+          priority=st.integers(0, 2), lifetime=st.sampled_from([None, None, None, 2.0]))
+    def group_arrives(self, n: int, prefix: list[int], rest: int, max_tokens: int, priority: int,
+                      lifetime: float | None) -> None:
+        self.add(prefix, rest, max_tokens, priority, None, lifetime, n)
+
+    @rule(width=st.integers(1, 4), prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 12),
+          priority=st.integers(0, 2), stopping=st.sampled_from([True, False, "never"]), ignore_eos=st.booleans())
+    def search_arrives(self, width: int, prefix: list[int], rest: int, max_tokens: int, priority: int,
+                       stopping: bool | Literal["never"], ignore_eos: bool) -> None:
         handle, prompt = len(self.requests), prefix + [1 + rest] * rest
+        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, early_stopping=stopping,
+                                  ignore_eos=ignore_eos)
         self.requests[handle] = (prompt, max_tokens)
+        self.searches[handle] = params
+        self.engine.scheduler.add(make_beam_request(prompt, params, handle=handle, priority=priority,
+                                                    arrival=self.clock.now))
+
+    def add(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,
+            lifetime: float | None, n: int) -> None:
+        handle, prompt = len(self.requests), prefix + [1 + rest] * rest
         deadline = None if lifetime is None else self.clock.now + lifetime
-        self.engine.scheduler.add(make_request(
-            prompt, max_tokens, handle=handle, priority=priority, cache_salt=salt, arrival=self.clock.now,
-            deadline=deadline))
+        message = make_request(prompt, max_tokens, handle=handle, priority=priority, cache_salt=salt,
+                               arrival=self.clock.now, deadline=deadline, n=n)
+        for index in range(n):
+            self.requests[handle + index] = (prompt, max_tokens)
+            self.seeds[handle + index] = message.sampling.for_choice(index).seed or 0
+        if n == 1:
+            self.alone.add(handle)
+        self.engine.scheduler.add(message)
 
     @rule(lengths=st.lists(LENGTHS, min_size=2, max_size=6), max_tokens=st.integers(4, 20))
     def many_arrive(self, lengths: list[int], max_tokens: int) -> None:
@@ -50,6 +89,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.scheduler.abort(0, [handle])
         if handle not in self.engine.finished:
             self.aborted.add(handle)
+
+    @precondition(lambda self: self.requests)
+    @rule(back=st.integers(0, 4), count=st.integers(2, 5))
+    def abort_several(self, back: int, count: int) -> None:
+        for step in range(count):
+            self.abort(back + step)
 
     @rule()
     def launch(self) -> None:
@@ -89,7 +134,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_request(self, handle: int, prompt: list[int], max_tokens: int) -> None:
         finish, got = self.engine.finished.get(handle), self.engine.tokens[handle]
-        expected = expected_tokens(prompt, max_tokens, handle, VOCAB_SIZE)
+        if handle in self.searches:
+            self.check_search(handle, prompt)
+            return
+        expected = expected_tokens(prompt, max_tokens, self.seeds[handle], VOCAB_SIZE)
         if 0 in expected:
             expected = expected[:expected.index(0) + 1]
         assert got == expected[:len(got)], f"request {handle} got other tokens than its own"
@@ -98,10 +146,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif str(finish.reason) == "stop":
             assert got == expected and got[-1] == 0
         elif str(finish.reason) == "length":
-            # Either all it asked for, or all that a cache so small can hold.
-            assert len(got) == max_tokens or len(prompt) + len(got) == self.engine.scheduler._max_model_len
+            # Either all it asked for, or all that a cache so small can hold, of a group beside the others.
+            assert len(got) == max_tokens or handle not in self.alone \
+                or len(prompt) + len(got) == self.engine.scheduler._max_model_len
         elif str(finish.reason) == "error":
-            assert got == [] and len(prompt) + 1 > self.engine.scheduler._max_model_len
+            assert got == [] and (handle not in self.alone or len(prompt) + 1 > self.engine.scheduler._max_model_len)
+
+
+    def check_search(self, handle: int, prompt: list[int]) -> None:
+        finish, params = self.engine.finished.get(handle), self.searches[handle]
+        assert self.engine.tokens[handle] == []
+        if finish is None:
+            assert handle in self.aborted, f"search {handle} never ended"
+        elif str(finish.reason) == "error":
+            assert finish.beams == []
+        else:
+            room = self.engine.scheduler.kv.longest_of_group(
+                Request.from_message(make_request(prompt), 4096, frozenset()), params.beam_width)
+            room = min(room, self.engine.scheduler._max_model_len) - len(prompt)
+            expected = search_alone(prompt, params, (0,), min(params.max_tokens, room))
+            assert [unpack_ids(beam.token_ids).tolist() for beam in finish.beams] == expected
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)

@@ -130,3 +130,22 @@ def test_steps_are_told_apart_by_what_they_do() -> None:
     engine.take()
     launch()
     assert kinds == ["prompt", "decode", "mixed"]
+
+
+def test_a_preempted_request_has_waited_since_it_was_preempted() -> None:
+    clock = Clock()
+    engine = Engine(make_scheduler(clock=clock, num_blocks=5, max_model_len=20))
+    for handle in range(2):
+        engine.scheduler.add(make_request([handle] * 5, 12, handle=handle))
+
+    def waited() -> float:
+        return sum(value for name, value in engine.scheduler.stats().items() if name.startswith("queue_wait"))
+
+    while not engine.scheduler.stats()["num_preemptions"]:
+        engine.launch()
+        engine.take()
+        clock.now += 100
+    assert waited() == 0, "both entered at once"
+    clock.now += 1
+    engine.launch()
+    assert waited() == 101, "since it was preempted, and no longer"

@@ -4,6 +4,7 @@ import pytest
 
 from sidestep.executor.fake import expected_tokens
 from sidestep.ipc.messages import FinishReason
+from sidestep.ipc.sampling_params import RepetitionDetectionParams
 from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
 
 
@@ -51,6 +52,19 @@ def test_stop_tokens_before_min_tokens_do_not_stop_and_the_worker_is_told_to_mas
     assert len(engine.tokens[0]) >= 4
     assert engine.steps[0].new_min_tokens.tolist() == [4]
     assert engine.steps[0].new_stop_ids.tolist() == sorted({expected[0], expected[1]})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_output_that_goes_round_in_circles_ends_with_a_reason(depth: int) -> None:
+    engine = Engine(make_scheduler(overlap=depth == 2), depth)
+    engine.runner._vocab_size = 3  # so that tokens repeat at all
+    detection = RepetitionDetectionParams(max_pattern_size=3, min_count=3)
+    engine.scheduler.add(make_request([1, 2, 3], 500, repetition_detection=detection, min_tokens=5))
+    engine.run()
+    output = engine.tokens[0]
+    assert engine.finished[0].reason is FinishReason.REPETITION
+    ends = [n for n in range(5, len(output) + 1) if any(output[n - 3 * k:n] == output[n - k:n] * 3 for k in (1, 2, 3))]
+    assert ends == [len(output)]
 
 
 def test_those_that_decode_come_first_and_prompts_get_the_rest_of_the_budget() -> None:
@@ -233,3 +247,31 @@ def test_statistics_count_tokens_looked_up_and_found() -> None:
     stats = engine.scheduler.stats()
     assert (stats["prefix_cache_queries"], stats["prefix_cache_hits"]) == (34, 16)
     assert stats["num_running"] == stats["num_waiting"] == stats["kv_cache_usage"] == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last(depth: int) -> None:
+    engine = Engine(make_scheduler(block_size=4, overlap=depth == 2), depth)
+    conversation: list[int] = [1, 2, 3]
+    for turn in range(4):
+        conversation += [10 + turn] * 5
+        engine.scheduler.add(make_request(conversation, 11, handle=turn))
+        engine.run()
+        known = len(conversation) + len(engine.tokens[turn])
+        conversation += engine.tokens[turn]
+        if turn < 3:
+            # All full blocks of the turns before; the last token of an answer was never computed.
+            engine.scheduler.add(make_request([*conversation, 9], 1, handle=100 + turn))
+            engine.run()
+            assert engine.started[100 + turn].num_cached_tokens == (known - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_choice_has_generated_is_found_too(depth: int) -> None:
+    engine = Engine(make_scheduler(block_size=4, overlap=depth == 2), depth)
+    engine.scheduler.add(make_request([1, 2, 3, 4, 5], 10, handle=0, n=3))
+    engine.run()
+    for handle in range(3):
+        engine.scheduler.add(make_request([1, 2, 3, 4, 5, *engine.tokens[handle], 9], 1, handle=10 + handle))
+        engine.run()
+        assert engine.started[10 + handle].num_cached_tokens == 12

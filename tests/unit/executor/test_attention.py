@@ -175,3 +175,16 @@ def test_rows_of_one_length_need_no_mask_and_are_right_too(backend: type[Attenti
     sequences.step(dict.fromkeys(range(4), 6))
     for _ in range(3):
         sequences.step(dict.fromkeys(range(4), 1))
+
+
+def test_blocks_are_copied_in_all_layers(backend: type[AttentionBackend]) -> None:
+    made = backend(AttentionSetup(
+        shape=AttentionShape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, windows=(0, 0, 0)), num_blocks=9,
+        block_size=16, dtype=backend.dtypes[0], device=DEVICE, max_rows=8, norm_eps=EPS,
+        rotary=RotaryTable(RopeSpec(theta=10000.0), 64, 64, 64, DEVICE)))
+    torch.manual_seed(0)
+    made.cache.copy_(torch.randn(made.cache.shape))
+    before = made.cache.clone()
+    made.copy_blocks(np.array([3, 3, 0, 8, 5], np.int32), np.array([1, 2, 4, 7, 6], np.int32))
+    before[:, [1, 2, 4, 7, 6]] = before[:, [3, 3, 0, 8, 5]]
+    assert torch.equal(made.cache, before)

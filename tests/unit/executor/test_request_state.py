@@ -92,3 +92,16 @@ def test_whole_runs_give_every_token_its_own_place() -> None:
         sampled += len(sampling)
     assert sampled == 8 * 4
     assert np.array_equal(state.num_computed, [3 * i + 1 + 3 for i in range(8)])
+
+
+def test_a_forced_token_takes_the_place_of_the_sampled_one() -> None:
+    state = RequestState(4, 64, 4)
+    requests = {slot: Request([5, 6, 7], 9) for slot in (0, 1, 3)}
+    step = make_step([(slot, 3, [slot]) for slot in requests], requests)
+    state.apply(step)
+    make_batch(state, step, 4)
+    step = make_step([(3, 1, []), (0, 1, []), (1, 1, [])])
+    step.forced_slots, step.forced_tokens = np.array([3, 1], np.int32), np.array([8, 9], np.int32)
+    state.apply(step)
+    batch = make_batch(state, step, 4)
+    assert batch.token_ids.tolist() == [8, -1, 9] and batch.unknown.tolist() == [1]

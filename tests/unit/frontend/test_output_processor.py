@@ -47,13 +47,13 @@ class Wakes:
 
     def __init__(self, state: RequestState) -> None:
         self.count = 0
-        has_news = state._has_news
+        has_news = state.has_news
 
         def counted() -> bool:
             self.count += 1
             return has_news()
 
-        state._has_news = counted  # type: ignore[method-assign]
+        state.has_news = counted  # type: ignore[method-assign]
 
 
 async def settle() -> None:

@@ -1,0 +1,135 @@
+"""Beam search finds what transformers finds, token for token, in float32 on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedModel
+
+from sidestep import DEFAULT_MODEL, LLM, BeamSearchParams, SamplingParams
+from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
+
+BASE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
+
+
+def reference_beams(model: PreTrainedModel, prompt: Sequence[int], params: BeamSearchParams,
+                    eos: Sequence[int] = ()) -> list[tuple[list[int], float]]:
+    """What transformers finds: tokens after the prompt, and scores."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=params.beam_width,
+        num_return_sequences=params.beam_width, max_new_tokens=params.max_tokens, pad_token_id=-1,
+        length_penalty=params.length_penalty, early_stopping=params.early_stopping, eos_token_id=list(eos) or None,
+        return_dict_in_generate=True, output_scores=True)
+    tokens = [[token for token in row if token >= 0] for row in out.sequences[:, len(prompt):].tolist()]
+    scores = out.sequences_scores.tolist() if params.beam_width > 1 else [0.0]
+    return list(zip(tokens, scores, strict=True))
+
+
+def check(llm: LLM, model: PreTrainedModel, prompts: Sequence[list[int]], params: BeamSearchParams,
+          eos: Sequence[int] = ()) -> None:
+    for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
+        expected = reference_beams(model, prompt, params, () if params.ignore_eos else eos)
+        assert [s.tokens[len(prompt):] for s in output.sequences] == [tokens for tokens, _ in expected]
+        assert [s.tokens[:len(prompt)] for s in output.sequences] == [prompt] * params.beam_width
+        if params.beam_width > 1:
+            scores = [score for _, score in expected]
+            assert [s.score for s in output.sequences] == pytest.approx(scores, rel=1e-5, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
+def test_random_models_equal_transformers(family: str, model_folder: Path) -> None:
+    path = write_model(family, model_folder)
+    model, prompts = load_reference(path), random_prompts(6, 331)
+    with LLM(path, **BASE) as llm:
+        for width in (1, 2, 5):
+            check(llm, model, prompts, BeamSearchParams(beam_width=width, max_tokens=17))
+
+
+@pytest.mark.parametrize("num_eos", [1, 3])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_ends_and_penalties_equal_transformers(early_stopping: Any, num_eos: int, model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    make_unsure(model_folder)
+    model, prompts = load_reference(path), random_prompts(5, 331)
+    eos = sorted({tokens[3] for tokens in reference_tokens(model, prompts, [4] * 5)})[:num_eos]
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+    with LLM(path, **BASE) as llm:
+        for penalty in (-1.0, 0.0, 1.0, 3.0):
+            check(llm, model, prompts, BeamSearchParams(
+                beam_width=4, max_tokens=25, length_penalty=penalty, early_stopping=early_stopping,
+                include_stop_str_in_output=True), eos)
+
+
+def make_unsure(folder: Path) -> None:
+    """Makes a model's tokens almost equally probable, so that ends of sequence are among the best continuations."""
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] *= 0.02
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("options", [
+    {"async_scheduling": False}, {"enable_prefix_caching": False}, {"tensor_parallel_size": 2},
+    {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": 8, "num_kv_blocks": 36, "max_model_len": 200}],
+    ids=str)
+def test_searches_do_not_depend_on_how_they_are_run(options: dict[str, Any], model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    model, prompts = load_reference(path), random_prompts(6, 331)
+    with LLM(path, **{**BASE, **options}) as llm:
+        check(llm, model, prompts, BeamSearchParams(beam_width=4, max_tokens=20))
+        assert llm.get_stats()["kv_cache_usage"] == 0
+        if "num_kv_blocks" in options:
+            assert llm.get_stats()["num_preemptions"] > 0
+
+
+def test_the_bundled_model_equals_transformers() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    prompts = [tokenizer(text)["input_ids"] for text in ("def get_name(", "import os\n\ndef f(path):", "for i in")]
+    with LLM(DEFAULT_MODEL, **BASE) as llm:
+        model = load_reference(DEFAULT_MODEL)
+        eos = model.generation_config.eos_token_id
+        ends = eos if isinstance(eos, list) else [eos]
+        for params in (BeamSearchParams(beam_width=4, max_tokens=30, include_stop_str_in_output=True),
+                       BeamSearchParams(beam_width=3, max_tokens=24, length_penalty=0.0, early_stopping="never",
+                                        include_stop_str_in_output=True)):
+            check(llm, model, prompts, params, ends)
+        (output,) = llm.beam_search(["def get_name("], BeamSearchParams(beam_width=2, max_tokens=8))
+        assert output.sequences[0].text == tokenizer.decode(output.sequences[0].tokens[len(prompts[0]):])
+
+
+def test_plain_requests_beside_a_search_do_not_change(model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    prompts = random_prompts(6, 331)
+    params = BeamSearchParams(beam_width=4, max_tokens=20)
+    with LLM(path, **BASE) as llm:
+        mixed = llm._call(mix(llm, prompts, params))
+    model = load_reference(path)
+    assert mixed[0] == reference_tokens(model, prompts[:3], [30] * 3)
+    assert mixed[1] == [[tokens for tokens, _ in reference_beams(model, p, params)] for p in prompts[3:]]
+
+
+async def mix(llm: LLM, prompts: Sequence[list[int]], params: BeamSearchParams) -> tuple[Any, Any]:
+    """Plain requests and searches at once."""
+    engine = llm._llm
+
+    async def greedy(prompt: list[int]) -> list[int]:
+        async for output in engine.generate(prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)):
+            pass
+        return output.outputs[0].token_ids
+
+    async def search(prompt: list[int]) -> list[list[int]]:
+        output = await engine.beam_search(prompt, params)
+        return [s.tokens[len(prompt):] for s in output.sequences]
+
+    plain = [asyncio.create_task(greedy(p)) for p in prompts[:3]]
+    beams = [asyncio.create_task(search(p)) for p in prompts[3:]]
+    return await asyncio.gather(*plain), await asyncio.gather(*beams)
