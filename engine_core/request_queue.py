@@ -16,6 +16,8 @@ class RequestQueue(abc.ABC):
 
     def __init__(self) -> None:
         self._length = 0
+        self.num_tokens = 0
+        """Of the prompts that wait."""
 
     def __len__(self) -> int:
         return self._length
@@ -25,12 +27,12 @@ class RequestQueue(abc.ABC):
 
     def add(self, request: Request) -> None:
         """A new request."""
-        self._length += 1
+        self._note(request, 1)
         self._insert(request, back=True)
 
     def put_back(self, request: Request) -> None:
         """A preempted request: before all that have not run yet."""
-        self._length += 1
+        self._note(request, 1)
         self._insert(request, back=False)
 
     def pop(self) -> Request:
@@ -38,16 +40,20 @@ class RequestQueue(abc.ABC):
         request = self._skip_finished()
         assert request is not None
         self._drop_first()
-        self._length -= 1
+        self._note(request, -1)
         return request
 
     def peek(self) -> Request | None:
         """The first request."""
         return self._skip_finished()
 
-    def forget(self) -> None:
+    def forget(self, request: Request) -> None:
         """One of the waiting requests has ended; it stays inside until it comes to the front."""
-        self._length -= 1
+        self._note(request, -1)
+
+    def _note(self, request: Request, change: int) -> None:
+        self._length += change
+        self.num_tokens += change * request.num_prompt
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Request]:

@@ -34,6 +34,7 @@ from sidestep.engine_core.group import (
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.logprobs import share_logprobs
 from sidestep.engine_core.outbox import Outboxes
+from sidestep.engine_core.prompt_budget import PromptBudget
 from sidestep.engine_core.queue_wait import QueueWait
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
@@ -67,6 +68,7 @@ class Scheduler:
         self._leaving: dict[Request, None] = {}
         """Ended or preempted, but steps in flight still touch them."""
         self._free_slots = list(range(limits.num_slots))
+        self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
         self._outboxes = Outboxes()
@@ -135,10 +137,10 @@ class Scheduler:
             self._yield_to_urgent()
         # 2. Those that run, most important first: one token each, or a chunk of prompt.
         num_preemptions = self._num_preemptions
-        budget, seats = self._schedule_running(step)
+        budget, prompts, seats = self._schedule_running(step)
         # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
         if self._queue:
-            self._waits.reason = self._admit(step, budget, seats) \
+            self._waits.reason = self._admit(step, min(budget, prompts), seats) \
                 if self._num_preemptions == num_preemptions else "kv_cache"
         if step.is_empty:
             return None
@@ -154,6 +156,7 @@ class Scheduler:
         """Takes the oldest step's tokens; returns what each frontend must be told."""
         plan = self._plans.popleft()
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
+        self._prompt_budget.learn(plan.num_tokens - len(plan.rows), (output.end_ns - output.start_ns) / 1e9)
         block_size = self.kv.block_size
         for client, told in share_logprobs(output.logprobs, plan.sampling):
             self._outboxes.of(client).logprobs = told
@@ -283,12 +286,15 @@ class Scheduler:
 
     # Inside schedule().
 
-    def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
-        """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
+    def _schedule_running(self, step: StepBuilder) -> tuple[int, int, int]:
+        """Rows for running requests; returns what is left of the token budget, how much of it prompts may have, and how
+        many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         self._forking.unpark(self.kv)
         # Not those whose last token is on its way: they need no row any more, so their seats are free already.
         live = [r for r in self._running if len(r.token_ids) + r.num_placeholders < r.max_total]
+        decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in live)
+        prompts = self._prompt_budget.tokens(len(live) if decodes else 0, self._queue.num_tokens)
         later = len(live)
         for request in live:
             later -= 1
@@ -296,7 +302,9 @@ class Scheduler:
                 continue  # preempted while this loop made room for another; or its prompt is being computed
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
             if count > 1:  # Each request after this one can count on a token: prompts never starve those that decode.
-                count = min(count, budget - later)
+                count = min(count, budget - later, prompts)
+            if count <= 0:
+                continue
             blocks: list[int] | None = _NO_BLOCKS
             if request.num_computed + count > len(request.block_ids) * block_size:
                 blocks = self._make_room(request, request.num_computed + count)
@@ -314,8 +322,9 @@ class Scheduler:
                         step.force(request)
             budget -= count
             if count > 1:
+                prompts -= count
                 self.kv.remember(request)
-        return budget, self._limits.max_num_seqs - len(live)
+        return budget, max(0, prompts), self._limits.max_num_seqs - len(live)
 
     def _admit(self, step: StepBuilder, budget: int, seats: int) -> WaitReason:
         """Rows for waiting requests while seats, slots, blocks and budget last; which of them did not."""
@@ -477,7 +486,7 @@ class Scheduler:
             del self._running[request]
         elif request.group is None or request is request.group.queued:
             self._waits.elapse(self._clock(), len(self._queue))
-            self._queue.forget()
+            self._queue.forget(request)
         request.status = Status.FINISHED
         if request.group is not None:
             self._part(request, request.group)

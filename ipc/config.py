@@ -138,10 +138,13 @@ class StepLimits:
     """Most tokens of one step."""
     num_slots: int
     """Rows of a worker's tables."""
+    target_itl_s: float
+    """Seconds that a step with decodes should last at most, prompts permitting; 0: any."""
 
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 8192)
 """Default max_num_seqs and max_num_batched_tokens."""
+_GPU_TARGET_ITL_MS = 25.0
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,15 @@ class SchedulerConfig:
     scheduling_policy: str = option("fcfs", "Order of waiting requests; 'priority' takes the lowest number first.",
                                     choices=POLICIES)
     async_scheduling: bool = option(True, "Schedule step N+1 while step N runs.")
+    target_itl_ms: float | None = option(
+        None, "While others decode, prompts are computed in chunks that keep a step, and with it the gap between two "
+        "tokens, to about so many milliseconds, unless more of them wait than one step can take; 0: always as large as "
+        "fit. Default: 25 on a GPU, else 0.")
 
     def __post_init__(self) -> None:
         _require_choice(self, "scheduling_policy")
+        target = self.target_itl_ms
+        _require(target is None or 0 <= target < float("inf"), "target_itl_ms", f"must be 0 or more, not {target}")
         _require_positive_int(self, "max_num_seqs", "max_num_batched_tokens")
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         _require(seqs is None or tokens is None or tokens >= seqs, "max_num_batched_tokens",
@@ -176,7 +185,9 @@ class SchedulerConfig:
         tokens = self.max_num_batched_tokens or max(default[1], seqs)
         # A slot is reused only after the last step that touches it has come back, so with overlap a full batch may end
         # while another full batch enters.
-        return StepLimits(max_num_seqs=seqs, max_num_batched_tokens=tokens, num_slots=seqs * self.max_steps_in_flight)
+        target = self.target_itl_ms if self.target_itl_ms is not None else _GPU_TARGET_ITL_MS * (device == "cuda")
+        return StepLimits(max_num_seqs=seqs, max_num_batched_tokens=tokens, num_slots=seqs * self.max_steps_in_flight,
+                          target_itl_s=target / 1e3)
 
 
 @dataclass(frozen=True)

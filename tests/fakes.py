@@ -60,10 +60,10 @@ def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: in
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,
                    policy: str = "fcfs", prefix_caching: bool = True, max_model_len: int = 4096,
                    eos: tuple[int, ...] = (), clock: Callable[[], float] | None = None,
-                   overlap: bool = True) -> Scheduler:
+                   overlap: bool = True, target_itl_ms: float | None = None) -> Scheduler:
     """A scheduler over a small cache; its invariants are checked after the test."""
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, scheduling_policy=policy,
-                             async_scheduling=overlap)
+                             async_scheduling=overlap, target_itl_ms=target_itl_ms)
     scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(num_blocks, block_size, prefix_caching),
                           max_model_len=max_model_len, eos_token_ids=eos, clock=clock or Clock())
     _made.add(scheduler)

@@ -1,0 +1,51 @@
+"""How much of a prompt a step may take while others wait for their next token.
+
+Decodes lose nothing beside a chunk of prompt but the time it takes (Agrawal et al. 2024, who size chunks by a fixed
+count). What a token of prompt takes depends on the model, the device and the load; so it is learnt from the steps that
+come back, and the chunk follows from the time that a step may last. Where more prompts wait than one step could take,
+steps are as full as they can be: large ones take less time a token, and the queue is what everybody waits for then.
+"""
+
+from __future__ import annotations
+
+_LEAST = 256
+"""Tokens that any step may take: prompts go on even where decodes alone last too long."""
+_TELLING = 64
+"""Fewer tokens of prompt say little about what one takes."""
+_TELLING_ALL = 2048
+"""Small steps take longer a token than large ones, which tell more."""
+_PADDING = 128
+"""A GPU's steps are filled up to multiples of so many tokens."""
+
+
+class PromptBudget:
+    """Of one engine."""
+
+    def __init__(self, target_s: float, most: int) -> None:
+        """target_s: seconds that a step with decodes should last at most; 0: any. most: tokens of any step."""
+        self._target = target_s
+        self._most = most
+        self._decode = 0.0
+        """Seconds of a step without prompts."""
+        self._token: float | None = None
+        """Seconds that a token of prompt adds."""
+
+    def __repr__(self) -> str:
+        return f"PromptBudget({self.tokens(0, 0)} tokens in {self._target * 1e3:g} ms)"
+
+    def learn(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step is back."""
+        if num_prompt_tokens == 0:
+            self._decode += 0.1 * (seconds - self._decode)
+        elif num_prompt_tokens >= _TELLING:
+            token = max(0.0, seconds - self._decode) / num_prompt_tokens
+            weight = 1.0 if self._token is None else min(0.5, num_prompt_tokens / _TELLING_ALL)
+            self._token = weight * token + (1 - weight) * (self._token or 0.0)
+
+    def tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
+        """Of prompts, in the next step, beside so many decodes. num_waiting_tokens: of prompts that have not begun."""
+        if not self._target or not self._token or not num_decodes or num_waiting_tokens > self._most:
+            return self._most
+        wanted = int((self._target - self._decode) / self._token)
+        filled = (num_decodes + wanted) // _PADDING * _PADDING - num_decodes
+        return min(self._most, max(_LEAST, filled))
