@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from sidestep.ipc.messages import AddRequest, FinishReason, unpack_ids
 from sidestep.ipc.records import RequestRecord
 from sidestep.ipc.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class Status(enum.IntEnum):
@@ -60,6 +63,8 @@ class Request:
     num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
+    matcher: LLMatcher | None = None
+    """Where its output is in its grammar, if it has one."""
     queued: float = 0.0
     scheduled: float | None = None
     first_token: float | None = None
@@ -98,6 +103,8 @@ class Request:
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
+        if self.matcher is not None and self.matcher.is_stopped():
+            return FinishReason.STOP, None  # all that could follow is the end
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
         return None

@@ -20,15 +20,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
+
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
+from sidestep.engine_core.structured_outputs import Grammars, problem_of
 from sidestep.ipc.config import SchedulerConfig, StepLimits
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started, pack_ids
 from sidestep.ipc.records import RequestRecord
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 
 _NO_BLOCKS: list[int] = []
 _REMEMBERED = 4096
@@ -49,23 +52,28 @@ class Scheduler:
     """Decides what each step runs, and keeps every request's state."""
 
     def __init__(self, config: SchedulerConfig, limits: StepLimits, kv: KVCacheManager, *, max_model_len: int,
-                 eos_token_ids: Iterable[int], clock: Callable[[], float]) -> None:
+                 eos_token_ids: Iterable[int], grammars: Grammars, clock: Callable[[], float]) -> None:
         self._config = config
         self._limits = limits
         self.kv = kv
         # A request alone can always run to its end: so nothing that was admitted can get stuck.
         self._max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self._eos = frozenset(eos_token_ids)
+        self.grammars = grammars
         self._clock = clock
         self._requests: dict[tuple[int, int], Request] = {}
         self._queue = QUEUES[config.scheduling_policy]()
         self._running: dict[Request, None] = {}
         """Most important first: in the order of admission, or of priority."""
+        self._compiling: dict[Request, None] = {}
+        """Those that wait for their grammar, outside of the queue: others pass them."""
         self._leaving: dict[Request, None] = {}
         """Ended or preempted, but steps in flight still touch them."""
         self._free_slots = list(range(limits.num_slots))
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
+        self._last_masked = -1
+        """The last step whose masks were taken."""
         self._outboxes: dict[int, _Outbox] = {}
         self._deadlines: list[tuple[float, int, int]] = []
         """Time, client, handle; not the request, whose tokens would be kept until then."""
@@ -90,9 +98,16 @@ class Scheduler:
             self._outbox(request).finished.append(
                 Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
             return
+        if message.grammar is not None and (why := self.grammars.start(request, message.grammar)) is not None:
+            self._outbox(request).finished.append(
+                Finished(handle=request.handle, reason=FinishReason.ERROR, error=why))
+            return
         request.queued = self._clock()
         self._requests[request.client, request.handle] = request
-        self._queue.add(request)
+        if message.grammar is not None and request.matcher is None:
+            self._compiling[request] = None
+        else:
+            self._queue.add(request)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
 
@@ -112,6 +127,7 @@ class Scheduler:
     def schedule(self) -> StepInput | None:
         """The next step, or None when nothing can run now."""
         self._expire()
+        self._take_compiled()
         step = StepBuilder(self._next_step)
         self._num_coming = None
         # 1. A more urgent request that waits takes the place of the least important that run.
@@ -136,10 +152,18 @@ class Scheduler:
         plan = self._plans.popleft()
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
         block_size = self.kv.block_size
+        tokens = output.token_ids.tolist()
+        if plan.masked:
+            self.grammars.advance([
+                (request.matcher, token) for request, token in zip(plan.sampling, tokens, strict=True)
+                if request.matcher is not None and request.status is not Status.FINISHED])
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
-        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
+        for request, token in zip(plan.sampling, tokens, strict=True):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
+                continue
+            if request.matcher is not None and (problem := problem_of(request.matcher)) is not None:
+                self._fail(request, f"structured_outputs: {problem}")
                 continue
             outbox = self._outbox(request)
             outbox.handles.append(request.handle)
@@ -168,6 +192,17 @@ class Scheduler:
         return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
                                 finished=box.finished) for client, box in boxes.items()}
 
+    def take_masks(self) -> StepMasks | None:
+        """What the oldest step in flight may sample, if it waits for that: once, and before the next `schedule`."""
+        plan = self._plans[0] if self._plans else None
+        if plan is None or not plan.masked or plan.step_id == self._last_masked:
+            return None
+        self._last_masked = plan.step_id
+        # The token of a request that has ended in the meantime is dropped, whatever it is.
+        rows = [(row, r.matcher) for row, r in plan.masked if r.matcher is not None and r.status is not Status.FINISHED]
+        return StepMasks(plan.step_id, np.array([row for row, _ in rows], np.int32),
+                         self.grammars.masks([matcher for _, matcher in rows]))
+
     # Questions.
 
     @property
@@ -176,10 +211,14 @@ class Scheduler:
         return bool(self._requests or self._leaving)
 
     def next_deadline(self) -> float | None:
-        """When `take_outputs` must be called at the latest, on the given clock."""
-        while self._deadlines and self._deadlines[0][1:] not in self._requests:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        """When a turn must be taken at the latest, on the given clock."""
+        own, compiling = self._next_own_deadline(), self.grammars.next_deadline()
+        return min((deadline for deadline in (own, compiling) if deadline is not None), default=None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run: in the queue, or waiting for their grammar."""
+        return len(self._queue) + len(self._compiling)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; requests that run keep their blocks."""
@@ -189,7 +228,7 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Counts for people and metrics. Prefix-cache counts are in tokens."""
         return {
-            "num_running": len(self._running), "num_waiting": len(self._queue), "num_steps": self._next_step,
+            "num_running": len(self._running), "num_waiting": self.num_waiting, "num_steps": self._next_step,
             "num_preemptions": self._num_preemptions, "kv_cache_usage": self.kv.usage,
             "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
             "prefix_cache_hits": self.kv.num_hit_tokens}
@@ -197,7 +236,7 @@ class Scheduler:
     def situation(self) -> Situation:
         """Of the step just scheduled, for the flight recorder."""
         plan = self._plans[-1]
-        return Situation(len(plan.rows), plan.num_tokens, plan.num_entered, len(self._running), len(self._queue),
+        return Situation(len(plan.rows), plan.num_tokens, plan.num_entered, len(self._running), self.num_waiting,
                          self.kv.pool.num_free)
 
     def request_records(self) -> list[RequestRecord]:
@@ -211,6 +250,8 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self._limits.num_slots)), "slots leak or are shared"
         assert sum(not r.will_be_complete for r in self._running) <= self._limits.max_num_seqs
         assert len(self._queue) == len(set(self._queue)), "the queue's count is wrong"
+        assert not set(self._queue) & set(self._compiling), "a request without its grammar is in the queue"
+        assert len(self._requests) == len(self._running) + self.num_waiting, "a request is nowhere"
         in_flight = [r for plan in self._plans for r in plan.rows]
         for request in {*self._requests.values(), *held}:
             assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
@@ -226,6 +267,8 @@ class Scheduler:
         """See RequestRecord.waiting_for."""
         if request.status is Status.RUNNING:
             return None
+        if request in self._compiling:
+            return "grammar"
         if request is not self._queue.peek():
             return "turn"
         if request.num_in_flight:
@@ -237,6 +280,15 @@ class Scheduler:
         return "max_num_batched_tokens"
 
     # Inside schedule().
+
+    def _take_compiled(self) -> None:
+        """Those whose grammar is ready join the queue."""
+        for request, problem in self.grammars.take_compiled():
+            if problem is not None:
+                self._fail(request, problem)
+            else:
+                del self._compiling[request]
+                self._queue.add(request)
 
     def _schedule_running(self, step: StepBuilder) -> tuple[int, int]:
         """Rows for running requests; returns what is left of the token budget, and how many more may enter."""
@@ -349,6 +401,8 @@ class Scheduler:
         """Ends a request wherever it is, and tells its frontend if there is a word."""
         if request.status is Status.RUNNING:
             del self._running[request]
+        elif request in self._compiling:
+            del self._compiling[request]
         else:
             self._queue.forget()
         was_running = request.status is Status.RUNNING
@@ -360,6 +414,10 @@ class Scheduler:
             self._outbox(request).finished.append(word)
         if was_running:
             self._leave(request)
+
+    def _fail(self, request: Request, problem: str) -> None:
+        self._end(request, Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem,
+                                    num_preemptions=request.num_preemptions))
 
     def _leave(self, request: Request) -> None:
         self._leaving[request] = None
@@ -373,8 +431,13 @@ class Scheduler:
         request.slot = -1
         self.kv.free(request)
 
+    def _next_own_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][1:] not in self._requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
     def _expire(self) -> None:
-        while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
+        while (deadline := self._next_own_deadline()) is not None and deadline <= self._clock():
             request = self._requests[heapq.heappop(self._deadlines)[1:]]
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
                                         num_preemptions=request.num_preemptions))

@@ -22,6 +22,8 @@ class StepPlan:
     """Those of `rows` that sample a token, in the same order."""
     num_tokens: int
     num_entered: int
+    masked: list[tuple[int, Request]]
+    """Rows whose tokens a grammar decides on, with their places in `rows`."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class StepBuilder:
         self._step_id = step_id
         self._single = _Rows()
         self._chunks = _Rows()
+        self._has_grammars = False
 
     @property
     def is_empty(self) -> bool:
@@ -57,6 +60,8 @@ class StepBuilder:
         samples = request.num_computed >= len(request.token_ids)
         if samples:
             request.num_placeholders += 1
+        if request.matcher is not None:
+            self._has_grammars = True
         rows.requests.append(request)
         rows.num_tokens.append(num_tokens)
         rows.num_blocks.append(len(blocks))
@@ -78,14 +83,18 @@ class StepBuilder:
         samples = first.samples + then.samples
         sampling = rows if all(samples) else [r for r, yes in zip(rows, samples, strict=True) if yes]
         new = first.entering + then.entering
+        masked = [(i, r) for i, (r, yes) in enumerate(zip(rows, samples, strict=True))
+                  if yes and r.matcher is not None] if self._has_grammars else []
         message = StepInput(
             step_id=self._step_id,
             slots=np.array([r.slot for r in rows], np.int32),
             num_tokens=np.array(first.num_tokens + then.num_tokens, np.int32),
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
+            awaits_masks=int(bool(masked)),
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
-        return message, StepPlan(self._step_id, rows, sampling, len(first.requests) + sum(then.num_tokens), len(new))
+        return message, StepPlan(self._step_id, rows, sampling, len(first.requests) + sum(then.num_tokens), len(new),
+                                 masked)
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:

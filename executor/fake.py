@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
-from sidestep.ipc.step import Int32, StepInput, StepOutput
+from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
 
 _MASK = (1 << 61) - 1
 DEFAULT_BLOCKS = 8192
@@ -42,6 +42,18 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: in
         tokens.append(next_token(state, seed, vocab_size))
         state = chain(state, tokens[-1])
     return tokens
+
+
+def _allowed(step: StepInput, receive_masks: Callable[[], StepMasks] | None) -> dict[int, Int64]:
+    """The tokens that each slot with a mask may give."""
+    if not step.awaits_masks:
+        return {}
+    assert receive_masks is not None, "nobody gives the masks"
+    masks = receive_masks()
+    assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
+    bits = np.unpackbits(masks.words.view(np.uint8), bitorder="little").reshape(len(masks.rows), -1) \
+        if len(masks.rows) else ()
+    return {int(step.slots[row]): np.flatnonzero(mask) for row, mask in zip(masks.rows, bits, strict=True)}
 
 
 class FakeDevice:
@@ -97,10 +109,10 @@ class FakeRunner(Runner):
         return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device_type="fake",
                            device="fake")
 
-    def execute(self, step: StepInput) -> PendingOutput:
+    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         self._enter(step)
-        tokens = self._run_rows(step)
         start, end = self._device.launch()
+        tokens = self._run_rows(step, _allowed(step, receive_masks))
         output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
@@ -112,7 +124,7 @@ class FakeRunner(Runner):
             self._seed[slot] = int(step.new_seed[i])
             self._blocks[slot] = []
 
-    def _run_rows(self, step: StepInput) -> Int32:
+    def _run_rows(self, step: StepInput, allowed: dict[int, Int64]) -> Int32:
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used:used + new_blocks]
@@ -124,7 +136,10 @@ class FakeRunner(Runner):
         for slot, count in rows:
             state = self._compute(slot, count)
             if self._num_computed[slot] >= len(self._known[slot]):
-                sampled[slot] = self._last_sampled[slot] = next_token(state, self._seed[slot], self._vocab_size)
+                token = next_token(state, self._seed[slot], self._vocab_size)
+                if (choices := allowed.get(slot)) is not None and len(choices):
+                    token = int(choices[state % len(choices)])
+                sampled[slot] = self._last_sampled[slot] = token
         return np.array([sampled[slot] for slot in slots if slot in sampled], np.int32)
 
     def _compute(self, slot: int, count: int) -> int:

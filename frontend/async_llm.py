@@ -29,6 +29,7 @@ from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
 from sidestep.ipc.model_spec import resolve_model_path
 from sidestep.ipc.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 from sidestep.ipc.sampling_params import SamplingParams
+from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
 
 class AsyncLLM:
@@ -135,6 +136,10 @@ class AsyncLLM:
         for preparing in ids:
             if preparing in self._preparing:
                 self._preparing[preparing] = False
+
+    async def check_structured_outputs(self, structure: StructuredOutputsParams) -> None:
+        """Raises ValidationError, as `generate` would, for a form that cannot be compiled."""
+        await self._inputs.make_grammar(structure)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text as `generate` would make them, without holding up the event loop over a long one."""
@@ -263,7 +268,8 @@ class AsyncLLM:
         self._client.send(AddRequest(
             client=self._client.client, handle=state.handle, request_id=state.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
-            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline))
+            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
+            grammar=request.grammar))
         state.queued()
 
 

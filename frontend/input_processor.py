@@ -13,9 +13,11 @@ from typing import Any, cast
 import msgspec
 
 from sidestep.frontend.chat_template import Message
+from sidestep.frontend.structured_outputs import GrammarMaker
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
+from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with `prompt` or `prompt_token_ids`."""
@@ -38,6 +40,7 @@ class ProcessedRequest:
     priority: int
     cache_salt: str | None
     deadline: float | None
+    grammar: Grammar | None = None
 
 
 class InputProcessor:
@@ -47,6 +50,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._grammars = GrammarMaker(tokenizer.special_token_ids)
         self._random = random.SystemRandom()
 
     async def process(self, prompt: Prompt, sampling_params: SamplingParams | None, *, priority: int = 0,
@@ -60,9 +64,15 @@ class InputProcessor:
         if text is not None:
             ids = await self.tokenize(text, special)
         self._check_ids(ids)
+        grammar = None if sampling.structured_outputs is None else await self.make_grammar(sampling.structured_outputs)
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
-            priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s)
+            priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
+            grammar=grammar)
+
+    async def make_grammar(self, structure: StructuredOutputsParams) -> Grammar:
+        """The grammar of a form that an output must have. Raises ValidationError."""
+        return await self._grammars.make(structure)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; of a long one in a thread. Raises ValidationError."""
@@ -133,6 +143,8 @@ class InputProcessor:
             raise ValidationError("min_tokens", f"{sampling.min_tokens} is more than the {room} tokens that fit after "
                                   f"the prompt (max_model_len is {self._max_model_len})")
         changes: dict[str, Any] = {}
+        if sampling.structured_outputs is not None:
+            changes["structured_outputs"] = None  # the grammar takes its place
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room
         if sampling.seed is None:

@@ -29,6 +29,8 @@ class Tokenizer:
         self.fast.no_padding()
         self.special_ids = frozenset(i for i, t in self.fast.get_added_tokens_decoder().items() if t.special)
         """Ids that `skip_special_tokens` leaves out of a text."""
+        self.special_token_ids = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
+        """The same, by their text."""
         config = _read_json(Path(folder) / "tokenizer_config.json")
         self._special_tokens = {name: text for name in _SPECIAL if (text := _text(config.get(name))) is not None}
         self.chat_template = _chat_template(Path(folder), config)

@@ -14,6 +14,7 @@ import numpy as np
 
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.step import Int32
+from sidestep.ipc.structured_outputs import Grammar
 
 
 class FinishReason(enum.IntEnum):
@@ -40,13 +41,15 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     prompt_token_ids: bytes
     """int32, little-endian."""
     sampling: SamplingParams
-    """With `seed` and `max_tokens` filled in."""
+    """With `seed` and `max_tokens` filled in, and without `structured_outputs`."""
     arrival: float
     """time.monotonic() of the call."""
     priority: int = 0
     cache_salt: str | None = None
     deadline: float | None = None
     """time.monotonic() after which the request is ended."""
+    grammar: Grammar | None = None
+    """What its output must be."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

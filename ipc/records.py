@@ -77,7 +77,8 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """waiting, running, preempted or finished."""
     waiting_for: str | None
     """What keeps it from running now: 'turn' (others are before it), 'max_num_seqs', 'max_num_batched_tokens' (the next
-    step will have room), 'kv_cache', or 'output' (a preempted request's last token is on its way)."""
+    step will have room), 'kv_cache', 'output' (a preempted request's last token is on its way), or 'grammar' (it is
+    being compiled)."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

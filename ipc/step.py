@@ -119,6 +119,20 @@ class StepInput(Columns):
     """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
     new_stop_ids: Int32
     """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop tokens."""
+    awaits_masks: int = 0
+    """1: the step's tokens are sampled when its StepMasks has come, which is the next message."""
+
+
+@dataclass(slots=True)
+class StepMasks(Columns):
+    """What rows with a grammar may sample in a step that is under way. It depends on the tokens of the step before, so
+    it is sent when those are known, while the model computes."""
+
+    step_id: int
+    rows: Int32
+    """[M] Places in the step's batch order, ascending; all of them sample. Rows that are not here are free."""
+    words: Int32
+    """[M * ceil(vocab_size / 32)] Row by row, a bit for each token, the lowest first; 1: allowed."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,260 @@
+"""Grammars in the core: compiled by threads, followed token by token, and turned into masks of allowed tokens.
+
+The library releases the interpreter lock while it compiles and computes masks, so a grammar that takes long holds up
+neither the loop nor other requests; its own limits end it. Reading a tokenizer does hold the lock, for up to seconds,
+so that happens while the workers load the model and never later. All methods are for the core's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sidestep.engine_core.request import Request, Status
+from sidestep.ipc.config import available_cores
+from sidestep.ipc.model_spec import resolve_model_path
+from sidestep.ipc.structured_outputs import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+COMPILE_S = 10.0
+"""Seconds after which a request no longer waits for its grammar."""
+_THREADS = 2
+_CACHED = 128
+"""Grammars that are kept compiled."""
+_USES = 256
+"""Requests that share what one compilation learns about its tokens; that grows, so then it is made anew."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request: Request
+    field: str
+    """Where the user gave the grammar."""
+    deadline: float
+
+    @property
+    def waits(self) -> bool:
+        return self.request.matcher is None and self.request.status is Status.WAITING
+
+
+@dataclass(slots=True, eq=False)
+class _Compilation:
+    """One grammar on its way, and who waits for it."""
+
+    text: str
+    waiting: list[_Waiting] = field(default_factory=list)
+    matcher: LLMatcher | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Cached:
+    matcher: LLMatcher
+    """At its beginning; each request gets a copy."""
+    uses: int = 0
+
+
+class _Bell:
+    """Wakes whoever polls `ears`. Held by the threads that ring it too, so it is there as long as one of them."""
+
+    def __init__(self) -> None:
+        self.ears, self._rope = os.pipe()
+        os.set_blocking(self.ears, False)
+
+    def __del__(self) -> None:
+        os.close(self.ears)
+        os.close(self._rope)
+
+    def ring(self) -> None:
+        os.write(self._rope, b"\0")
+
+    def hear(self) -> int:
+        """How often it has rung since the last time, as far as can be told at once."""
+        try:
+            return len(os.read(self.ears, 4096))
+        except BlockingIOError:
+            return 0
+
+
+class Grammars:
+    """Matchers of requests with a grammar."""
+
+    def __init__(self, folder: str, vocab_size: int, eos_token_ids: Sequence[int], clock: Callable[[], float]) -> None:
+        """folder: of the tokenizer's files. Call `load` before the first request."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._clock = clock
+        self._tokenizer: LLTokenizer | None = None
+        self._problem = "the engine has not loaded the tokenizer"
+        """Why there is no tokenizer."""
+        self._cache: OrderedDict[str, _Cached] = OrderedDict()
+        self._compiling: dict[str, _Compilation] = {}
+        self._deadlines: deque[_Waiting] = deque()
+        self._jobs: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
+        self._bell = _Bell()
+        self._num_jobs = 0
+        """Jobs whose end has not been heard yet."""
+        self._has_threads = False
+        self._words = -(-vocab_size // 32)
+
+    def __repr__(self) -> str:
+        return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
+
+    def load(self) -> None:
+        """Reads the tokenizer. What is wrong with it is told to each request that needs it, and to no other."""
+        from llguidance import LLExecutor, LLTokenizer
+
+        if not self._eos:
+            self._problem = "the model names no end-of-sequence token"
+            return
+        try:
+            file = Path(resolve_model_path(self._folder)) / "tokenizer.json"
+            self._tokenizer = LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=self._vocab_size,
+                                          eos_token=self._eos)
+            self._executor = LLExecutor(max(1, min(8, available_cores() // 2)))
+        except Exception as error:  # the library raises nothing more special
+            self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
+
+    # Compiling.
+
+    def fileno(self) -> int:
+        """Readable when `take_compiled` has something."""
+        return self._bell.ears
+
+    @property
+    def num_compiling(self) -> int:
+        """Grammars that are being compiled, or wait for it."""
+        return len(self._compiling)
+
+    def start(self, request: Request, grammar: Grammar) -> str | None:
+        """Gives the request its matcher, or has it made: then `take_compiled` will return it. What it returns is why
+        there can be none."""
+        if self._tokenizer is None:
+            return f"{grammar.field}: {self._problem}"
+        if (cached := self._cache.get(grammar.text)) is not None:
+            self._use(grammar.text, cached, request)
+            return None
+        compilation = self._compiling.get(grammar.text)
+        if compilation is None:
+            compilation = self._compiling[grammar.text] = _Compilation(grammar.text)
+            self._start_threads()
+            self._give(compilation)
+        waiting = _Waiting(request, grammar.field, self._clock() + COMPILE_S)
+        compilation.waiting.append(waiting)
+        self._deadlines.append(waiting)
+        return None
+
+    def next_deadline(self) -> float | None:
+        """When `take_compiled` must be called at the latest, on the given clock."""
+        while self._deadlines and not self._deadlines[0].waits:
+            self._deadlines.popleft()
+        return self._deadlines[0].deadline if self._deadlines else None
+
+    def take_compiled(self) -> list[tuple[Request, str | None]]:
+        """Requests whose wait has ended, each with what went wrong, if anything did."""
+        if not self._num_jobs:
+            return []
+        ended: list[tuple[Request, str | None]] = []
+        self._num_jobs -= self._bell.hear()
+        while not self._done.empty():
+            compilation = self._done.get()
+            waiting = [w for w in compilation.waiting if w.waits]
+            if waiting and compilation.matcher is None and not compilation.error:
+                self._give(compilation)  # nobody waited for it when its turn came
+                continue
+            del self._compiling[compilation.text]
+            if compilation.matcher is None:
+                ended += [(w.request, f"{w.field}: {compilation.error}") for w in waiting]
+                continue
+            cached = self._remember(compilation.text, compilation.matcher)
+            for w in waiting:
+                self._use(compilation.text, cached, w.request)
+            ended += [(w.request, None) for w in waiting]
+        while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
+            late = self._deadlines.popleft()
+            ended.append((late.request, f"{late.field}: takes longer than {COMPILE_S:g} s to compile"))
+        return ended
+
+    def _give(self, compilation: _Compilation) -> None:
+        self._num_jobs += 1
+        self._jobs.put(compilation)
+
+    def _use(self, text: str, cached: _Cached, request: Request) -> None:
+        request.matcher = cached.matcher.deep_copy()
+        cached.uses += 1
+        if cached.uses >= _USES:
+            self._cache.pop(text, None)
+        elif text in self._cache:
+            self._cache.move_to_end(text)
+
+    def _remember(self, text: str, matcher: LLMatcher) -> _Cached:
+        cached = self._cache[text] = _Cached(matcher)
+        if len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
+        return cached
+
+    def _start_threads(self) -> None:
+        if not self._has_threads:
+            self._has_threads = True
+            for i in range(_THREADS):
+                threading.Thread(target=_compile_all, name=f"grammar {i}", daemon=True,
+                                 args=(self._tokenizer, self._jobs, self._done, self._bell)).start()
+
+    # Tokens.
+
+    def advance(self, tokens: Iterable[tuple[LLMatcher, int]]) -> None:
+        """Takes one sampled token of each."""
+        self._executor.consume_token_par(list(tokens))
+
+    def masks(self, matchers: Sequence[LLMatcher]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """What each may sample next: `ceil(vocab_size / 32)` words for each, a bit a token, the lowest first."""
+        masks = np.zeros((len(matchers), self._words), np.int32)
+        if not matchers:
+            return masks.reshape(-1)
+        self._executor.unsafe_compute_mask_ptr([(m, i) for i, m in enumerate(matchers)], masks.ctypes.data,
+                                               self._words * 4, len(matchers))
+        return masks.reshape(-1)
+
+
+def problem_of(matcher: LLMatcher) -> str | None:
+    """What went wrong with it while it was followed, in one line."""
+    if not matcher.is_error():
+        return None
+    return next(iter(matcher.get_error().strip().splitlines()), "the grammar cannot go on")
+
+
+def _limits() -> LLParserLimits:
+    """Bounds on what one grammar costs: about 20 ms of compiling its expressions, 15 ms and some MB for one token."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+
+
+def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
+                 done: queue.SimpleQueue[_Compilation], bell: _Bell) -> None:
+    """A compiling thread's work, until the process ends."""
+    from llguidance import LLMatcher
+
+    limits = _limits()
+    while True:
+        job = jobs.get()
+        if any(w.waits for w in job.waiting):
+            matcher = LLMatcher(tokenizer, job.text, limits=limits, log_level=0)
+            matcher.compute_bitmask()  # the first mask takes longest
+            job.error = problem_of(matcher) or ""
+            if not job.error:
+                job.matcher = matcher
+        done.put(job)
+        bell.ring()
