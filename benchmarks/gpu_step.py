@@ -97,7 +97,8 @@ class Steps:
             new_temperature=np.full(new, 0.6, np.float32), new_top_p=np.ones(new, np.float32),
             new_min_p=np.zeros(new, np.float32), new_top_k=np.zeros(new, np.int32), new_seed=np.arange(new),
             new_min_tokens=np.zeros(new, np.int32), new_num_stop_ids=np.zeros(new, np.int32),
-            new_stop_ids=np.empty(0, np.int32))
+            new_stop_ids=np.empty(0, np.int32), new_control_sizes=np.zeros(new, np.int32),
+            new_controls=np.empty(0, np.uint8))
         self._length += 1
         self._count += 1
         return step

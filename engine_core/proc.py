@@ -94,7 +94,8 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
         # 2. Take what came back, keep the pipeline full, send the tokens on.
         for client, outputs in core.step():
             channel.send(client, outputs)
-        # 3. Wait for a frontend, a worker, a grammar or a deadline; with steps in flight, first look for a while without sleeping.
+        # 3. Wait for a frontend, a worker, a grammar or a deadline; with steps in flight, first look for a while
+        # without sleeping.
         if not (core.in_flight and _look(poll)):
             poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
 

@@ -44,6 +44,8 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     deadline: float | None = None
+    controls: bytes = b""
+    """For the workers; see ipc.controls."""
     status: Status = Status.WAITING
     slot: int = -1
     """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
@@ -86,7 +88,8 @@ class Request:
             client=message.client, handle=message.handle, request_id=message.request_id, token_ids=tokens,
             num_prompt=len(tokens), sampling=sampling, max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
-            priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline)
+            priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline,
+            controls=message.controls)
 
     @property
     def num_outputs(self) -> int:

@@ -177,7 +177,9 @@ class Scheduler:
                 self.kv.remember(request)
             if finish is not None:
                 self._end(request, Finished(handle=request.handle, reason=finish[0], stop_reason=finish[1],
-                                            num_preemptions=request.num_preemptions))
+                                            num_preemptions=request.num_preemptions,
+                                            completes_grammar=request.matcher is not None
+                                            and token not in request.stop_ids))
         # 3. Slots and blocks that no step in flight touches any more go back.
         for request in plan.rows:
             request.num_in_flight -= 1

@@ -113,8 +113,10 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
         "new_seed": np.array([r.sampling.seed or 0 for r in new], np.int64),
         "new_min_tokens": np.array([r.sampling.min_tokens for r in new], np.int32),
         "new_num_stop_ids": np.array([len(s) for s in stops], np.int32),
-        "new_stop_ids": np.fromiter(chain.from_iterable(stops), np.int32)}
+        "new_stop_ids": np.fromiter(chain.from_iterable(stops), np.int32),
+        "new_control_sizes": np.array([len(r.controls) for r in new], np.int32),
+        "new_controls": np.frombuffer(b"".join(r.controls for r in new), np.uint8)}
 
 
 _NOTHING_NEW = _new_columns([], [])
-"""Most steps admit nobody, and thirteen empty arrays cost as much as the rest of a small step."""
+"""Most steps admit nobody, and fifteen empty arrays cost as much as the rest of a small step."""

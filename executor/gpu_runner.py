@@ -4,15 +4,17 @@ Order of side effects in `execute`: the step's differences are applied to the ho
 the message to the device; the kernels of the step follow on the same stream, most often as one captured graph. So steps
 run in the order they came, and the copy of one step's message waits until the step before has read its own. Sampled ids
 stay on the device for the next step; the last kernel also writes them to pinned memory, where whoever waits for the
-step's event finds them.
+step's event finds them. Special rows (executor/special_rows.py) are sampled after that, before the event.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,11 +29,13 @@ from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
-from sidestep.executor.step_packer import ROTATION, StepPacker
+from sidestep.executor.special_rows import SpecialBatch, make_special_rows
+from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
+from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import ModelSpec
-from sidestep.ipc.step import Int32, StepInput, StepOutput
+from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.launch import compiling_only, has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
 from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
@@ -47,14 +51,23 @@ _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
 
 
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    """Tokens of a step's special rows, in pinned memory."""
+
+    rows: Int64
+    ids: Int32
+
+
 class GpuOutput(PendingOutput):
     """A step on the device, or behind others in its queue."""
 
-    def __init__(self, step_id: int, ids: Int32, samples: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    def __init__(self, step_id: int, ids: Int32, samples: npt.NDArray[np.bool_], special: SpecialIds | None,
                  started: torch.cuda.Event, done: torch.cuda.Event, clock: DeviceClock) -> None:
         self._step_id = step_id
         self._ids = ids
         self._samples = samples
+        self._special = special
         self._started = started
         self._done = done
         self._clock = clock
@@ -66,7 +79,10 @@ class GpuOutput(PendingOutput):
     def wait(self) -> StepOutput:
         self._done.synchronize()
         start, end = self._clock.times(self._started, self._done, time.monotonic_ns())
-        return StepOutput(self._step_id, start, end, self._ids[:len(self._samples)][self._samples])
+        ids = self._ids[:len(self._samples)]
+        if self._special is not None:
+            ids[self._special.rows] = self._special.ids
+        return StepOutput(self._step_id, start, end, ids[self._samples])
 
 
 class GpuRunner(Runner):
@@ -123,8 +139,11 @@ class GpuRunner(Runner):
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
+        self._logits = self._model.new_logits(limits.max_num_seqs)
         self._out_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_ids = self._out_ids.numpy()
+        self._special_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
+        self._host_special_ids = self._special_ids.numpy()
         self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
                         for _ in range(ROTATION)]
         self._clock = DeviceClock()
@@ -138,6 +157,7 @@ class GpuRunner(Runner):
     def _reset(self) -> None:
         """No request has been seen."""
         self._state = RequestState(self._limits.num_slots, self._args.max_model_len, self._block_size)
+        self._special = make_special_rows(self._args.spec, self._limits, self._device)
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
@@ -172,6 +192,9 @@ class GpuRunner(Runner):
         with compiling_only(max(1, available_cores() // self._parallel.size)):
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
+            column = torch.zeros(4, dtype=torch.int32, device=self._device)
+            self._sample(torch.zeros(1, self._args.spec.vocab_size, device=self._device), column, column, column,
+                         column, self._special_ids)
 
     def _decode_sizes(self) -> list[int]:
         return decode_ladder(self._limits.max_num_seqs)
@@ -194,27 +217,51 @@ class GpuRunner(Runner):
     # Steps.
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> PendingOutput:
+    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         position = self._num_steps % ROTATION
         self._num_steps += 1
         # 1. What is new, and how this step's tokens lie.
         self._state.apply(step)
+        self._special.enter(step)
         batch = make_batch(self._state, step, self._block_size)
+        special = self._special.find(batch)
         rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
         found = self._graphs.find(rows, tokens) if self._graphs is not None else None
         layout = found.layout if found is not None else self._layout
         # 2. One message to the device.
-        used = self._packer.pack(position, layout, batch, step)
+        used = self._packer.pack(position, layout, batch, step, special)
         started, done = self._events[position]
         started.record()
         self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
-        # 3. The whole step: inputs, model, sampling.
+        # 3. The whole step: inputs, model, sampling of plain rows.
         if found is not None:
             found.graph.replay()
         else:
             self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch)
+        # 4. The other rows, on the logits that the step has left. The device is at work while the masks are made.
+        if step.awaits_masks and receive_masks is not None:
+            self._special.take_masks(step, receive_masks())
+        if special is not None:
+            self._special.run(self._logits[:rows, :self._args.spec.vocab_size], batch, special, special,
+                              lambda logits, part: self._sample_special(logits, part, position))
         done.record()
-        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, started, done, self._clock)
+        ids = None if special is None else SpecialIds(special, self._host_special_ids[position, :len(special)])
+        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, ids, started, done, self._clock)
+
+    def _sample_special(self, logits: Tensor, part: SpecialBatch, position: int) -> Tensor:
+        """Samples special rows as plain ones are sampled."""
+        count = len(part.slots)
+        columns = np.ones((4, -(-count // 4) * 4), np.int32)  # aligned to 16 bytes, as compiled for
+        columns[0, :2] = (count, position)
+        columns[1, :count], columns[2, :count] = part.slots, part.seq_lens
+        header, slots, seq_lens, samples = to_device(columns, self._device)
+        masked_rows, masked_tokens = masked_logits(self._state, part.slots, part.seq_lens)
+        if len(masked_rows):
+            masked = to_device(np.stack((masked_rows, masked_tokens)).astype(np.int64), self._device)
+            logits.index_put_((masked[0], masked[1]), logits.new_tensor(-torch.inf))
+        # The pinned row of this step, from where the rows of earlier parts end; that is aligned too.
+        self._sample(logits, header, slots, seq_lens, samples, self._special_ids[:, part.first:])
+        return self._tables.last_sampled.index_select(0, part.slot_index).long()
 
     def _eager_sizes(self, rows: int, tokens: int, decodes: int) -> StepSizes:
         """Padded to few different sizes: for a new one the library of products may choose a kernel it has not loaded
@@ -243,13 +290,19 @@ class GpuRunner(Runner):
             header=message[:HEADER], slots=slots, seq_lens=seq_lens, query_starts=column("query_starts", 1),
             block_tables=tables.block_tables, max_decode_rows=sizes.max_decode_rows,
             max_prompt_rows=sizes.max_prompt_rows)))
-        logits = self._model(token_ids, self._attention, None if sizes.decode_only else last_tokens)
+        logits = self._model(token_ids, self._attention, None if sizes.decode_only else last_tokens,
+                             self._logits[:sizes.rows])
         mask_logits(logits, message, message[MASKED:])
+        self._sample(logits, message[SAMPLING:], slots, seq_lens, column("samples"), self._out_ids)
+
+    def _sample(self, logits: Tensor, header: Tensor, slots: Tensor, seq_lens: Tensor, samples: Tensor,
+                out_ids: Tensor) -> None:
+        """See sample_tokens."""
+        tables = self._tables
         sample_tokens(
-            logits, header=message[SAMPLING:], slots=slots, seq_lens=seq_lens, samples=column("samples"),
-            temperature=tables.temperature, top_k=tables.top_k, top_p=tables.top_p, min_p=tables.min_p,
-            seed=tables.seed, scratch=self._scratch, last_sampled=tables.last_sampled, out_ids=self._out_ids,
-            pdl=has_pdl(device))
+            logits, header=header, slots=slots, seq_lens=seq_lens, samples=samples, temperature=tables.temperature,
+            top_k=tables.top_k, top_p=tables.top_p, min_p=tables.min_p, seed=tables.seed, scratch=self._scratch,
+            last_sampled=tables.last_sampled, out_ids=out_ids, pdl=has_pdl(self._device))
 
 
 def worthwhile_tokens(spec: ModelSpec) -> int:
@@ -278,4 +331,4 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> Ste
         new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
         new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
         new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
-        new_stop_ids=np.empty(0, np.int32))
+        new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros, new_controls=np.empty(0, np.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.executor.sampler import Sampler
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.executor.special_rows import SpecialBatch, make_special_rows
+from sidestep.ipc.step import Int64, StepInput, StepMasks, StepOutput
 
 _CPU = torch.device("cpu")
 _BLOCK_SIZE = 16
@@ -48,24 +50,47 @@ class ModelRunner(Runner):
         self._state = RequestState(self._limits.num_slots, args.max_model_len, self._block_size)
         self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
         self._sampler = Sampler(self._state)
+        self._special = make_special_rows(args.spec, self._limits, _CPU)
         return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cpu",
                            device=self._describe())
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> PendingOutput:
+    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         start = time.monotonic_ns()
         # 1. What is new, and how this step's tokens lie.
         self._state.apply(step)
+        self._special.enter(step)
         batch = make_batch(self._state, step, self._block_size)
         # 2. The model, for the tokens that sample.
         logits = self._forward(batch)
         token_ids = np.empty(0, np.int32)
         if len(batch.logits_tokens):
-            # 3. The tokens are the next step's inputs.
-            tokens = self._sampler(logits, batch)
-            self._last_sampled.index_copy_(0, torch.from_numpy(batch.slots[batch.sampling_rows]).long(), tokens)
-            token_ids = tokens.numpy().astype(np.int32)
+            # 3. The tokens, which are the next step's inputs: of plain rows, then of the others.
+            special = self._special.find(batch)
+            places = np.searchsorted(batch.sampling_rows, special) if special is not None else None
+            self._sample_plain(logits, batch, places)
+            if step.awaits_masks and receive_masks is not None:
+                self._special.take_masks(step, receive_masks())
+            if special is not None and places is not None:
+                self._special.run(logits, batch, special, places, self._sample_special)
+            token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(np.int32)
         return DoneOutput(StepOutput(step.step_id, start, time.monotonic_ns(), token_ids))
+
+    def _sample_plain(self, logits: Tensor, batch: HostBatch, special: Int64 | None) -> None:
+        """special: rows of the logits that are left out."""
+        rows = batch.sampling_rows
+        if special is not None:
+            plain = np.delete(np.arange(len(rows)), special)
+            if not len(plain):
+                return
+            rows, logits = rows[plain], logits.index_select(0, torch.from_numpy(plain))
+        tokens = self._sampler(logits, batch.slots[rows], batch.seq_lens[rows])
+        self._last_sampled.index_copy_(0, torch.from_numpy(batch.slots[rows]).long(), tokens)
+
+    def _sample_special(self, logits: Tensor, part: SpecialBatch) -> Tensor:
+        tokens = self._sampler(logits, part.slots, part.seq_lens)
+        self._last_sampled.index_copy_(0, part.slot_index, tokens)
+        return tokens
 
     def _forward(self, batch: HostBatch) -> Tensor:
         """Logits of the rows that sample."""

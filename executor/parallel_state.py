@@ -35,13 +35,14 @@ class Parallel:
             self._dist.all_reduce(x)
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[..., N] of each rank side by side: [..., size * N], on every rank."""
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[..., N] of each rank side by side: [..., size * N], on every rank; in `out`, if that is given and there are
+        several ranks."""
         if self._dist is None:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, -1)
+        return torch.cat(parts, -1, out=out)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.request_state import RequestState
 from sidestep.ipc.step import Int32, Int64
 from sidestep.kernels.sampling import mask_top_k_top_p_min_p, sample
@@ -18,12 +17,11 @@ class Sampler:
     def __init__(self, state: RequestState) -> None:
         self._state = state
 
-    def __call__(self, logits: Tensor, batch: HostBatch) -> Tensor:
-        """int64 [R] from logits [R, V] of the rows `batch.sampling_rows`."""
-        state, rows = self._state, batch.sampling_rows
-        slots = batch.slots[rows]
+    def __call__(self, logits: Tensor, slots: Int32, seq_lens: Int32) -> Tensor:
+        """int64 [R] from logits [R, V] of requests in these slots, [R], with so many tokens, [R]."""
+        state = self._state
         if state.min_tokens[slots].any():
-            logits = self._mask_stops(logits, batch, slots)
+            logits = self._mask_stops(logits, slots, seq_lens)
         temperature = state.temperature[slots]
         if not temperature.any():
             return logits.argmax(-1)
@@ -33,12 +31,12 @@ class Sampler:
         if len(filtered):
             logits = self._filter(logits, filtered, slots[filtered])
         return sample(logits, _tensor(temperature), _tensor(state.seed[slots]),
-                      _tensor(batch.seq_lens[rows].astype(np.int64)))
+                      _tensor(seq_lens.astype(np.int64)))
 
-    def _mask_stops(self, logits: Tensor, batch: HostBatch, slots: Int32) -> Tensor:
+    def _mask_stops(self, logits: Tensor, slots: Int32, seq_lens: Int32) -> Tensor:
         """-inf for stop tokens of rows that have fewer than min_tokens outputs."""
         state = self._state
-        num_outputs = batch.seq_lens[batch.sampling_rows] - state.num_prompt[slots]
+        num_outputs = seq_lens - state.num_prompt[slots]
         early = np.flatnonzero(num_outputs < state.min_tokens[slots])
         if not len(early):
             return logits

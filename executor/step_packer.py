@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from sidestep.executor.input_batch import HostBatch
+from sidestep.executor.request_state import RequestState
 from sidestep.ipc.sampling_params import MAX_STOP_TOKEN_IDS
-from sidestep.ipc.step import Int32, StepInput
+from sidestep.ipc.step import Int32, Int64, StepInput
 from sidestep.kernels.prepare_step_triton import MASKED, SAMPLING, StepLayout
 
 ROTATION = 4
@@ -30,9 +31,15 @@ class StepPacker:
                         for _ in range(ROTATION)]
         self._words = [buffer.numpy() for buffer in self.buffers]
 
-    def pack(self, position: int, layout: StepLayout, batch: HostBatch, step: StepInput) -> int:
-        """Writes the step to buffer number `position`, which is also where its output goes; returns the words used."""
+    def pack(self, position: int, layout: StepLayout, batch: HostBatch, step: StepInput,
+             special: Int64 | None = None) -> int:
+        """Writes the step to buffer number `position`, which is also where its output goes; returns the words used.
+        special: rows that are sampled apart."""
         words, state, rows = self._words[position], batch.state, len(batch.slots)
+        samples = batch.samples
+        if special is not None:
+            samples = samples.copy()
+            samples[special] = False
 
         def put(name: str, values: npt.NDArray[np.generic], count: int = rows) -> None:
             words[layout.at(name):layout.at(name) + count] = values
@@ -40,7 +47,7 @@ class StepPacker:
         put("slots", batch.slots)
         put("seq_lens", batch.seq_lens)
         put("query_starts", batch.query_starts, rows + 1)
-        put("samples", batch.samples)
+        put("samples", samples)
         put("num_blocks", state.num_blocks[batch.slots] - step.num_new_blocks)
         at = layout.at("block_starts")
         words[at] = 0
@@ -51,7 +58,7 @@ class StepPacker:
         words[layout.token_ids:layout.token_ids + batch.total_tokens] = batch.token_ids
         end = layout.block_ids + len(step.block_ids)
         words[layout.block_ids:end] = step.block_ids
-        masked_rows, masked_tokens = masked_logits(batch)
+        masked_rows, masked_tokens = masked_logits(state, batch.slots, batch.seq_lens, samples)
         count = len(masked_rows)
         words[:MASKED + 2] = (rows, batch.num_decode_rows, batch.total_tokens, count, end)
         words[SAMPLING:SAMPLING + 2] = (rows, position)
@@ -71,13 +78,13 @@ class StepPacker:
             words[layout.at(name) + rows] = values
 
 
-def masked_logits(batch: HostBatch) -> tuple[Int32, Int32]:
+def masked_logits(state: RequestState, slots: Int32, seq_lens: Int32,
+                  samples: npt.NDArray[np.bool_] | bool = True) -> tuple[Int32, Int32]:
     """Rows and tokens of logits that must not be sampled: stop tokens of rows with too few outputs yet."""
-    state, slots = batch.state, batch.slots
     nothing = np.empty(0, np.int32)
     minimum = state.min_tokens[slots]
     if not minimum.any():
         return nothing, nothing
-    early = np.flatnonzero((batch.seq_lens - state.num_prompt[slots] < minimum) & batch.samples)
+    early = np.flatnonzero((seq_lens - state.num_prompt[slots] < minimum) & samples)
     stops = [state.stop_ids[slot] for slot in slots[early].tolist()]
     return np.repeat(early, [len(s) for s in stops]).astype(np.int32), np.concatenate([nothing, *stops])

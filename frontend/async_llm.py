@@ -269,7 +269,7 @@ class AsyncLLM:
             client=self._client.client, handle=state.handle, request_id=state.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
             priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
-            grammar=request.grammar))
+            controls=request.controls, grammar=request.grammar))
         state.queued()
 
 

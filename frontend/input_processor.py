@@ -15,6 +15,7 @@ import msgspec
 from sidestep.frontend.chat_template import Message
 from sidestep.frontend.structured_outputs import GrammarMaker
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
@@ -40,6 +41,8 @@ class ProcessedRequest:
     priority: int
     cache_salt: str | None
     deadline: float | None
+    controls: bytes
+    """See ipc.controls."""
     grammar: Grammar | None = None
 
 
@@ -50,7 +53,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._grammars = GrammarMaker(tokenizer.special_token_ids)
+        self._grammars = GrammarMaker(tokenizer)
         self._random = random.SystemRandom()
 
     async def process(self, prompt: Prompt, sampling_params: SamplingParams | None, *, priority: int = 0,
@@ -68,7 +71,7 @@ class InputProcessor:
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
-            grammar=grammar)
+            controls=encode_controls(make_controls(sampling)), grammar=grammar)
 
     async def make_grammar(self, structure: StructuredOutputsParams) -> Grammar:
         """The grammar of a form that an output must have. Raises ValidationError."""
@@ -132,6 +135,9 @@ class InputProcessor:
         for token in sampling.stop_token_ids or ():
             if token >= self._vocab_size:
                 raise ValidationError("stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}")
+        for token in sampling.logit_bias or ():
+            if token >= self._vocab_size:
+                raise ValidationError("logit_bias", f"{token} is not a token id: the model has {self._vocab_size}")
         for text in sampling.stop_strings:
             check_text("stop", text)
 
@@ -142,9 +148,9 @@ class InputProcessor:
         if sampling.min_tokens > room:
             raise ValidationError("min_tokens", f"{sampling.min_tokens} is more than the {room} tokens that fit after "
                                   f"the prompt (max_model_len is {self._max_model_len})")
-        changes: dict[str, Any] = {}
-        if sampling.structured_outputs is not None:
-            changes["structured_outputs"] = None  # the grammar takes its place
+        # These travel in the controls and the grammar.
+        changes: dict[str, Any] = {
+            name: None for name in ("logit_bias", "structured_outputs") if getattr(sampling, name) is not None}
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room
         if sampling.seed is None:
@@ -157,6 +163,12 @@ class InputProcessor:
             if type(value := getattr(sampling, name)) not in (float, int):  # numpy's, which messages cannot hold
                 changes.setdefault(name, float(value))
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+
+def make_controls(sampling: SamplingParams) -> Controls:
+    """What workers must know of a request apart from its columns."""
+    return Controls(logit_bias={int(token): float(bias) for token, bias in (sampling.logit_bias or {}).items()},
+                    has_grammar=sampling.structured_outputs is not None)
 
 
 def _check_options(priority: object, cache_salt: object, deadline_s: object) -> None:

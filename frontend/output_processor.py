@@ -202,7 +202,8 @@ class OutputProcessor:
                 self._waits_no_more(state)
                 state.started(started)
         # The token that a request stops at comes in the same message as its end.
-        hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
+        hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP and not f.completes_grammar} \
+            if outputs.finished else ()
         now, ended, states = begin / 1e9, [], self._states
         for handle, token in zip(unpack_ids(outputs.handles).tolist(), unpack_ids(outputs.token_ids).tolist(),
                                  strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 
@@ -135,9 +136,8 @@ _MAKERS = {"json": _from_schema, "json_object": _from_schema, "regex": _from_reg
 class GrammarMaker:
     """Makes and checks the grammars of one frontend."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        """special_tokens: ids by text."""
-        self._special_tokens = special_tokens
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._threads: ThreadPoolExecutor | None = None
         self._known: OrderedDict[bytes, Grammar] = OrderedDict()
 
@@ -152,7 +152,8 @@ class GrammarMaker:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CHECK_S):
-                grammar = await loop.run_in_executor(self._threads, _make_and_check, params, self._special_tokens)
+                grammar = await loop.run_in_executor(self._threads, _make_and_check, params,
+                                                     self._tokenizer.special_token_ids)
         except TimeoutError:
             raise ValidationError(f"structured_outputs.{params.kind}", f"takes longer than {CHECK_S:g} s to "
                                   "compile") from None

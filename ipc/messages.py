@@ -48,6 +48,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     cache_salt: str | None = None
     deadline: float | None = None
     """time.monotonic() after which the request is ended."""
+    controls: bytes = b""
+    """What it asks of its logits, for the workers; see ipc.controls."""
     grammar: Grammar | None = None
     """What its output must be."""
 
@@ -119,6 +121,8 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     """The stop token's id, or a word such as 'deadline'."""
     error: str | None = None
     num_preemptions: int = 0
+    completes_grammar: bool = False
+    """It stopped because its grammar allows nothing more: its last token is text, and no stop token."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

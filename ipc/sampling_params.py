@@ -13,6 +13,7 @@ from sidestep.ipc.structured_outputs import StructuredOutputsParams
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 128
 """With `min_tokens` they travel to the device in each step, in a message of bounded size."""
+MAX_LOGIT_BIAS = 1024
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -66,6 +67,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     """Most output tokens; None for as many as fit in the model."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens cannot be sampled, nor do stop texts count, before this many output tokens."""
+    logit_bias: dict[int, float] | None = None
+    """Numbers from -100 to 100 that are added to the logits of these token ids; at most MAX_LOGIT_BIAS."""
     detokenize: bool = True
     """False leaves `text` empty (and cannot go with `stop`)."""
     skip_special_tokens: bool = True
@@ -94,6 +97,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         _check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
                f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
         self._check_stops()
+        self._check_logit_bias()
         # The core could not read a message with these of another type, and the request would wait without end.
         for field in _SWITCHES:
             value = getattr(self, field)
@@ -122,6 +126,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
                f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most")
         for token in self.stop_token_ids or ():
             _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias
+        if bias is None:
+            return
+        _check(isinstance(bias, dict), "logit_bias", f"must be a dict from token ids to numbers, not {bias!r}")
+        _check(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"holds {len(bias)} tokens; {MAX_LOGIT_BIAS} are the most")
+        for token, value in bias.items():
+            _check(_is_int(token) and token >= 0, "logit_bias", f"holds {token!r}, which is not a token id")
+            _check(_is_number(value) and -100 <= value <= 100, "logit_bias",
+                   f"of token {token} must be between -100 and 100, not {value!r}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

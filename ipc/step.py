@@ -25,9 +25,11 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
 
 _DTYPES: dict[str, np.dtype[Any] | None] = {
-    "int": None, "Int32": np.dtype(np.int32), "Int64": np.dtype(np.int64), "Float32": np.dtype(np.float32)}
+    "int": None, "Int32": np.dtype(np.int32), "Int64": np.dtype(np.int64), "Float32": np.dtype(np.float32),
+    "UInt8": np.dtype(np.uint8)}
 _PREFIX = struct.Struct("<I")
 
 
@@ -119,6 +121,10 @@ class StepInput(Columns):
     """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
     new_stop_ids: Int32
     """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop tokens."""
+    new_control_sizes: Int32
+    """[N] How many of `new_controls` belong to each entry; 0 for a plain request."""
+    new_controls: UInt8
+    """[sum(new_control_sizes)] What ipc.controls.encode_controls made."""
     awaits_masks: int = 0
     """1: the step's tokens are sampled when its StepMasks has come, which is the next message."""
 

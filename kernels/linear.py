@@ -26,14 +26,15 @@ def _own(x: Tensor, weight: Tensor, gated: bool = False) -> SkinnyConfig | None:
     return choose(x.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated)
 
 
-def _product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor | None:
+def _product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, gated: bool = False,
+             out: Tensor | None = None) -> Tensor | None:
     """By our own kernel, if there is one that is faster than the library's."""
     config = _own(x.hidden if isinstance(x, Stream) else x, weight, gated)
     if config is None:
         return None
     from sidestep.kernels.skinny_linear_triton import skinny_linear
 
-    return skinny_linear(x, weight, bias, gated=gated, config=config)
+    return skinny_linear(x, weight, bias, gated=gated, config=config, out=out)
 
 
 def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
@@ -47,10 +48,15 @@ def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
     return None if config is None else gated_gemm(normed(x), weight, config=config)
 
 
-def linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N]."""
-    out = _product(x, weight, bias)
-    return torch.nn.functional.linear(normed(x), weight, bias) if out is None else out
+def linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N], which is `out` if that is given."""
+    product = _product(x, weight, bias, out=out)
+    if product is not None:
+        return product
+    if out is None:
+        return torch.nn.functional.linear(normed(x), weight, bias)
+    return torch.mm(normed(x), weight.t(), out=out) if bias is None else \
+        torch.addmm(bias, normed(x), weight.t(), out=out)
 
 
 def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:

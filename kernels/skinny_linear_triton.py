@@ -264,8 +264,9 @@ def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfi
 
 
 def skinny_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
-                  config: SkinnyConfig | None = None) -> Tensor:
-    """x W^T + b for x [T, K], T <= MAX_ROWS, or a stream's norm, and W [N, K], contiguous; returns [T, N].
+                  config: SkinnyConfig | None = None, out: Tensor | None = None) -> Tensor:
+    """x W^T + b for x [T, K], T <= MAX_ROWS, or a stream's norm, and W [N, K], contiguous; returns [T, N], which is
+    `out` if that is given.
 
     gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x up^T).
     """
@@ -273,7 +274,8 @@ def skinny_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None
     if isinstance(x, Stream):
         eps = x.norm.eps
         x, squares = (x.normed(), None) if x.begun is None else x.begun
-    out = x.new_empty(x.shape[0], weight.shape[0] // (1 + gated))
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0] // (1 + gated))
     _launch(x, weight, bias, squares, eps, out, None, None, gated, config or _choose(x, weight, gated))
     return out
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from sidestep.ipc.records import RequestRecord, StepRecord
     from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+    from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
 __version__: str
 
@@ -46,12 +47,13 @@ _HOMES = {
     "StepRecord": "ipc.records",
     "RequestOutputKind": "ipc.sampling_params",
     "SamplingParams": "ipc.sampling_params",
+    "StructuredOutputsParams": "ipc.structured_outputs",
 }
 
 __all__ = [
     "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
     "EngineStartError", "QueueFullError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
-    "RequestRecord", "SamplingParams", "SidestepError", "StepRecord", "ValidationError",
+    "RequestRecord", "SamplingParams", "SidestepError", "StepRecord", "StructuredOutputsParams", "ValidationError",
 ]
 
 

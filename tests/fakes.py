@@ -11,13 +11,14 @@ import pytest
 
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
+from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.fake import FakeRunner
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
 from sidestep.ipc.model_spec import ModelSpec, RopeSpec
 from sidestep.ipc.sampling_params import SamplingParams
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 
 VOCAB_SIZE = 50
 SPEC = ModelSpec(
@@ -51,12 +52,14 @@ def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, cli
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,
                    policy: str = "fcfs", prefix_caching: bool = True, max_model_len: int = 4096,
                    eos: tuple[int, ...] = (), clock: Callable[[], float] | None = None,
-                   overlap: bool = True) -> Scheduler:
+                   overlap: bool = True, grammars: Grammars | None = None) -> Scheduler:
     """A scheduler over a small cache; its invariants are checked after the test."""
+    clock = clock or Clock()
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, scheduling_policy=policy,
                              async_scheduling=overlap)
     scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(num_blocks, block_size, prefix_caching),
-                          max_model_len=max_model_len, eos_token_ids=eos, clock=clock or Clock())
+                          max_model_len=max_model_len, eos_token_ids=eos, clock=clock,
+                          grammars=grammars or Grammars("", VOCAB_SIZE, eos, clock))
     _made.add(scheduler)
     return scheduler
 
@@ -76,6 +79,10 @@ def make_runner(scheduler: Scheduler) -> FakeRunner:
     return FakeRunner(WorkerArgs(
         rank=0, spec=SPEC, model=ModelConfig(), cache=cache, parallel=ParallelConfig(device="fake"),
         scheduler=scheduler._config, max_model_len=4096))
+
+
+def _on_the_wire(message: Columns) -> bytes:
+    return b"".join(map(bytes, message.encode()))
 
 
 @dataclass
@@ -99,17 +106,16 @@ class Engine:
         return len(self._in_flight)
 
     def launch(self) -> bool:
-        """Schedules and runs one step; its output waits. False if there was nothing to run."""
+        """Schedules one step; it waits to be run. False if there was nothing to run."""
         step = self.scheduler.schedule()
         if step is None:
             # The core would sleep now: with nothing in flight, nobody would wake it.
-            assert self._in_flight or not self.scheduler.has_unfinished, f"stuck: {self.scheduler!r}"
+            assert self._in_flight or not self.scheduler.has_unfinished or self.scheduler.grammars.num_compiling, \
+                f"stuck: {self.scheduler!r}"
             return False
         self.steps.append(step)
         self._check_contract(step)
-        data = b"".join(map(bytes, step.encode()))
-        output = self.runner.execute(StepInput.decode(data)).wait()
-        self._in_flight.append(b"".join(map(bytes, output.encode())))
+        self._in_flight.append(_on_the_wire(step))
         self.scheduler.check_invariants()
         return True
 
@@ -124,8 +130,12 @@ class Engine:
         assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), "new columns follow their rows"
 
     def take(self) -> None:
-        """Gives the oldest output to the scheduler."""
-        self._note(self.scheduler.update(StepOutput.decode(self._in_flight.popleft())))
+        """Runs the oldest step and gives its output to the scheduler."""
+        masks = self.scheduler.take_masks()
+        step = StepInput.decode(self._in_flight.popleft())
+        assert bool(step.awaits_masks) == (masks is not None)
+        output = self.runner.execute(step, lambda: StepMasks.decode(_on_the_wire(masks))).wait()
+        self._note(self.scheduler.update(StepOutput.decode(_on_the_wire(output))))
         self.scheduler.check_invariants()
 
     def turn(self) -> bool:

@@ -42,10 +42,11 @@ class Linear:
         kind = "packed" if self._packed is not None else "transposed" if self._transposed is not None else "plain"
         return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
 
-    def __call__(self, x: Tensor | Stream) -> Tensor:
-        """Of a stream: of its norm."""
+    def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+        """Of a stream: of its norm. out: where to, on a GPU."""
         if self._weight is not None and self._weight.is_cuda:
-            return linear(x, self._weight, self._bias)
+            return linear(x, self._weight, self._bias, out)
+        assert out is None, "a CPU's products choose their memory themselves"
         x = normed(x)
         if self._packed is not None and (self._weight is None or x.shape[0] > 1):
             return _linear_pointwise(x, self._packed, self._bias, "none", [], "")

@@ -45,5 +45,11 @@ class VocabParallelHead:
         self._vocab_size = vocab_size
         self._parallel = parallel
 
-    def __call__(self, stream: Stream) -> Tensor:
-        return self._parallel.all_gather(self._linear(stream))[:, :self._vocab_size]
+    def new_logits(self, rows: int, like: Tensor) -> Tensor:
+        """Memory for the logits of this many rows, in the type and on the device of `like`; what `out` may be."""
+        return like.new_zeros(rows, self._linear.num_rows * self._parallel.size)
+
+    def __call__(self, stream: Stream, out: Tensor | None = None) -> Tensor:
+        """out [R, V and what fills V up]: memory that the logits are written to."""
+        own = self._linear(stream, out if self._parallel.size == 1 else None)
+        return self._parallel.all_gather(own, out)[:, :self._vocab_size]

@@ -128,9 +128,15 @@ class DecoderForCausalLM:
         for num_tokens in sizes:
             self._layers[0].warm_up(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 
-    def __call__(self, token_ids: Tensor, attention: AttentionBackend, logits_rows: Tensor | None) -> Tensor:
-        """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]."""
+    def new_logits(self, rows: int) -> Tensor:
+        """Memory for the logits of up to this many tokens."""
+        return self._head.new_logits(rows, self._first_norm.weight)
+
+    def __call__(self, token_ids: Tensor, attention: AttentionBackend, logits_rows: Tensor | None,
+                 out: Tensor | None = None) -> Tensor:
+        """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]. out: the first R
+        rows of new_logits, where they shall be written; on a GPU only."""
         stream = Stream(self._embedding(token_ids), self._first_norm)
         for layer in self._layers[:-1]:
             stream = layer(stream, attention)
-        return self._head(self._layers[-1](stream, attention, logits_rows))
+        return self._head(self._layers[-1](stream, attention, logits_rows), out)

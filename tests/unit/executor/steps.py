@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.step import StepInput
 
 
@@ -24,8 +25,11 @@ class Request:
     seed: int = 0
     min_tokens: int = 0
     stop_ids: Sequence[int] = ()
+    controls: Controls = Controls()
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_known_outputs: int = 0
+    """How many of the prompt's last tokens are output of before a preemption."""
 
 
 def make_step(rows: Sequence[tuple[int, int, Sequence[int]]], entering: dict[int, Request] | None = None,
@@ -37,16 +41,20 @@ def make_step(rows: Sequence[tuple[int, int, Sequence[int]]], entering: dict[int
     def column(values: Any, dtype: Any = np.int32) -> Any:
         return np.array(list(values), dtype)
 
+    controls = [encode_controls(r.controls) for _, r in entered]
+
     def of(name: str, dtype: Any = np.int32) -> Any:
         return column((getattr(r, name) for _, r in entered), dtype)
 
     return StepInput(
         step_id, column(slot for slot, _, _ in rows), column(n for _, n, _ in rows), column(len(b) for _, _, b in rows),
         column(i for _, _, blocks in rows for i in blocks), column(slot for slot, _ in entered),
-        column(len(r.prompt) for _, r in entered), column(len(r.prompt) for _, r in entered), of("num_computed"),
+        column(len(r.prompt) for _, r in entered), column(len(r.prompt) - r.num_known_outputs for _, r in entered),
+        of("num_computed"),
         column(t for _, r in entered for t in r.prompt), of("temperature", np.float32), of("top_p", np.float32),
         of("min_p", np.float32), of("top_k"), of("seed", np.int64), of("min_tokens"),
-        column(len(r.stop_ids) for _, r in entered), column(t for _, r in entered for t in r.stop_ids))
+        column(len(r.stop_ids) for _, r in entered), column(t for _, r in entered for t in r.stop_ids),
+        column(map(len, controls)), np.frombuffer(b"".join(controls), np.uint8))
 
 
 def schedule(requests: Sequence[Request], budget: int, block_size: int) -> Iterator[tuple[StepInput, list[Request]]]:

@@ -173,9 +173,9 @@ def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     sampler = runner._sampler
 
     class Spy:
-        def __call__(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        def __call__(self, logits: torch.Tensor, *rows: Any) -> torch.Tensor:
             seen.append(logits.float().clone())
-            return sampler(logits, batch)
+            return sampler(logits, *rows)
 
     runner._sampler = Spy()  # type: ignore[assignment]
     try:

@@ -9,6 +9,7 @@ from torch import Tensor
 from sidestep.executor.input_batch import make_batch
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.sampler import Sampler
+from sidestep.ipc.step import StepInput
 from tests.unit.executor.steps import Request, make_step
 
 VOCAB = 101
@@ -20,8 +21,14 @@ def sampled(requests: list[Request], logits: Tensor) -> list[int]:
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt) > 1)
     step = make_step([(i, len(requests[i].prompt), [i]) for i in order], dict(enumerate(requests)))
     state.apply(step)
-    tokens = Sampler(state)(logits[order], make_batch(state, step, 16)).tolist()
+    tokens = sample_step(state, step, logits[order])
     return [token for _, token in sorted(zip(order, tokens, strict=True))]
+
+
+def sample_step(state: RequestState, step: StepInput, logits: Tensor) -> list[int]:
+    """All of whose rows sample."""
+    batch = make_batch(state, step, 16)
+    return list(Sampler(state)(logits, batch.slots, batch.seq_lens).tolist())
 
 
 def random_requests() -> list[Request]:
@@ -75,7 +82,7 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
 
 def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
     state = RequestState(1, 64, 16)
-    sampler, logits = Sampler(state), torch.zeros(1, VOCAB)
+    logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
     entering = {0: Request([1, 2, 3], 9, min_tokens=2, stop_ids=[7])}
     tokens = []
@@ -83,7 +90,7 @@ def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
         step = make_step(rows, entering)
         entering = {}
         state.apply(step)
-        tokens.append(int(sampler(logits, make_batch(state, step, 16))[0]))
+        tokens += sample_step(state, step, logits)
     assert tokens[0] != 7
     assert tokens[1] != 7
     assert tokens[2] == 7
@@ -97,4 +104,4 @@ def test_a_preempted_request_counts_its_old_outputs() -> None:
     state.apply(step)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
-    assert int(Sampler(state)(logits, make_batch(state, step, 16))[0]) == 7
+    assert sample_step(state, step, logits) == [7]

@@ -75,7 +75,23 @@ def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
                       ([(0, 1, []), (1, 1, []), (2, 1, [])], {})):
         step = make_step(rows, new)
         state.apply(step)
-        found = masked_logits(make_batch(state, step, BLOCK))
+        batch = make_batch(state, step, BLOCK)
+        found = masked_logits(state, batch.slots, batch.seq_lens, batch.samples)
         listed.append(list(zip(*(column.tolist() for column in found), strict=True)))
     # Row 2's prompt ends in the second step only; then each has one output the less to wait for.
     assert listed == [[(1, 5), (1, 9)], [(1, 5), (1, 9), (2, 4)], []]
+
+
+def test_special_rows_are_left_to_others() -> None:
+    """Neither sampled nor masked by the step itself, whose batch still says that they sample."""
+    state, layout = RequestState(4, 64, BLOCK), StepLayout(4, 16)
+    packer = StepPacker(layout, 8)
+    entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(3)}
+    step = make_step([(0, 2, [0]), (1, 2, [1]), (2, 2, [2])], entering)
+    state.apply(step)
+    batch = make_batch(state, step, BLOCK)
+    used = packer.pack(0, layout, batch, step, np.array([1]))
+    words = packer.buffers[0].numpy()
+    assert words[layout.at("samples"):][:3].tolist() == [1, 0, 1]
+    assert words[used - 4:used].tolist() == [0, 2, 4, 6]
+    assert batch.samples.all()

@@ -1,0 +1,159 @@
+"""Rows whose requests ask for more than every row has: left out when a step's plain rows are sampled, and sampled after
+those, on a float32 copy of their logits.
+
+So plain rows pay nothing, and see nothing; a captured step stays one graph; penalties are not rounded to the model's
+type; and the model's own logits are still there when a row has been sampled. `before_sampling` and `after_sampling` are
+called only in steps that have such rows.
+
+Order of side effects: `enter` comes with the step that brings a request, before the step's rows are looked for. State
+that depends on sampled tokens lives on the device and advances in `after_sampling`, in the order of the steps, so that
+it is complete with steps in flight too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.grammar_masks import GrammarMasks
+from sidestep.executor.input_batch import HostBatch
+from sidestep.executor.logit_bias import LogitBias
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.transfer import to_device
+from sidestep.ipc.config import StepLimits
+from sidestep.ipc.controls import decode_controls
+from sidestep.ipc.model_spec import ModelSpec
+from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks
+
+MOST_ROWS = 64
+"""Rows that are copied to float32 at a time: what bounds the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialBatch:
+    """Some special rows that sample in a step; n of them, at most MOST_ROWS."""
+
+    first: int
+    """How many special rows of the step come before these; a multiple of MOST_ROWS."""
+    rows: Int64
+    """[n] Among the rows of the step."""
+    slots: Int32
+    """[n]"""
+    seq_lens: Int32
+    """[n] Tokens before the one that is sampled, which is its position."""
+    places: Tensor
+    """int64 [n] on the device: among the rows of the step's logits."""
+    slot_index: Tensor
+    """int64 [n] on the device: `slots`."""
+
+
+Sample = Callable[[Tensor, SpecialBatch], Tensor]
+"""Samples from logits float32 [n, V], which it may change; returns int64 [n], after it has set `last_sampled`."""
+
+
+def make_special_rows(spec: ModelSpec, limits: StepLimits, device: torch.device) -> SpecialRows:
+    """With everything that changes logits, in its order."""
+    setup = ProcessorSetup(device=device, vocab_size=spec.vocab_size, num_slots=limits.num_slots)
+    return SpecialRows([LogitBias(setup)], GrammarMasks(setup), limits.num_slots, device)
+
+
+class SpecialRows:
+    """Knows which slots hold such requests, and what is to be done for them."""
+
+    def __init__(self, processors: Sequence[LogitsProcessor], masks: GrammarMasks, num_slots: int,
+                 device: torch.device) -> None:
+        """processors: in the order in which they change logits; masks: after them."""
+        self._processors = [*processors, masks]
+        self._masks = masks
+        self._device = device
+        self._accepted = np.zeros((len(self._processors), num_slots), np.bool_)
+        self._special = np.zeros(num_slots, np.bool_)
+        self._count = 0
+
+    def __repr__(self) -> str:
+        return f"SpecialRows(slots {np.flatnonzero(self._special).tolist()})"
+
+    def enter(self, step: StepInput) -> None:
+        """Takes in the requests of a step, and forgets those that had their slots before."""
+        if not (self._count or len(step.new_controls)):
+            return
+        known, sizes = np.cumsum(step.new_num_known), np.cumsum(step.new_control_sizes)
+        for i, slot in enumerate(step.new_slots.tolist()):
+            self._leave(slot)
+            if size := int(step.new_control_sizes[i]):
+                tokens = step.new_token_ids[known[i] - step.new_num_known[i]:known[i]].copy()
+                prompt = int(step.new_num_prompt[i])
+                self._enter(EnteringRequest(
+                    slot=slot, controls=decode_controls(step.new_controls[sizes[i] - size:sizes[i]].tobytes()),
+                    prompt_token_ids=tokens[:prompt], output_token_ids=tokens[prompt:]))
+        self._count = int(self._special.sum())
+
+    def find(self, batch: HostBatch) -> Int64 | None:
+        """Special rows that sample in this step, by their number in it; None if there is none."""
+        if not self._count:
+            return None
+        rows = np.flatnonzero(self._special[batch.slots] & batch.samples)
+        return rows if len(rows) else None
+
+    def take_masks(self, step: StepInput, masks: StepMasks) -> None:
+        """What rows with a grammar may sample in this step; before `run`."""
+        self._masks.take(step, masks)
+
+    def run(self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample) -> None:
+        """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`."""
+        for part in self._parts(batch, rows, places):
+            wide = logits.index_select(0, part.places).float()
+            self.before_sampling(wide, part)
+            tokens = sample(wide, part)
+            self.after_sampling(logits, tokens, part)
+
+    def before_sampling(self, wide: Tensor, part: SpecialBatch) -> None:
+        """Changes logits, float32 [n, V], in place."""
+        for processor, index, slots in self._shares(part):
+            if index is None:
+                processor.apply(wide, slots)
+                continue
+            own = wide.index_select(0, index)
+            processor.apply(own, slots)
+            wide.index_copy_(0, index, own)
+
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, part: SpecialBatch) -> None:
+        """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows are meant."""
+        for processor, index, slots in self._shares(part):
+            processor.sampled(token_ids if index is None else token_ids.index_select(0, index), slots)
+
+    def _enter(self, request: EnteringRequest) -> None:
+        self._special[request.slot] = True
+        for processor, accepted in zip(self._processors, self._accepted, strict=True):
+            accepted[request.slot] = processor.enter(request)
+
+    def _leave(self, slot: int) -> None:
+        if not self._special[slot]:
+            return
+        self._special[slot] = False
+        for processor, accepted in zip(self._processors, self._accepted, strict=True):
+            if accepted[slot]:
+                accepted[slot] = False
+                processor.leave(slot)
+
+    def _parts(self, batch: HostBatch, rows: Int64, places: Int64) -> Iterator[SpecialBatch]:
+        for first in range(0, len(rows), MOST_ROWS):
+            some = rows[first:first + MOST_ROWS]
+            slots = batch.slots[some]
+            place_index, slot_index = to_device(
+                np.stack((places[first:first + MOST_ROWS], slots.astype(np.int64))), self._device)
+            yield SpecialBatch(first=first, rows=some, slots=slots, seq_lens=batch.seq_lens[some], places=place_index,
+                               slot_index=slot_index)
+
+    def _shares(self, part: SpecialBatch) -> Iterator[tuple[LogitsProcessor, Tensor | None, list[int]]]:
+        """Each processor that has rows here, with their index into the part (None for all) and their slots."""
+        for processor, accepted in zip(self._processors, self._accepted, strict=True):
+            own = np.flatnonzero(accepted[part.slots])
+            if len(own) == len(part.slots):
+                yield processor, None, part.slots.tolist()
+            elif len(own):
+                yield processor, to_device(own, self._device), part.slots[own].tolist()
