@@ -178,7 +178,7 @@ class Scheduler:
             if finish is not None:
                 self._end(request, Finished(handle=request.handle, reason=finish[0], stop_reason=finish[1],
                                             num_preemptions=request.num_preemptions,
-                                            completes_grammar=request.matcher is not None
+                                            completes_grammar=finish[0] is FinishReason.STOP
                                             and token not in request.stop_ids))
         # 3. Slots and blocks that no step in flight touches any more go back.
         for request in plan.rows:

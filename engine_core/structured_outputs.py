@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 COMPILE_S = 10.0
 """Seconds after which a request no longer waits for its grammar."""
-_THREADS = 2
 _CACHED = 128
 """Grammars that are kept compiled."""
 _USES = 256
@@ -89,8 +88,9 @@ class _Bell:
 class Grammars:
     """Matchers of requests with a grammar."""
 
-    def __init__(self, folder: str, vocab_size: int, eos_token_ids: Sequence[int], clock: Callable[[], float]) -> None:
-        """folder: of the tokenizer's files. Call `load` before the first request."""
+    def __init__(self, folder: str, vocab_size: int, eos_token_ids: Sequence[int], clock: Callable[[], float],
+                 num_threads: int = 2) -> None:
+        """folder: of the tokenizer's files. num_threads: that compile. Call `load` before the first request."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -106,6 +106,7 @@ class Grammars:
         self._bell = _Bell()
         self._num_jobs = 0
         """Jobs whose end has not been heard yet."""
+        self._num_threads = num_threads
         self._has_threads = False
         self._words = -(-vocab_size // 32)
 
@@ -208,15 +209,16 @@ class Grammars:
     def _start_threads(self) -> None:
         if not self._has_threads:
             self._has_threads = True
-            for i in range(_THREADS):
+            for i in range(self._num_threads):
                 threading.Thread(target=_compile_all, name=f"grammar {i}", daemon=True,
                                  args=(self._tokenizer, self._jobs, self._done, self._bell)).start()
 
     # Tokens.
 
-    def advance(self, tokens: Iterable[tuple[LLMatcher, int]]) -> None:
+    def advance(self, tokens: list[tuple[LLMatcher, int]]) -> None:
         """Takes one sampled token of each."""
-        self._executor.consume_token_par(list(tokens))
+        if tokens:
+            self._executor.consume_token_par(tokens)
 
     def masks(self, matchers: Sequence[LLMatcher]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """What each may sample next: `ceil(vocab_size / 32)` words for each, a bit a token, the lowest first."""

@@ -136,9 +136,10 @@ class FakeRunner(Runner):
         for slot, count in rows:
             state = self._compute(slot, count)
             if self._num_computed[slot] >= len(self._known[slot]):
-                token = next_token(state, self._seed[slot], self._vocab_size)
                 if (choices := allowed.get(slot)) is not None and len(choices):
-                    token = int(choices[state % len(choices)])
+                    token = int(choices[next_token(state, self._seed[slot], len(choices))])
+                else:
+                    token = next_token(state, self._seed[slot], self._vocab_size)
                 sampled[slot] = self._last_sampled[slot] = token
         return np.array([sampled[slot] for slot in slots if slot in sampled], np.int32)
 

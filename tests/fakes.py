@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
@@ -19,6 +21,7 @@ from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_i
 from sidestep.ipc.model_spec import ModelSpec, RopeSpec
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
+from sidestep.ipc.structured_outputs import Grammar
 
 VOCAB_SIZE = 50
 SPEC = ModelSpec(
@@ -42,11 +45,12 @@ class Clock:
 
 def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, client: int = 0, priority: int = 0,
                  cache_salt: str | None = None, arrival: float = 0.0, deadline: float | None = None,
-                 **sampling: object) -> AddRequest:
+                 grammar: Grammar | None = None, **sampling: object) -> AddRequest:
     """A request as a frontend would send it."""
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})  # type: ignore[arg-type]
     return AddRequest(client=client, handle=handle, request_id=f"request {handle}", prompt_token_ids=pack_ids(prompt),
-                      sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt, deadline=deadline)
+                      sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt, deadline=deadline,
+                      grammar=grammar)
 
 
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,
@@ -73,12 +77,12 @@ def invariants_hold() -> object:
     _made.clear()
 
 
-def make_runner(scheduler: Scheduler) -> FakeRunner:
+def make_runner(scheduler: Scheduler, vocab_size: int = VOCAB_SIZE) -> FakeRunner:
     """A fake device with the scheduler's sizes."""
     cache = CacheConfig(block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks)
     return FakeRunner(WorkerArgs(
-        rank=0, spec=SPEC, model=ModelConfig(), cache=cache, parallel=ParallelConfig(device="fake"),
-        scheduler=scheduler._config, max_model_len=4096))
+        rank=0, spec=msgspec.structs.replace(SPEC, vocab_size=vocab_size), model=ModelConfig(), cache=cache,
+        parallel=ParallelConfig(device="fake"), scheduler=scheduler._config, max_model_len=4096))
 
 
 def _on_the_wire(message: Columns) -> bytes:
@@ -91,13 +95,14 @@ class Engine:
 
     scheduler: Scheduler
     depth: int = 2
+    vocab_size: int = VOCAB_SIZE
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.runner = make_runner(self.scheduler)
+        self.runner = make_runner(self.scheduler, self.vocab_size)
         self._in_flight: deque[bytes] = deque()
 
     @property
@@ -145,6 +150,8 @@ class Engine:
         self._note(self.scheduler.take_outputs())
         if self._in_flight:
             self.take()
+        elif self.scheduler.has_unfinished:
+            select.select([self.scheduler.grammars.fileno()], [], [])
         return bool(self._in_flight) or self.scheduler.has_unfinished
 
     def run(self, limit: int = 10_000) -> None:
