@@ -65,6 +65,8 @@ class Request:
     num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
+    grammar_field: str = ""
+    """Where its user gave its grammar."""
     matcher: LLMatcher | None = None
     """Where its output is in its grammar, if it has one."""
     queued: float = 0.0
@@ -89,7 +91,7 @@ class Request:
             num_prompt=len(tokens), sampling=sampling, max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
             priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline,
-            controls=message.controls)
+            controls=message.controls, grammar_field="" if message.grammar is None else message.grammar.field)
 
     @property
     def num_outputs(self) -> int:

@@ -100,7 +100,7 @@ class Scheduler:
             return
         if message.grammar is not None and (why := self.grammars.start(request, message.grammar)) is not None:
             self._outbox(request).finished.append(
-                Finished(handle=request.handle, reason=FinishReason.ERROR, error=why))
+                Finished(handle=request.handle, reason=FinishReason.ERROR, error=why, field=request.grammar_field))
             return
         request.queued = self._clock()
         self._requests[request.client, request.handle] = request
@@ -163,7 +163,7 @@ class Scheduler:
             if request.status is Status.FINISHED:
                 continue
             if request.matcher is not None and (problem := problem_of(request.matcher)) is not None:
-                self._fail(request, f"structured_outputs: {problem}")
+                self._fail(request, problem)
                 continue
             outbox = self._outbox(request)
             outbox.handles.append(request.handle)
@@ -418,8 +418,9 @@ class Scheduler:
             self._leave(request)
 
     def _fail(self, request: Request, problem: str) -> None:
+        """Ends a request whose grammar cannot be followed."""
         self._end(request, Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem,
-                                    num_preemptions=request.num_preemptions))
+                                    field=request.grammar_field, num_preemptions=request.num_preemptions))
 
     def _leave(self, request: Request) -> None:
         self._leaving[request] = None

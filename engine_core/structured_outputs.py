@@ -21,10 +21,10 @@ import numpy as np
 from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.model_spec import resolve_model_path
-from sidestep.ipc.structured_outputs import Grammar
+from sidestep.ipc.structured_outputs import Grammar, first_line, grammar_limits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_S = 10.0
 """Seconds after which a request no longer waits for its grammar."""
@@ -37,8 +37,6 @@ _USES = 256
 @dataclass(slots=True, eq=False)
 class _Waiting:
     request: Request
-    field: str
-    """Where the user gave the grammar."""
     deadline: float
 
     @property
@@ -143,7 +141,7 @@ class Grammars:
         """Gives the request its matcher, or has it made: then `take_compiled` will return it. What it returns is why
         there can be none."""
         if self._tokenizer is None:
-            return f"{grammar.field}: {self._problem}"
+            return self._problem
         if (cached := self._cache.get(grammar.text)) is not None:
             self._use(grammar.text, cached, request)
             return None
@@ -152,7 +150,7 @@ class Grammars:
             compilation = self._compiling[grammar.text] = _Compilation(grammar.text)
             self._start_threads()
             self._give(compilation)
-        waiting = _Waiting(request, grammar.field, self._clock() + COMPILE_S)
+        waiting = _Waiting(request, self._clock() + COMPILE_S)
         compilation.waiting.append(waiting)
         self._deadlines.append(waiting)
         return None
@@ -177,7 +175,7 @@ class Grammars:
                 continue
             del self._compiling[compilation.text]
             if compilation.matcher is None:
-                ended += [(w.request, f"{w.field}: {compilation.error}") for w in waiting]
+                ended += [(w.request, compilation.error) for w in waiting]
                 continue
             cached = self._remember(compilation.text, compilation.matcher)
             for w in waiting:
@@ -185,7 +183,7 @@ class Grammars:
             ended += [(w.request, None) for w in waiting]
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
             late = self._deadlines.popleft()
-            ended.append((late.request, f"{late.field}: takes longer than {COMPILE_S:g} s to compile"))
+            ended.append((late.request, f"takes longer than {COMPILE_S:g} s to compile"))
         return ended
 
     def _give(self, compilation: _Compilation) -> None:
@@ -234,14 +232,7 @@ def problem_of(matcher: LLMatcher) -> str | None:
     """What went wrong with it while it was followed, in one line."""
     if not matcher.is_error():
         return None
-    return next(iter(matcher.get_error().strip().splitlines()), "the grammar cannot go on")
-
-
-def _limits() -> LLParserLimits:
-    """Bounds on what one grammar costs: about 20 ms of compiling its expressions, 15 ms and some MB for one token."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+    return first_line(matcher.get_error())
 
 
 def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
@@ -249,7 +240,7 @@ def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
     """A compiling thread's work, until the process ends."""
     from llguidance import LLMatcher
 
-    limits = _limits()
+    limits = grammar_limits()
     while True:
         job = jobs.get()
         if any(w.waits for w in job.waiting):

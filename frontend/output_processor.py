@@ -19,7 +19,7 @@ from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
 from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.errors import RequestError
+from sidestep.ipc.errors import RequestError, ValidationError
 from sidestep.ipc.messages import Finished, FinishReason, Outputs, Started, unpack_ids
 from sidestep.ipc.sampling_params import RequestOutputKind
 
@@ -103,7 +103,8 @@ class RequestState:
         """The engine has ended it."""
         self._metrics.num_preemptions = message.num_preemptions
         if message.reason == FinishReason.ERROR:
-            self.fail(RequestError(message.error or "the request failed"))
+            problem = message.error or "the request failed"
+            self.fail(RequestError(problem) if message.field is None else ValidationError(message.field, problem))
             return
         self._finish_reason, self._stop_reason = str(message.reason), message.stop_reason
         stop = self._detokenizer.finish() if self._detokenizer is not None else None

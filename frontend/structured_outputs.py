@@ -15,7 +15,7 @@ import msgspec
 
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
+from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams, first_line, grammar_limits
 
 CHECK_S = 10.0
 """Seconds until a grammar is refused because it takes too long to compile."""
@@ -25,7 +25,8 @@ _REMEMBERED = 256
 """Grammars that were found to be right."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between the parts of JSON. A model that writes white space without end gets on after so much."""
-_DRAFT_ONLY = "x-guidance"
+_OPTIONS = "x-guidance"
+_GBNF_RULE = re.compile(r"^\s*[a-zA-Z][\w-]*\s*::=", re.MULTILINE)
 
 
 def make_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> Grammar:
@@ -64,12 +65,12 @@ def _from_schema(params: StructuredOutputsParams, field: str) -> dict[str, Any]:
 
 def schema_with_options(schema: dict[str, Any], field: str, *, spaced: bool = True) -> dict[str, Any]:
     """A schema as the compiler takes it."""
-    if _DRAFT_ONLY in schema:
-        raise ValidationError(field, f"holds '{_DRAFT_ONLY}', which is no part of JSON Schema")
+    if _OPTIONS in schema:
+        raise ValidationError(field, f"holds '{_OPTIONS}', which is no part of JSON Schema")
     options: dict[str, Any] = {"whitespace_flexible": spaced, "lenient": False, "coerce_one_of": False}
     if spaced:
         options["whitespace_pattern"] = _WHITESPACE
-    return {**schema, _DRAFT_ONLY: options}
+    return {**schema, _OPTIONS: options}
 
 
 def _from_regex(params: StructuredOutputsParams, field: str) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _from_grammar(params: StructuredOutputsParams, field: str) -> dict[str, Any]
 
     text = params.grammar
     assert text is not None
-    if "::=" not in text:
+    if not _GBNF_RULE.search(text):
         return {"lark_grammar": text}
     if len(text) > _MAX_GBNF:
         raise ValidationError(field, f"has {len(text)} characters; {_MAX_GBNF} are the most in GBNF")
@@ -164,10 +165,15 @@ class GrammarMaker:
 
 
 def _make_and_check(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> Grammar:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher, LLTokenizer
 
     grammar = make_grammar(params, special_tokens)
-    limits = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
-    if problem := LLMatcher.validate_grammar(grammar.text, None, limits=limits):
+    if problem := LLMatcher.validate_grammar(grammar.text, None, limits=grammar_limits()):
         raise ValidationError(grammar.field, problem)
+    # Some bounds are met at the first token only. Special tokens are not known to this tokenizer.
+    if not special_tokens or "<[" not in grammar.text:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar.text, limits=grammar_limits(), log_level=0)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValidationError(grammar.field, first_line(matcher.get_error()))
     return grammar

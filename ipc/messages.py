@@ -120,6 +120,8 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     stop_reason: int | str | None = None
     """The stop token's id, or a word such as 'deadline'."""
     error: str | None = None
+    field: str | None = None
+    """With an error: what of the request is at fault."""
     num_preemptions: int = 0
     completes_grammar: bool = False
     """It stopped because its grammar allows nothing more: its last token is text, and no stop token."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sidestep.ipc.errors import ValidationError
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Of a schema, a regex, all choices or a grammar, as UTF-8."""
@@ -75,7 +78,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_
             if value is not True:
                 raise _wrong(name, f"must be True, not {value!r}")
         elif name == "choice":
-            if not isinstance(value, list | tuple):
+            if not isinstance(value, list | tuple) or not value:
                 raise _wrong(name, f"must be a list of texts, not {value!r}")
             for text in value:
                 _check_text(name, text, str)
@@ -111,6 +114,19 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_
         if not isinstance(value, dict):
             raise _wrong(name, f"must be a JSON object, not {type(value).__name__}")
         return value
+
+
+def grammar_limits() -> LLParserLimits:
+    """Bounds on what one grammar costs: about 20 ms of compiling its expressions, and 15 ms and some MB for a token."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, max_items_in_row=20_000,
+                          verbose_errors=False)
+
+
+def first_line(problem: str) -> str:
+    """Of what the library says: the rest is for its authors."""
+    return next(iter(problem.strip().splitlines()), "the grammar cannot go on")
 
 
 def _wrong(name: str, problem: str) -> ValidationError:

@@ -19,6 +19,7 @@ from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.fields import Natural, SamplingFields, refuse_not_yet, sampling_params
 from sidestep.frontend.server.protocol import Completion, CompletionChoice, FinishWord
 from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
+from sidestep.frontend.server.structure import form_of
 from sidestep.ipc.sampling_params import RequestOutputKind
 
 MAX_CHOICES = 1024
@@ -59,7 +60,11 @@ class CompletionRoute:
         refuse_not_yet(request)
         prompts = await self._read(request)
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-        params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind)
+        form = form_of(request.response_format, request.structured_outputs)
+        params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind,
+                                 structured_outputs=None if form is None else form.params)
+        if form is not None:
+            await form.check(service.llm)
         name, n = new_id("cmpl"), request.n or 1
         choices = service.choices(http, name, prompts, params, n=n, priority=request.priority,
                                   salt=request.cache_salt, deadline_ms=request.deadline_ms)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from sidestep.frontend.server.errors import refused
+from sidestep.frontend.server.structure import ResponseFormat, StructuredOutputs
 from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
 
 MAX_N = 128
@@ -33,10 +34,8 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "structured_outputs": (),
     "best_of": (1,),
     "suffix": (),
-    "response_format": ({"type": "text"},),
     "functions": (),
     "function_call": (),
     "parallel_tool_calls": (True,),
@@ -89,6 +88,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
     """Milliseconds after which the request ends with what it has; its choices say so."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Not implemented: see NOT_YET.
     frequency_penalty: Any = None
     presence_penalty: Any = None
@@ -96,8 +97,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: Any = None
     logprobs: Any = None
     prompt_logprobs: Any = None
-    structured_outputs: Any = None
-    response_format: Any = None
     user: Any = None
 
 

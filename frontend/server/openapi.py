@@ -126,8 +126,6 @@ def _add_neutral_values(schemas: dict[str, Any]) -> None:
             if name in properties:
                 properties[name] = {"enum": [None, *neutral], "default": None, "description": "Not implemented."}
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
-    schemas["FunctionTool"]["properties"]["strict"] = {"enum": [None, False], "default": None}
-    schemas["ChatRequest"]["properties"]["tool_choice"] = {"enum": [None, "auto", "none"], "default": None}
 
 
 class OpenApiRoute:
