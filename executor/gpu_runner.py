@@ -22,6 +22,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, D
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
 from sidestep.executor.device_clock import DeviceClock
+from sidestep.executor.grammar_masks import launch_masks
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
@@ -195,6 +196,7 @@ class GpuRunner(Runner):
             column = torch.zeros(4, dtype=torch.int32, device=self._device)
             self._sample(torch.zeros(1, self._args.spec.vocab_size, device=self._device), column, column, column,
                          column, self._special_ids)
+            launch_masks(self._args.spec.vocab_size, self._device)
 
     def _decode_sizes(self) -> list[int]:
         return decode_ladder(self._limits.max_num_seqs)

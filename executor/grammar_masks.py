@@ -14,6 +14,13 @@ from sidestep.ipc.step import StepInput, StepMasks
 from sidestep.kernels.token_masks import mask_tokens
 
 
+def launch_masks(vocab_size: int, device: torch.device) -> None:
+    """Launches what steps with masks launch, for it to be compiled."""
+    place = torch.zeros(1, dtype=torch.int64, device=device)
+    words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    mask_tokens(torch.zeros(1, vocab_size, device=device), place, place, words)
+
+
 class GrammarMasks(LogitsProcessor):
     """Comes last, so that nothing brings back what the grammar forbids."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "masks"])
 def _mask_tokens(logits, rows, masks, words, vocab_size, logits_stride, words_stride, BLOCK: tl.constexpr):
     row = tl.load(rows + tl.program_id(0))
     mask = tl.load(masks + tl.program_id(0))
