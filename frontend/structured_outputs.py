@@ -4,18 +4,22 @@ model's tokens, in threads of its own, so that neither the event loop nor the to
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams, first_line, grammar_limits
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 CHECK_S = 10.0
 """Seconds until a grammar is refused because it takes too long to compile."""
@@ -164,15 +168,22 @@ class GrammarMaker:
         return grammar
 
 
+@functools.cache
+def _byte_tokenizer() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
 def _make_and_check(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> Grammar:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
     grammar = make_grammar(params, special_tokens)
     if problem := LLMatcher.validate_grammar(grammar.text, None, limits=grammar_limits()):
         raise ValidationError(grammar.field, problem)
     # Some bounds are met at the first token only. Special tokens are not known to this tokenizer.
     if not special_tokens or "<[" not in grammar.text:
-        matcher = LLMatcher(LLTokenizer("byte"), grammar.text, limits=grammar_limits(), log_level=0)
+        matcher = LLMatcher(_byte_tokenizer(), grammar.text, limits=grammar_limits(), log_level=0)
         matcher.compute_bitmask()
         if matcher.is_error():
             raise ValidationError(grammar.field, first_line(matcher.get_error()))

@@ -117,10 +117,14 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_
 
 
 def grammar_limits() -> LLParserLimits:
-    """Bounds on what one grammar costs: about 20 ms of compiling its expressions, and 15 ms and some MB for a token."""
+    """Bounds on what one grammar costs: about a second of compiling, 20 ms and some MB for a token.
+
+    The time that an item of the parser takes grows with their number in an ambiguous grammar, so there
+    may be a tenth of the library's own bound; a schema with 400 optional properties needs fewer than half of that.
+    """
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, max_items_in_row=20_000,
+    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, step_max_items=5_000,
                           verbose_errors=False)
 
 

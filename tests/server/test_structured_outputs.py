@@ -122,6 +122,15 @@ def test_the_chosen_function_is_called_once(stream: bool, tools_server: LiveServ
     jsonschema.validate(json.loads(arguments), SCHEMA)
 
 
+def test_the_client_s_helpers_parse_the_arguments_of_calls(tools_server: LiveServer) -> None:
+    with client(tools_server) as api:
+        chat = api.chat.completions.parse(model="fake", messages=CHAT, tools=[openai.pydantic_function_tool(Place)],
+                                          tool_choice="required", max_tokens=1500)
+    for call in chat.choices[0].message.tool_calls or ():
+        assert isinstance(call.function.parsed_arguments, Place)
+    assert chat.choices[0].message.tool_calls
+
+
 def _message(server: LiveServer, stream: bool, **options: Any) -> tuple[dict[str, Any], str]:
     answer = ask(server, stream=stream, **options)
     if not stream:
