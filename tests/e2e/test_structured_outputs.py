@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,6 +15,7 @@ import pytest
 
 from sidestep import LLM, SamplingParams, StructuredOutputsParams
 
+ROOT = Path(__file__).resolve().parents[2]
 SCHEMA: dict[str, Any] = {
     "type": "object", "required": ["name", "arguments", "pure"], "additionalProperties": False, "properties": {
         "name": {"type": "string", "pattern": "^[a-z_]{1,12}$"}, "pure": {"type": "boolean"},
@@ -28,6 +32,14 @@ def outputs(**options: Any) -> list[tuple[str, list[int], str | None]]:
     with LLM(device="cpu", cpu_threads=1, dtype="float32", **options) as llm:
         return [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].finish_reason)
                 for o in llm.generate([PROMPT] * len(params), params, use_tqdm=False)]
+
+
+def test_the_docs_example_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "structured-outputs.md").read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("{'name': "), done
 
 
 @pytest.fixture(scope="module")
