@@ -49,7 +49,8 @@ class KVCacheManager:
         """Gives a request that has no blocks those of its cached prefix plus new ones for all its other known tokens,
         also where these are computed in several chunks: prompts that enter with only their first chunk take turns
         at preempting each other. All or nothing: False changes nothing. Sets `num_computed`."""
-        hits = self._match_prefix(request)
+        # Of cached tokens nothing would be computed that could be told.
+        hits = [] if request.sampling.prompt_logprobs is not None else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
         wanted = self.blocks_for(len(request.token_ids)) - len(hits)
         if wanted > self.pool.num_free - sum(map(self.pool.is_free, hits)):

@@ -112,6 +112,10 @@ class Request:
             return FinishReason.STOP, None  # all that could follow is the end
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
+        detection = self.sampling.repetition_detection
+        if detection is not None and self.num_outputs >= self.sampling.min_tokens \
+                and detection.found_in(self.token_ids, self.num_prompt):
+            return FinishReason.REPETITION, None
         return None
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.logprobs import share_logprobs
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
@@ -46,6 +47,8 @@ class _Outbox:
     tokens: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 class Scheduler:
@@ -95,11 +98,11 @@ class Scheduler:
             problem = "prompt: is empty" if not request.num_prompt else (
                 f"prompt: {request.num_prompt} tokens and one of output are more than the "
                 f"{self._max_model_len} that fit")
-            self._outbox(request).finished.append(
+            self._outbox(request.client).finished.append(
                 Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
             return
         if message.grammar is not None and (why := self.grammars.start(request, message.grammar)) is not None:
-            self._outbox(request).finished.append(
+            self._outbox(request.client).finished.append(
                 Finished(handle=request.handle, reason=FinishReason.ERROR, error=why, field=request.grammar_field))
             return
         request.queued = self._clock()
@@ -154,18 +157,17 @@ class Scheduler:
         block_size = self.kv.block_size
         tokens = output.token_ids.tolist()
         if plan.masked:
-            self.grammars.advance([
-                (request.matcher, token) for request, token in zip(plan.sampling, tokens, strict=True)
-                if request.matcher is not None and request.status is not Status.FINISHED])
+            self._follow_grammars(plan, tokens)
+        for client, told in share_logprobs(output.logprobs, plan.sampling):
+            self._outbox(client).logprobs = told
+        for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
+            self._outbox(client).prompt_logprobs = told
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for request, token in zip(plan.sampling, tokens, strict=True):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue
-            if request.matcher is not None and (problem := problem_of(request.matcher)) is not None:
-                self._fail(request, problem)
-                continue
-            outbox = self._outbox(request)
+            outbox = self._outbox(request.client)
             outbox.handles.append(request.handle)
             outbox.tokens.append(token)
             if request.first_token is None:
@@ -192,7 +194,8 @@ class Scheduler:
         self._expire()
         boxes, self._outboxes = self._outboxes, {}
         return {client: Outputs(handles=pack_ids(box.handles), token_ids=pack_ids(box.tokens), started=box.started,
-                                finished=box.finished) for client, box in boxes.items()}
+                                finished=box.finished, logprobs=box.logprobs, prompt_logprobs=box.prompt_logprobs)
+                for client, box in boxes.items()}
 
     def take_masks(self) -> StepMasks | None:
         """What the oldest step in flight may sample, if it waits for that: once, and before the next `schedule`."""
@@ -341,7 +344,7 @@ class Scheduler:
         request.was_started = True
         request.num_cached_tokens = request.num_computed
         request.scheduled = self._clock()
-        self._outbox(request).started.append(Started(
+        self._outbox(request.client).started.append(Started(
             handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
 
     def _make_room(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -387,6 +390,16 @@ class Scheduler:
         ending = (r for r in self._running if r.will_be_complete)
         return sum(len(r.block_ids) for r in chain(self._leaving, ending))
 
+    def _follow_grammars(self, plan: StepPlan, tokens: list[int]) -> None:
+        """Takes a step's tokens into the matchers of their requests. One that cannot go on ends its request before the
+        token is told."""
+        followed = [(request, request.matcher, token) for request, token in zip(plan.sampling, tokens, strict=True)
+                    if request.matcher is not None and request.status is not Status.FINISHED]
+        self.grammars.advance([(matcher, token) for _, matcher, token in followed])
+        for request, matcher, _ in followed:
+            if (problem := problem_of(matcher)) is not None:
+                self._fail(request, problem)
+
     # Ends.
 
     def _preempt(self, request: Request) -> None:
@@ -413,7 +426,7 @@ class Scheduler:
         reason = FinishReason.ABORT if word is None else word.reason
         self._ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
         if word is not None:
-            self._outbox(request).finished.append(word)
+            self._outbox(request.client).finished.append(word)
         if was_running:
             self._leave(request)
 
@@ -445,8 +458,8 @@ class Scheduler:
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
                                         num_preemptions=request.num_preemptions))
 
-    def _outbox(self, request: Request) -> _Outbox:
-        box = self._outboxes.get(request.client)
+    def _outbox(self, client: int) -> _Outbox:
+        box = self._outboxes.get(client)
         if box is None:
-            box = self._outboxes[request.client] = _Outbox()
+            box = self._outboxes[client] = _Outbox()
         return box

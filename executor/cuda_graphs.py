@@ -55,7 +55,7 @@ def mixed_ladder(max_rows: int, max_tokens: int) -> list[StepSizes]:
 class CudaGraphs:
     """Captures steps, and finds the smallest graph that a step fits in."""
 
-    def __init__(self, run: Callable[[StepSizes, StepLayout], None]) -> None:
+    def __init__(self, run: Callable[[StepSizes, StepLayout], object]) -> None:
         """run launches all kernels of a step of some size."""
         self._run = run
         self._pool = torch.cuda.graph_pool_handle()

@@ -25,12 +25,14 @@ from sidestep.executor.device_clock import DeviceClock
 from sidestep.executor.grammar_masks import launch_masks
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
+from sidestep.executor.logprobs import Logprobs, encode_logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, with_prompt_tokens
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
-from sidestep.executor.special_rows import SpecialBatch, make_special_rows
+from sidestep.executor.special_rows import MOST_ROWS, SpecialBatch, make_special_rows
 from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
@@ -50,20 +52,24 @@ _FLOPS = 5e14
 """Seconds that the host takes to launch a layer's kernels one by one; operations a second of large products."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
+_SPECIAL_COPIES = 8
+"""Float32 copies of some rows' logits that are alive at most while penalties or logprobs are computed."""
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialIds:
-    """Tokens of a step's special rows, in pinned memory."""
+class SpecialOutput:
+    """What a step's special rows gave, in pinned memory."""
 
     rows: Int64
     ids: Int32
+    logprobs: list[Logprobs]
+    prompt_logprobs: list[Logprobs]
 
 
 class GpuOutput(PendingOutput):
     """A step on the device, or behind others in its queue."""
 
-    def __init__(self, step_id: int, ids: Int32, samples: npt.NDArray[np.bool_], special: SpecialIds | None,
+    def __init__(self, step_id: int, ids: Int32, samples: npt.NDArray[np.bool_], special: SpecialOutput | None,
                  started: torch.cuda.Event, done: torch.cuda.Event, clock: DeviceClock) -> None:
         self._step_id = step_id
         self._ids = ids
@@ -80,10 +86,12 @@ class GpuOutput(PendingOutput):
     def wait(self) -> StepOutput:
         self._done.synchronize()
         start, end = self._clock.times(self._started, self._done, time.monotonic_ns())
-        ids = self._ids[:len(self._samples)]
-        if self._special is not None:
-            ids[self._special.rows] = self._special.ids
-        return StepOutput(self._step_id, start, end, ids[self._samples])
+        ids, special = self._ids[:len(self._samples)], self._special
+        if special is None:
+            return StepOutput(self._step_id, start, end, ids[self._samples])
+        ids[special.rows] = special.ids
+        return StepOutput(self._step_id, start, end, ids[self._samples], logprobs=encode_logprobs(special.logprobs),
+                          prompt_logprobs=encode_logprobs(special.prompt_logprobs))
 
 
 class GpuRunner(Runner):
@@ -140,6 +148,7 @@ class GpuRunner(Runner):
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
+        self._special = make_special_rows(args, limits, device)
         self._logits = self._model.new_logits(limits.max_num_seqs)
         self._out_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_ids = self._out_ids.numpy()
@@ -158,7 +167,6 @@ class GpuRunner(Runner):
     def _reset(self) -> None:
         """No request has been seen."""
         self._state = RequestState(self._limits.num_slots, self._args.max_model_len, self._block_size)
-        self._special = make_special_rows(self._args.spec, self._limits, self._device)
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
@@ -179,8 +187,9 @@ class GpuRunner(Runner):
         free, total = torch.cuda.mem_get_info(self._device)
         # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
+        special = _SPECIAL_COPIES * MOST_ROWS * self._args.spec.vocab_size * 4
         blocks = gpu_kv_blocks(self._args, self._limits, shape.bytes_per_token(self._dtype), self._block_size,
-                               free=free, total=total, working=working + graphs + _MARGIN)
+                               free=free, total=total, working=working + graphs + special + _MARGIN)
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
 
@@ -226,9 +235,9 @@ class GpuRunner(Runner):
         self._state.apply(step)
         self._special.enter(step)
         batch = make_batch(self._state, step, self._block_size)
-        special = self._special.find(batch)
+        special, prompts = self._special.find(batch), self._special.find_prompts(batch)
         rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
-        found = self._graphs.find(rows, tokens) if self._graphs is not None else None
+        found = self._graphs.find(rows, tokens) if self._graphs is not None and prompts is None else None
         layout = found.layout if found is not None else self._layout
         # 2. One message to the device.
         used = self._packer.pack(position, layout, batch, step, special)
@@ -236,19 +245,28 @@ class GpuRunner(Runner):
         started.record()
         self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
         # 3. The whole step: inputs, model, sampling of plain rows.
+        about_prompts: list[Logprobs] = []
         if found is not None:
             found.graph.replay()
         else:
-            self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch)
+            about_prompts = self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch, prompts)
         # 4. The other rows, on the logits that the step has left. The device is at work while the masks are made.
         if step.awaits_masks and receive_masks is not None:
             self._special.take_masks(step, receive_masks())
-        if special is not None:
-            self._special.run(self._logits[:rows, :self._args.spec.vocab_size], batch, special, special,
-                              lambda logits, part: self._sample_special(logits, part, position))
+        more = self._run_special(batch, special, position, about_prompts)
         done.record()
-        ids = None if special is None else SpecialIds(special, self._host_special_ids[position, :len(special)])
-        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, ids, started, done, self._clock)
+        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, more, started, done, self._clock)
+
+    def _run_special(self, batch: HostBatch, rows: Int64 | None, position: int,
+                     about_prompts: list[Logprobs]) -> SpecialOutput | None:
+        if rows is None and not about_prompts:
+            return None
+        rows, logprobs = np.empty(0, np.int64) if rows is None else rows, list[Logprobs]()
+        if len(rows):
+            logits = self._logits[:len(batch.slots), :self._args.spec.vocab_size]
+            logprobs = self._special.run(logits, batch, rows, rows,
+                                         lambda wide, part: self._sample_special(wide, part, position))
+        return SpecialOutput(rows, self._host_special_ids[position, :len(rows)], logprobs, about_prompts)
 
     def _sample_special(self, logits: Tensor, part: SpecialBatch, position: int) -> Tensor:
         """Samples special rows as plain ones are sampled."""
@@ -276,9 +294,11 @@ class GpuRunner(Runner):
             return StepSizes(padded, padded, padded, 0)
         return StepSizes(padded, min(-(-tokens // _PAD) * _PAD, self._layout.tokens), decodes, rows - decodes)
 
-    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None, *,
-                empty: Callable[..., Tensor] = torch.empty) -> None:
-        """Launches every kernel of a step whose message is on the device. empty: makes what the first one writes."""
+    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None,
+                prompts: PromptTokens | None = None, *,
+                empty: Callable[..., Tensor] = torch.empty) -> list[Logprobs]:
+        """Launches every kernel of a step whose message is on the device. prompts: tokens that are asked about; returns
+        what is to be told of them. empty: makes what the first kernel writes."""
         message, tables, device = self._message, self._tables, self._device
 
         def column(name: str, extra: int = 0) -> Tensor:
@@ -292,10 +312,15 @@ class GpuRunner(Runner):
             header=message[:HEADER], slots=slots, seq_lens=seq_lens, query_starts=column("query_starts", 1),
             block_tables=tables.block_tables, max_decode_rows=sizes.max_decode_rows,
             max_prompt_rows=sizes.max_prompt_rows)))
-        logits = self._model(token_ids, self._attention, None if sizes.decode_only else last_tokens,
-                             self._logits[:sizes.rows])
+        rows = None if sizes.decode_only else last_tokens
+        if prompts is not None:
+            rows = with_prompt_tokens(last_tokens, prompts)
+        stream = self._model.states(token_ids, self._attention, rows)
+        logits = self._model.logits(stream if prompts is None else stream.part(0, sizes.rows),
+                                    self._logits[:sizes.rows])
         mask_logits(logits, message, message[MASKED:])
         self._sample(logits, message[SAMPLING:], slots, seq_lens, column("samples"), self._out_ids)
+        return [] if prompts is None else prompt_logprobs(self._model, stream, sizes.rows, prompts)
 
     def _sample(self, logits: Tensor, header: Tensor, slots: Tensor, seq_lens: Tensor, samples: Tensor,
                 out_ids: Tensor) -> None:

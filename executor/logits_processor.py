@@ -6,9 +6,11 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sidestep.executor.transfer import to_device
 from sidestep.ipc.controls import Controls
 from sidestep.ipc.step import Int32
 
@@ -21,6 +23,11 @@ class ProcessorSetup:
     vocab_size: int
     num_slots: int
     """Requests are known by a slot, a number below this."""
+
+    def to_device(self, values: Sequence[int] | Sequence[float]) -> Tensor:
+        """int64 or float32 [n] on the device, without waiting for it."""
+        array = np.array(values)
+        return to_device(array.astype(np.float32 if array.dtype.kind == "f" else np.int64), self.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,17 @@ from sidestep.executor.attention.base import AttentionSetup, StepBatch
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.kv_cache_size import cpu_kv_blocks
+from sidestep.executor.logprobs import Logprobs, encode_logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_dtype
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, with_prompt_tokens
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.executor.sampler import Sampler
 from sidestep.executor.special_rows import SpecialBatch, make_special_rows
 from sidestep.ipc.step import Int64, StepInput, StepMasks, StepOutput
+from sidestep.kernels.rms_norm import Stream
 
 _CPU = torch.device("cpu")
 _BLOCK_SIZE = 16
@@ -50,7 +53,7 @@ class ModelRunner(Runner):
         self._state = RequestState(self._limits.num_slots, args.max_model_len, self._block_size)
         self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
         self._sampler = Sampler(self._state)
-        self._special = make_special_rows(args.spec, self._limits, _CPU)
+        self._special = make_special_rows(args, self._limits, _CPU)
         return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cpu",
                            device=self._describe())
 
@@ -61,9 +64,13 @@ class ModelRunner(Runner):
         self._state.apply(step)
         self._special.enter(step)
         batch = make_batch(self._state, step, self._block_size)
-        # 2. The model, for the tokens that sample.
-        logits = self._forward(batch)
-        token_ids = np.empty(0, np.int32)
+        # 2. The model, for the tokens that sample, and those of prompts that are asked about.
+        prompts = self._special.find_prompts(batch)
+        stream = self._forward(batch, prompts)
+        logits = self._model.logits(stream if prompts is None else stream.part(0, len(batch.logits_tokens)))
+        about_prompts = [] if prompts is None else prompt_logprobs(
+            self._model, stream, len(batch.logits_tokens), prompts)
+        token_ids, logprobs = np.empty(0, np.int32), list[Logprobs]()
         if len(batch.logits_tokens):
             # 3. The tokens, which are the next step's inputs: of plain rows, then of the others.
             special = self._special.find(batch)
@@ -72,9 +79,11 @@ class ModelRunner(Runner):
             if step.awaits_masks and receive_masks is not None:
                 self._special.take_masks(step, receive_masks())
             if special is not None and places is not None:
-                self._special.run(logits, batch, special, places, self._sample_special)
+                logprobs = self._special.run(logits, batch, special, places, self._sample_special)
             token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(np.int32)
-        return DoneOutput(StepOutput(step.step_id, start, time.monotonic_ns(), token_ids))
+        return DoneOutput(StepOutput(
+            step.step_id, start, time.monotonic_ns(), token_ids, logprobs=encode_logprobs(logprobs),
+            prompt_logprobs=encode_logprobs(about_prompts)))
 
     def _sample_plain(self, logits: Tensor, batch: HostBatch, special: Int64 | None) -> None:
         """special: rows of the logits that are left out."""
@@ -92,14 +101,17 @@ class ModelRunner(Runner):
         self._last_sampled.index_copy_(0, part.slot_index, tokens)
         return tokens
 
-    def _forward(self, batch: HostBatch) -> Tensor:
-        """Logits of the rows that sample."""
+    def _forward(self, batch: HostBatch, prompts: PromptTokens | None) -> Stream:
+        """What the last layer gives for the tokens that sample, and after them for those of prompts."""
         token_ids = self._input_ids(batch)
         self._attention.begin_step(StepBatch(
             positions=torch.from_numpy(batch.positions), places=torch.from_numpy(batch.slot_mapping), host=batch,
             rows=None))
         every = len(batch.logits_tokens) == batch.total_tokens
-        return self._model(token_ids, self._attention, None if every else torch.from_numpy(batch.logits_tokens))
+        rows = None if every else torch.from_numpy(batch.logits_tokens)
+        if prompts is not None:
+            rows = with_prompt_tokens(torch.from_numpy(batch.logits_tokens), prompts)
+        return self._model.states(token_ids, self._attention, rows)
 
     def _input_ids(self, batch: HostBatch) -> Tensor:
         """Known ids from the host, sampled ones from the step before."""

@@ -23,10 +23,16 @@ from sidestep.executor.grammar_masks import GrammarMasks
 from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.logit_bias import LogitBias
 from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.logprobs import Logprobs, logprobs_of, make_logprobs
+from sidestep.executor.penalties import Penalties
+from sidestep.executor.prompt_logprobs import PromptTokens, find_prompt_tokens
+from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.token_masks import AllowedTokens, BadWords
 from sidestep.executor.transfer import to_device
+from sidestep.ipc import registry
 from sidestep.ipc.config import StepLimits
 from sidestep.ipc.controls import decode_controls
-from sidestep.ipc.model_spec import ModelSpec
+from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks
 
 MOST_ROWS = 64
@@ -41,6 +47,8 @@ class SpecialBatch:
     """How many special rows of the step come before these; a multiple of MOST_ROWS."""
     rows: Int64
     """[n] Among the rows of the step."""
+    samples: Int64
+    """[n] Among the rows that sample."""
     slots: Int32
     """[n]"""
     seq_lens: Int32
@@ -55,10 +63,25 @@ Sample = Callable[[Tensor, SpecialBatch], Tensor]
 """Samples from logits float32 [n, V], which it may change; returns int64 [n], after it has set `last_sampled`."""
 
 
-def make_special_rows(spec: ModelSpec, limits: StepLimits, device: torch.device) -> SpecialRows:
-    """With everything that changes logits, in its order."""
-    setup = ProcessorSetup(device=device, vocab_size=spec.vocab_size, num_slots=limits.num_slots)
-    return SpecialRows([LogitBias(setup)], GrammarMasks(setup), limits.num_slots, device)
+def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device) -> SpecialRows:
+    """With everything that changes logits, in its order. Raises EngineStartError for a class of the user's that cannot
+    be made."""
+    setup = ProcessorSetup(device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots)
+    own = [make_processor(target, setup) for target in args.model.logits_processors or ()]
+    processors = [AllowedTokens(setup), BadWords(setup), LogitBias(setup), *own, Penalties(setup)]
+    return SpecialRows(processors, GrammarMasks(setup), limits.num_slots, device)
+
+
+def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
+    """An instance of the class that 'module:Class' names."""
+    try:
+        processor = registry.load(target)(setup)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise EngineStartError(f"logits_processors: {target} cannot be made: {problem}") from error
+    if not isinstance(processor, LogitsProcessor):
+        raise EngineStartError(f"logits_processors: {target} is not a LogitsProcessor")
+    return processor
 
 
 class SpecialRows:
@@ -72,6 +95,8 @@ class SpecialRows:
         self._device = device
         self._accepted = np.zeros((len(self._processors), num_slots), np.bool_)
         self._special = np.zeros(num_slots, np.bool_)
+        self._num_logprobs = np.full(num_slots, -1, np.int32)
+        self._num_prompt_logprobs = np.full(num_slots, -1, np.int32)
         self._count = 0
 
     def __repr__(self) -> str:
@@ -103,13 +128,24 @@ class SpecialRows:
         """What rows with a grammar may sample in this step; before `run`."""
         self._masks.take(step, masks)
 
-    def run(self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample) -> None:
-        """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`."""
+    def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
+        """Prompts' tokens in this step whose logits tell of the token after them, if that is asked for."""
+        if not self._count:
+            return None
+        return find_prompt_tokens(batch, self._num_prompt_logprobs)
+
+    def run(self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample) -> list[Logprobs]:
+        """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`; returns what they ask to
+        know."""
+        logprobs = []
         for part in self._parts(batch, rows, places):
             wide = logits.index_select(0, part.places).float()
             self.before_sampling(wide, part)
             tokens = sample(wide, part)
-            self.after_sampling(logits, tokens, part)
+            found = self.after_sampling(logits, tokens, part)
+            if found is not None:
+                logprobs.append(found)
+        return logprobs
 
     def before_sampling(self, wide: Tensor, part: SpecialBatch) -> None:
         """Changes logits, float32 [n, V], in place."""
@@ -121,13 +157,25 @@ class SpecialRows:
             processor.apply(own, slots)
             wide.index_copy_(0, index, own)
 
-    def after_sampling(self, logits: Tensor, token_ids: Tensor, part: SpecialBatch) -> None:
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, part: SpecialBatch) -> Logprobs | None:
         """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows are meant."""
         for processor, index, slots in self._shares(part):
             processor.sampled(token_ids if index is None else token_ids.index_select(0, index), slots)
+        numbers = self._num_logprobs[part.slots]
+        asking = np.flatnonzero(numbers >= 0)
+        if not len(asking):
+            return None
+        places, numbers = part.places, numbers[asking]
+        if len(asking) < len(part.slots):
+            index = to_device(asking, self._device)
+            places, token_ids = places.index_select(0, index), token_ids.index_select(0, index)
+        packed = logprobs_of(logits.index_select(0, places), token_ids, int(numbers.max()))
+        return make_logprobs(packed, part.samples[asking], part.seq_lens[asking].astype(np.int64), numbers)
 
     def _enter(self, request: EnteringRequest) -> None:
         self._special[request.slot] = True
+        self._num_logprobs[request.slot] = request.controls.logprobs
+        self._num_prompt_logprobs[request.slot] = request.controls.prompt_logprobs
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             accepted[request.slot] = processor.enter(request)
 
@@ -135,6 +183,7 @@ class SpecialRows:
         if not self._special[slot]:
             return
         self._special[slot] = False
+        self._num_logprobs[slot] = self._num_prompt_logprobs[slot] = -1
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             if accepted[slot]:
                 accepted[slot] = False
@@ -146,8 +195,9 @@ class SpecialRows:
             slots = batch.slots[some]
             place_index, slot_index = to_device(
                 np.stack((places[first:first + MOST_ROWS], slots.astype(np.int64))), self._device)
-            yield SpecialBatch(first=first, rows=some, slots=slots, seq_lens=batch.seq_lens[some], places=place_index,
-                               slot_index=slot_index)
+            yield SpecialBatch(
+                first=first, rows=some, samples=np.searchsorted(batch.sampling_rows, some), slots=slots,
+                seq_lens=batch.seq_lens[some], places=place_index, slot_index=slot_index)
 
     def _shares(self, part: SpecialBatch) -> Iterator[tuple[LogitsProcessor, Tensor | None, list[int]]]:
         """Each processor that has rows here, with their index into the part (None for all) and their slots."""

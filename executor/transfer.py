@@ -15,3 +15,10 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     would wait until the device has done all that was queued before."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, which is whole when the device has done what was queued before."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Self
 
+from sidestep.frontend.controls import check_text
 from sidestep.frontend.engine_client import EngineClient
-from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt, check_text
+from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
@@ -59,7 +60,8 @@ class AsyncLLM:
             self._finalizer()
             raise
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
-                                      max_model_len=self._ready.max_model_len)
+                                      max_model_len=self._ready.max_model_len,
+                                      processors=config.model.processor_names)
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
         """Requests that are being checked and tokenised: whether they are still wanted."""

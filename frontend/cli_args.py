@@ -23,7 +23,8 @@ from sidestep.ipc.sampling_params import SamplingParams
 
 _ALIASES = {"tensor_parallel_size": ["-tp"], "model": ["-m"]}
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
-                   "max_tokens", "min_tokens", "include_stop_str_in_output")
+                   "max_tokens", "min_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty",
+                   "repetition_penalty")
 _BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
 
 

@@ -13,9 +13,10 @@ from typing import Any, cast
 import msgspec
 
 from sidestep.frontend.chat_template import Message
+from sidestep.frontend.controls import ControlsMaker, check_text
 from sidestep.frontend.structured_outputs import GrammarMaker
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.controls import Controls, encode_controls
+from sidestep.ipc.controls import encode_controls
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
@@ -49,8 +50,11 @@ class ProcessedRequest:
 class InputProcessor:
     """Checks and tokenises."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int,
+                 processors: Sequence[str] = ()) -> None:
+        """processors: names of the engine's logits processors."""
         self._tokenizer = tokenizer
+        self._controls = ControlsMaker(tokenizer, vocab_size, processors)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._grammars = GrammarMaker(tokenizer)
@@ -62,6 +66,7 @@ class InputProcessor:
         arrival = time.monotonic()
         sampling = sampling_params if sampling_params is not None else SamplingParams()
         self._check_sampling(sampling)
+        controls = encode_controls(self._controls.make(sampling))
         _check_options(priority, cache_salt, deadline_s)
         text, special, ids = self._read(prompt)
         if text is not None:
@@ -71,7 +76,8 @@ class InputProcessor:
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
-            controls=encode_controls(make_controls(sampling)), grammar=grammar)
+            controls=controls, grammar=grammar)
+
 
     async def make_grammar(self, structure: StructuredOutputsParams) -> Grammar:
         """The grammar of a form that an output must have. Raises ValidationError."""
@@ -135,9 +141,6 @@ class InputProcessor:
         for token in sampling.stop_token_ids or ():
             if token >= self._vocab_size:
                 raise ValidationError("stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}")
-        for token in sampling.logit_bias or ():
-            if token >= self._vocab_size:
-                raise ValidationError("logit_bias", f"{token} is not a token id: the model has {self._vocab_size}")
         for text in sampling.stop_strings:
             check_text("stop", text)
 
@@ -150,7 +153,8 @@ class InputProcessor:
                                   f"the prompt (max_model_len is {self._max_model_len})")
         # These travel in the controls and the grammar.
         changes: dict[str, Any] = {
-            name: None for name in ("logit_bias", "structured_outputs") if getattr(sampling, name) is not None}
+            name: None for name in ("logit_bias", "allowed_token_ids", "bad_words", "extra_args", "structured_outputs")
+            if getattr(sampling, name) is not None}
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room
         if sampling.seed is None:
@@ -159,16 +163,10 @@ class InputProcessor:
             changes["top_k"] = 0
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             changes["temperature"] = _LOWEST_TEMPERATURE
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if type(value := getattr(sampling, name)) not in (float, int):  # numpy's, which messages cannot hold
                 changes.setdefault(name, float(value))
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
-
-
-def make_controls(sampling: SamplingParams) -> Controls:
-    """What workers must know of a request apart from its columns."""
-    return Controls(logit_bias={int(token): float(bias) for token, bias in (sampling.logit_bias or {}).items()},
-                    has_grammar=sampling.structured_outputs is not None)
 
 
 def _check_options(priority: object, cache_salt: object, deadline_s: object) -> None:
@@ -182,11 +180,3 @@ def _check_options(priority: object, cache_salt: object, deadline_s: object) -> 
         number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
         if not number or not cast(float, deadline_s) > 0:
             raise ValidationError("deadline_s", f"must be a positive number of seconds, not {deadline_s!r}")
-
-
-def check_text(field: str, text: str) -> None:
-    """A text with lone surrogates (which JSON can carry) cannot be sent."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValidationError(field, "is not valid text: it cannot be written as UTF-8") from None

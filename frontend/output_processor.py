@@ -12,16 +12,17 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
-from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sidestep.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import RequestError, ValidationError
 from sidestep.ipc.messages import Finished, FinishReason, Outputs, Started, unpack_ids
 from sidestep.ipc.sampling_params import RequestOutputKind
+from sidestep.ipc.step import LogprobColumns
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class RequestState:
         self._due_at: float = math.inf if request.sampling.output_kind == RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
+        self._tokenizer = tokenizer
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._wake: asyncio.Future[None] | None = None
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
@@ -121,6 +126,24 @@ class RequestState:
         self._error = error
         self._wake_reader()
 
+    def add_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> None:
+        """Of the token that comes next, which is the first of these."""
+        self._logprobs.append(self._make_logprobs(rank, token_ids, values))
+        self._cumulative_logprob += values[0]
+
+    def add_prompt_logprobs(self, position: int, rank: int, token_ids: list[int], values: list[float]) -> None:
+        """Of the prompt's token at this position. After a preemption some come again."""
+        if position == len(self._prompt_logprobs):
+            self._prompt_logprobs.append(self._make_logprobs(rank, token_ids, values))
+
+    def _make_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> dict[int, Logprob]:
+        text = self._tokenizer.token_text if self._request.sampling.detokenize else lambda token: None
+        made = {token_ids[0]: Logprob(values[0], rank, text(token_ids[0]))}
+        for i in range(1, len(token_ids)):
+            if token_ids[i] not in made:
+                made[token_ids[i]] = Logprob(values[i], i, text(token_ids[i]))
+        return made
+
     # What its reader does.
 
     async def next_output(self) -> RequestOutput:
@@ -146,16 +169,31 @@ class RequestState:
         text = self._detokenizer.text if self._detokenizer is not None else ""
         tokens = self._token_ids
         self._metrics.num_generation_tokens = len(tokens)
-        if self._is_delta:
-            new_text, new_tokens = text[self._taken_text:], tokens[self._taken_tokens:]
-        else:
-            new_text, new_tokens = text, tokens.copy()
-        self._taken_tokens, self._taken_text = len(tokens), len(text)
-        self._due_at = len(tokens) + self._interval
+        first = self._taken_tokens if self._is_delta else 0
+        new_text, new_tokens = text[self._taken_text:] if self._is_delta else text, tokens[first:]
         completion = CompletionOutput(0, new_text, new_tokens, self._finish_reason, self._stop_reason)
-        return RequestOutput(
+        if self._request.sampling.logprobs is not None:
+            completion.logprobs, completion.cumulative_logprob = self._logprobs[first:], self._cumulative_logprob
+        output = RequestOutput(
             self.request_id, self._request.prompt, self._request.prompt_token_ids, [completion],
             self._finish_reason is not None, self._metrics, self._num_cached)
+        if self._request.sampling.prompt_logprobs is not None and not first:
+            output.prompt_logprobs = self._prompt_logprobs
+        self._taken_tokens, self._taken_text = len(tokens), len(text)
+        self._due_at = len(tokens) + self._interval
+        return output
+
+
+def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
+    """Key, position, rank, token ids and log-probabilities of each token of packed LogprobColumns, if there are any."""
+    if not column:
+        return
+    columns = LogprobColumns.unpack(column)
+    ids, values, end = columns.token_ids.tolist(), columns.logprobs.tolist(), 0
+    for key, position, rank, size in zip(columns.keys.tolist(), columns.positions.tolist(), columns.ranks.tolist(),
+                                         columns.sizes.tolist(), strict=True):
+        begin, end = end, end + size
+        yield key, position, rank, ids[begin:end], values[begin:end]
 
 
 class Delivery(NamedTuple):
@@ -202,6 +240,8 @@ class OutputProcessor:
             if (state := self._states.get(started.handle)) is not None:
                 self._waits_no_more(state)
                 state.started(started)
+        if outputs.logprobs or outputs.prompt_logprobs:
+            self._handle_logprobs(outputs)
         # The token that a request stops at comes in the same message as its end.
         hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP and not f.completes_grammar} \
             if outputs.finished else ()
@@ -229,6 +269,14 @@ class OutputProcessor:
             self._deliveries.append(
                 Delivery(self._num_deliveries, begin, time.monotonic_ns(), len(outputs.handles) // _ID_BYTES))
             self._num_deliveries += 1
+
+    def _handle_logprobs(self, outputs: Outputs) -> None:
+        for handle, _, rank, ids, values in each_token(outputs.logprobs):
+            if (state := self._states.get(handle)) is not None:
+                state.add_logprobs(rank, ids, values)
+        for handle, position, rank, ids, values in each_token(outputs.prompt_logprobs):
+            if (state := self._states.get(handle)) is not None:
+                state.add_prompt_logprobs(position, rank, ids, values)
 
     @property
     def deliveries(self) -> list[Delivery]:

@@ -27,6 +27,18 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """How probable the model itself found a token: before penalties, masks, temperature and filters."""
+
+    logprob: float
+    """Natural logarithm."""
+    rank: int
+    """1 for the most probable token."""
+    decoded_token: str | None = None
+    """The token alone as text; None without detokenize."""
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One completion: all of it so far, or what is new, as `output_kind` says."""
 
@@ -34,9 +46,13 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """'stop', 'length' or 'abort'; None while it goes on."""
+    """'stop', 'length', 'repetition' or 'abort'; None while it goes on."""
     stop_reason: int | str | None = None
     """The stop token's id or the stop text; None for end of sequence; 'deadline' where that ended it."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """With `logprobs`: for each of `token_ids` a dict by token id, itself first, then the most probable ones."""
+    cumulative_logprob: float | None = None
+    """With `logprobs`: the sum over all tokens so far."""
 
     def finished(self) -> bool:
         """Whether nothing follows."""
@@ -55,3 +71,6 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the prefix cache; None before it is known."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """With `prompt_logprobs`: as `logprobs`, for each token of the prompt; None for the first, which nothing comes
+    before. A DELTA stream has them in its first output alone."""

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from sidestep.frontend.chat_template import ChatTemplate, Message
+from sidestep.frontend.token_alphabet import TokenAlphabet
 from sidestep.ipc.errors import EngineStartError, ValidationError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -29,6 +30,9 @@ class Tokenizer:
         self.fast.no_padding()
         self.special_ids = frozenset(i for i, t in self.fast.get_added_tokens_decoder().items() if t.special)
         """Ids that `skip_special_tokens` leaves out of a text."""
+        self._added = {i: t.content for i, t in self.fast.get_added_tokens_decoder().items()}
+        self._alphabet = TokenAlphabet(self.fast)
+        self._token_bytes: dict[int, bytes] = {}
         self.special_token_ids = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
         """The same, by their text."""
         config = _read_json(Path(folder) / "tokenizer_config.json")
@@ -81,6 +85,18 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         return str(self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes of one token by itself, which may be a part of a character."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            found = self._token_bytes[token] = self._alphabet.bytes_of(self.fast.id_to_token(token) or "") \
+                if token not in self._added else self._added[token].encode()
+        return found
+
+    def token_text(self, token: int) -> str:
+        """One token by itself as text; a replacement character stands for bytes that are none."""
+        return self.token_bytes(token).decode("utf-8", "replace")
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
                             tokenize: bool = False, **variables: Any) -> str | list[int]:

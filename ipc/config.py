@@ -70,6 +70,13 @@ def _require_positive_int(section: object, *names: str) -> None:
         _require(ok, name, f"must be a whole number of at least 1, not {value!r}")
 
 
+def _class_name(target: str) -> str:
+    module, colon, name = target.partition(":")
+    _require(bool(module and colon and name.isidentifier()), "logits_processors",
+             f"{target!r} is not of the form 'module:Class'")
+    return name
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """What to load and how."""
@@ -85,9 +92,18 @@ class ModelConfig:
         "the KV cache allow. Default: the model's own limit.", parse=parse_length)
     load_format: str = option("auto", "'dummy' gives random weights without reading any.", choices=LOAD_FORMATS)
     dummy_seed: int = option(0, "Seed of the weights that load_format 'dummy' makes.")
+    logits_processors: list[str] | None = option(
+        None, "Class that changes logits, as 'module:Class'; requests reach it by extra_args.")
+
+    @property
+    def processor_names(self) -> list[str]:
+        """What requests call the logits processors."""
+        return [_class_name(target) for target in self.logits_processors or ()]
 
     def __post_init__(self) -> None:
         _require_choice(self, "dtype", "load_format")
+        names = self.processor_names
+        _require(len(set(names)) == len(names), "logits_processors", "two classes have the same name")
         if isinstance(self.max_model_len, str):
             _require(self.max_model_len == "auto", "max_model_len", f"{self.max_model_len!r} is not a number or 'auto'")
         else:

@@ -6,12 +6,30 @@ The frontend makes it from the sampling parameters; the core passes the bytes on
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+MAX_BAD_WORD_TOKENS = 32
 
 
 class Controls(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The defaults ask for nothing."""
 
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """As in ipc.sampling_params."""
+    allowed_token_ids: list[int] = []
+    """No other tokens may be sampled; empty for all."""
+    bad_words: list[list[int]] = []
+    """Tokens of which the last must not follow the others, of at most MAX_BAD_WORD_TOKENS."""
+    logprobs: int = -1
+    """Of each sampled token: how many of the most probable tokens besides it; -1 for not even its own."""
+    prompt_logprobs: int = -1
+    """The same of each token of the prompt."""
+    extra_args: dict[str, Any] = {}
+    """For logits processors, by the names of their classes."""
     logit_bias: dict[int, float] = {}
     """Added to the logits of these tokens."""
     has_grammar: bool = False

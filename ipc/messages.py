@@ -24,6 +24,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -136,6 +137,10 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     """int32, one for each of `handles`."""
     started: list[Started] = []
     finished: list[Finished] = []
+    logprobs: bytes = b""
+    """step.LogprobColumns of the tokens whose requests asked, in their order; keys are handles."""
+    prompt_logprobs: bytes = b""
+    """step.LogprobColumns of prompts, chunk by chunk; after a preemption some come again."""
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

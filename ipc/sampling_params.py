@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,12 @@ from sidestep.ipc.structured_outputs import StructuredOutputsParams
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 128
 """With `min_tokens` they travel to the device in each step, in a message of bounded size."""
+MAX_LOGPROBS = 20
+"""As in OpenAI's API."""
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_PATTERN = 128
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -39,6 +45,40 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """An output ends when its last tokens are one pattern of tokens, so many times in a row.
+
+    Raises ValidationError, which names the field.
+    """
+
+    max_pattern_size: int
+    """Tokens of the longest pattern that is looked for; at most MAX_PATTERN."""
+    min_pattern_size: int = 1
+    """Tokens of the shortest."""
+    min_count: int = 3
+    """How often it must be there; at least 2."""
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        _check(_is_int(self.min_pattern_size) and self.min_pattern_size >= 1, f"{name}.min_pattern_size",
+               f"must be at least 1, not {self.min_pattern_size!r}")
+        _check(_is_int(self.max_pattern_size) and self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN,
+               f"{name}.max_pattern_size",
+               f"must be between min_pattern_size and {MAX_PATTERN}, not {self.max_pattern_size!r}")
+        _check(_is_int(self.min_count) and 2 <= self.min_count <= 2**31 - 1, f"{name}.min_count",
+               f"must be at least 2, not {self.min_count!r}")
+
+    def found_in(self, tokens: list[int], first: int) -> bool:
+        """Whether the tokens from number `first` on end in a repeated pattern. Costs a comparison for each size that
+        does not repeat."""
+        num_tokens, count = len(tokens) - first, self.min_count
+        for size in range(self.min_pattern_size, min(self.max_pattern_size, num_tokens // count) + 1):
+            # Shifted by one pattern, the tokens are the same.
+            if tokens[-1] == tokens[-1 - size] and tokens[-size * (count - 1):] == tokens[-size * count:-size]:
+                return True
+        return False
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -67,8 +107,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     """Most output tokens; None for as many as fit in the model."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens cannot be sampled, nor do stop texts count, before this many output tokens."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the output has the token; in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that prompt or output have are divided by it if positive, else multiplied; in [0.01, 100]."""
+    logprobs: int | None = None
+    """Tell the log-probability of each sampled token and of this many most probable ones; at most MAX_LOGPROBS."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt, which is then computed whole, without cached prefixes."""
     logit_bias: dict[int, float] | None = None
     """Numbers from -100 to 100 that are added to the logits of these token ids; at most MAX_LOGIT_BIAS."""
+    allowed_token_ids: list[int] | None = None
+    """No other tokens are sampled."""
+    bad_words: list[str] | None = None
+    """Texts whose tokens are not sampled in a row, with or without a space before them; at most MAX_BAD_WORDS."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Ends the output, with finish_reason 'repetition', when it goes round in circles."""
+    extra_args: dict[str, Any] | None = None
+    """Arguments of logits processors, by the names of their classes."""
     detokenize: bool = True
     """False leaves `text` empty (and cannot go with `stop`)."""
     skip_special_tokens: bool = True
@@ -97,7 +155,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         _check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
                f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
         self._check_stops()
+        self._check_penalties()
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            _check(value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS), field,
+                   f"must be between 0 and {MAX_LOGPROBS}, not {value!r}: more of each token would cost more than "
+                   "sampling it")
         self._check_logit_bias()
+        self._check_tokens_and_words()
         # The core could not read a message with these of another type, and the request would wait without end.
         for field in _SWITCHES:
             value = getattr(self, field)
@@ -126,6 +191,34 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
                f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most")
         for token in self.stop_token_ids or ():
             _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
+
+    def _check_penalties(self) -> None:
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            _check(_is_number(value) and -2 <= value <= 2, field, f"must be between -2 and 2, not {value!r}")
+        _check(_is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100, "repetition_penalty",
+               f"must be between 0.01 and 100, not {self.repetition_penalty!r}")
+        detection = self.repetition_detection
+        _check(detection is None or isinstance(detection, RepetitionDetectionParams), "repetition_detection",
+               f"must be RepetitionDetectionParams, not {detection!r}")
+
+    def _check_tokens_and_words(self) -> None:
+        allowed, words, extra = self.allowed_token_ids, self.bad_words, self.extra_args
+        _check(allowed is None or (isinstance(allowed, list | tuple) and len(allowed) > 0), "allowed_token_ids",
+               f"must be a list of at least one token id, not {allowed!r}")
+        for token in allowed or ():
+            _check(_is_int(token) and token >= 0, "allowed_token_ids", f"holds {token!r}, which is not a token id")
+        _check(words is None or isinstance(words, list | tuple), "bad_words",
+               f"must be a list of strings, not {words!r}")
+        _check(len(words or ()) <= MAX_BAD_WORDS, "bad_words",
+               f"holds {len(words or ())} texts; {MAX_BAD_WORDS} are the most")
+        for word in words or ():
+            _check(isinstance(word, str) and word.strip() != "", "bad_words",
+                   f"holds {word!r}, which is not a text with anything but white space")
+            _check(len(word) <= MAX_BAD_WORD_CHARACTERS, "bad_words",
+                   f"holds a text of {len(word)} characters; {MAX_BAD_WORD_CHARACTERS} are the most")
+        _check(extra is None or (isinstance(extra, dict) and all(isinstance(name, str) for name in extra)),
+               "extra_args", f"must be a dict by names of logits processors, not {extra!r}")
 
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias

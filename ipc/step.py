@@ -15,7 +15,7 @@ Decoded columns are views over the received bytes: read-only, and valid only as 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import msgspec
@@ -142,6 +142,47 @@ class StepMasks(Columns):
 
 
 @dataclass(slots=True)
+class LogprobColumns(Columns):
+    """Log-probabilities of N tokens: of each token itself, then of the most probable ones. A message within others."""
+
+    keys: Int32
+    """[N] Whose the token is. In a StepOutput: the index of its row, among those that sampled or, of prompts, among
+    all. In messages.Outputs: the request's handle."""
+    positions: Int32
+    """[N] The token's place in its prompt; of sampled tokens, which come one at a time, in its request."""
+    sizes: Int32
+    """[N] Entries of each token, at least 1."""
+    ranks: Int32
+    """[N] How many tokens are more probable, plus 1."""
+    token_ids: Int32
+    """[sum(sizes)]"""
+    logprobs: Float32
+    """[sum(sizes)]"""
+
+    def pack(self) -> UInt8:
+        """As one column of another message."""
+        return np.frombuffer(b"".join(self.encode()), np.uint8)
+
+    @classmethod
+    def unpack(cls, column: UInt8 | bytes) -> Self:
+        """What pack made; views over it."""
+        return cls.decode(column if isinstance(column, bytes) else column.data)
+
+    def of(self, chosen: npt.NDArray[np.bool_], keys: Int32) -> Self:
+        """Those of some tokens, [N], under other keys, one for each that is chosen."""
+        entries = np.repeat(chosen, self.sizes)
+        return type(self)(keys, self.positions[chosen], self.sizes[chosen], self.ranks[chosen],
+                          self.token_ids[entries], self.logprobs[entries])
+
+
+def _no_bytes() -> UInt8:
+    return _NO_BYTES
+
+
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+@dataclass(slots=True)
 class StepOutput(Columns):
     """What a step gave."""
 
@@ -156,3 +197,7 @@ class StepOutput(Columns):
     """When rank 0 had the step's message."""
     launched_ns: int = 0
     """When it had queued the step's work on the device."""
+    logprobs: UInt8 = field(default_factory=_no_bytes)
+    """LogprobColumns of sampled tokens; empty if no row asks."""
+    prompt_logprobs: UInt8 = field(default_factory=_no_bytes)
+    """LogprobColumns of tokens of prompts."""

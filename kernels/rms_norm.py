@@ -62,6 +62,10 @@ class Stream(NamedTuple):
         """[T, D], from the beginning."""
         return self.norm(self.hidden)
 
+    def part(self, first: int, last: int) -> Stream:
+        """The stream of consecutive tokens."""
+        return Stream(self.hidden[first:last], self.norm)
+
     def of_rows(self, rows: Tensor) -> Stream:
         """The stream of some tokens alone, int [R]."""
         return Stream(self.hidden.index_select(0, rows), self.norm)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sidestep.frontend.async_llm import AsyncLLM
     from sidestep.frontend.llm import LLM
-    from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from sidestep.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
     from sidestep.ipc.errors import (
         EngineDeadError,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from sidestep.ipc.records import RequestRecord, StepRecord
-    from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+    from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
 __version__: str
@@ -32,6 +32,7 @@ _HOMES = {
     "AsyncLLM": "frontend.async_llm",
     "LLM": "frontend.llm",
     "CompletionOutput": "frontend.outputs",
+    "Logprob": "frontend.outputs",
     "RequestMetrics": "frontend.outputs",
     "RequestOutput": "frontend.outputs",
     "DEFAULT_MODEL": "ipc.config",
@@ -45,6 +46,7 @@ _HOMES = {
     "ValidationError": "ipc.errors",
     "RequestRecord": "ipc.records",
     "StepRecord": "ipc.records",
+    "RepetitionDetectionParams": "ipc.sampling_params",
     "RequestOutputKind": "ipc.sampling_params",
     "SamplingParams": "ipc.sampling_params",
     "StructuredOutputsParams": "ipc.structured_outputs",
@@ -52,8 +54,9 @@ _HOMES = {
 
 __all__ = [
     "DEFAULT_MODEL", "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError",
-    "EngineStartError", "QueueFullError", "RequestError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
-    "RequestRecord", "SamplingParams", "SidestepError", "StepRecord", "StructuredOutputsParams", "ValidationError",
+    "EngineStartError", "Logprob", "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics",
+    "RequestOutput", "RequestOutputKind", "RequestRecord", "SamplingParams", "SidestepError", "StepRecord",
+    "StructuredOutputsParams", "ValidationError",
 ]
 
 

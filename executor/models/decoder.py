@@ -136,7 +136,15 @@ class DecoderForCausalLM:
                  out: Tensor | None = None) -> Tensor:
         """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]. out: the first R
         rows of new_logits, where they shall be written; on a GPU only."""
+        return self.logits(self.states(token_ids, attention, logits_rows), out)
+
+    def states(self, token_ids: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
+        """The residual stream after the last layer, of the tokens at `rows` (int [R]; None for all)."""
         stream = Stream(self._embedding(token_ids), self._first_norm)
         for layer in self._layers[:-1]:
             stream = layer(stream, attention)
-        return self._head(self._layers[-1](stream, attention, logits_rows), out)
+        return self._layers[-1](stream, attention, rows)
+
+    def logits(self, stream: Stream, out: Tensor | None = None) -> Tensor:
+        """[R, V] of what `states` gave, or of some of its rows."""
+        return self._head(stream, out)

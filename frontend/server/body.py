@@ -14,7 +14,7 @@ from sidestep.frontend.server.errors import ApiError, ClientGoneError, refused
 T = TypeVar("T")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
-_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:

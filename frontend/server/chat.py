@@ -27,6 +27,7 @@ from sidestep.frontend.server.chat_protocol import (
     NamedToolChoice,
     functions_of,
     max_tokens_of,
+    num_logprobs_of,
     template_messages,
     tools_in_use,
 )
@@ -34,10 +35,12 @@ from sidestep.frontend.server.connection import DONE, EventStream, merged, while
 from sidestep.frontend.server.encoding import EventEncoder, usage_event
 from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.fields import refuse_not_yet, sampling_params
+from sidestep.frontend.server.logprobs import Entries, content_logprobs, prompt_logprobs
 from sidestep.frontend.server.protocol import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
+    ChatLogprobs,
     Delta,
     FinishWord,
     FunctionCall,
@@ -113,6 +116,7 @@ class ChatRoute:
 
     def _params(self, request: ChatRequest, tools: Sequence[Any] | None, form: Form | None) -> SamplingParams:
         more: dict[str, Any] = {
+            "logprobs": num_logprobs_of(request),
             "output_kind": RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             "structured_outputs": None if form is None else form.params}
         if tools and self._tools is not None and self._tools.special_tokens:
@@ -169,6 +173,8 @@ class ChatAnswer:
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = ChatCompletion(id=self._name, created=self._created, model=self._model, choices=choices,
                               usage=usage_of(outputs, len(outputs)))
+        if (asked := outputs[0].prompt_logprobs) is not None:
+            body.prompt_logprobs = prompt_logprobs(asked)
         return Response(msgspec.json.encode(body), media_type="application/json",
                         headers={"x-request-id": self._name})
 
@@ -178,7 +184,14 @@ class ChatAnswer:
         if parser is not None:
             message = self._message(parser.feed(completion.text) + parser.finish())
         reason = _finish_word(completion.finish_reason, bool(message.tool_calls))
-        return ChatChoice(index=index, message=message, finish_reason=reason, stop_reason=completion.stop_reason)
+        return ChatChoice(index=index, message=message, logprobs=self._logprobs(index, completion.logprobs),
+                          finish_reason=reason, stop_reason=completion.stop_reason)
+
+    def _logprobs(self, index: int, tokens: Sequence[Entries] | None) -> ChatLogprobs | None:
+        most = self._choices[index].params.logprobs
+        if most is None or not tokens:
+            return None
+        return ChatLogprobs(content_logprobs(self._service.llm.get_tokenizer(), tokens, most))
 
     def _message(self, events: Sequence[Event]) -> AnswerMessage:
         content, reasoning, calls = "", "", list[ToolCall]()
@@ -218,21 +231,26 @@ class ChatAnswer:
         choice = self._choices[index]
         parser = self._parsers[index]
         deltas = None if parser is None else _Deltas(self._tools)
-        event = encoder.delta(Delta(role="assistant", content=""))
+        event, untold = encoder.delta(Delta(role="assistant", content="")), list[Entries]()
         with self._service.tally(choice) as tally:
             async with aclosing(self._service.generate(choice)) as outputs:
                 async for output in outputs:
                     tally.note(output)
                     completion = output.outputs[0]
+                    untold += completion.logprobs or ()
                     if deltas is None or parser is None:
                         if completion.text:
-                            event += encoder.content(completion.text)
+                            event += encoder.content(completion.text, self._logprobs(index, untold))
+                            untold.clear()
                     else:
                         found = parser.feed(completion.text) + (parser.finish() if output.finished else [])
-                        event += b"".join(map(encoder.delta, deltas.of(found)))
+                        for delta in deltas.of(found):
+                            # Those of a token go with the first that comes of it.
+                            event += encoder.delta(delta, self._logprobs(index, untold))
+                            untold.clear()
                     if output.finished:
                         word = _finish_word(completion.finish_reason, deltas is not None and deltas.num_calls > 0)
-                        event += encoder.end(b"{}", word, completion.stop_reason)
+                        event += encoder.end(b"{}", word, completion.stop_reason, self._logprobs(index, untold))
                         self._last[index] = output
                         if end is not None:
                             event += end()

@@ -9,7 +9,7 @@ import msgspec
 from sidestep.frontend.chat_template import Message
 from sidestep.frontend.parsers.events import Function
 from sidestep.frontend.server.errors import refused
-from sidestep.frontend.server.fields import Count, SamplingFields
+from sidestep.frontend.server.fields import Count, NumLogprobs, SamplingFields
 from sidestep.frontend.server.protocol import ToolCall
 
 
@@ -103,8 +103,9 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """What else the model's template is given, such as {"enable_thinking": false}."""
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
     # Not implemented: see fields.NOT_YET.
-    top_logprobs: Any = None
     functions: Any = None
     function_call: Any = None
     parallel_tool_calls: Any = None
@@ -127,6 +128,15 @@ def max_tokens_of(request: ChatRequest) -> int | None:
     if new is not None and old is not None and new != old:
         raise refused("max_tokens", f"is {old}, and max_completion_tokens, its new name, is {new}")
     return old if new is None else new
+
+
+def num_logprobs_of(request: ChatRequest) -> int | None:
+    """How many of the most probable tokens are asked for. Raises ApiError."""
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise refused("top_logprobs", "has a meaning only with logprobs: true")
+    return None
 
 
 def template_messages(messages: list[ChatMessage]) -> list[Message]:

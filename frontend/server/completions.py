@@ -16,8 +16,9 @@ from sidestep.frontend.server.body import decode
 from sidestep.frontend.server.connection import DONE, EventStream, merged, while_connected
 from sidestep.frontend.server.encoding import EventEncoder, usage_event
 from sidestep.frontend.server.errors import refused
-from sidestep.frontend.server.fields import Natural, SamplingFields, refuse_not_yet, sampling_params
-from sidestep.frontend.server.protocol import Completion, CompletionChoice, FinishWord
+from sidestep.frontend.server.fields import Natural, NumLogprobs, SamplingFields, refuse_not_yet, sampling_params
+from sidestep.frontend.server.logprobs import CompletionLogprobWriter, joined, prompt_logprobs
+from sidestep.frontend.server.protocol import Completion, CompletionChoice, CompletionLogprobs, FinishWord
 from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
 from sidestep.frontend.server.structure import form_of
 from sidestep.ipc.sampling_params import RequestOutputKind
@@ -40,6 +41,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """Repeat the prompt before the completion."""
     add_special_tokens: bool | None = None
     """Whether a text gets the tokens that the model puts around every text; true if not given."""
+    logprobs: NumLogprobs | None = None
+    """Of each token, and of this many most probable ones; with echo, of the prompt's too."""
     # Not implemented: see fields.NOT_YET.
     best_of: Any = None
     suffix: Any = None
@@ -62,14 +65,19 @@ class CompletionRoute:
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         form = form_of(request.response_format, request.structured_outputs)
         params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind,
+                                 logprobs=request.logprobs,
                                  structured_outputs=None if form is None else form.params)
         if form is not None:
             await form.check(service.llm)
+        wants_prompt = request.prompt_logprobs is not None
+        if request.echo and request.logprobs is not None:
+            most = max(request.logprobs, request.prompt_logprobs or 0)
+            params = msgspec.structs.replace(params, prompt_logprobs=most)
         name, n = new_id("cmpl"), request.n or 1
         choices = service.choices(http, name, prompts, params, n=n, priority=request.priority,
                                   salt=request.cache_salt, deadline_ms=request.deadline_ms)
         echo = [self._text(ids) for ids in prompts] if request.echo else [""] * len(prompts)
-        answer = CompletionAnswer(service, name, model, choices, n, echo)
+        answer = CompletionAnswer(service, name, model, choices, n, echo, wants_prompt)
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
         include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -113,29 +121,43 @@ class CompletionAnswer:
     """The answer to one request, in its two forms."""
 
     def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice], n: int,
-                 echo: Sequence[str]) -> None:
-        """echo: for each prompt, what its completions begin with."""
+                 echo: Sequence[str], wants_prompt: bool) -> None:
+        """echo: for each prompt, what its completions begin with. wants_prompt: whether prompt_logprobs are asked for,
+        and not only for the echo."""
         self._service = service
         self._name = name
         self._model = model
         self._choices = choices
         self._n = n
         self._echo = echo
+        self._wants_prompt = wants_prompt
         self._created = int(time.time())
         self._last: list[RequestOutput | None] = [None] * len(choices)
 
     async def whole(self) -> Response:
         """One body."""
         outputs = await self._service.whole(self._choices)
-        choices = [
-            CompletionChoice(index=i, text=self._echo[i // self._n] + output.outputs[0].text,
-                             finish_reason=cast(FinishWord, output.outputs[0].finish_reason),
-                             stop_reason=output.outputs[0].stop_reason)
-            for i, output in enumerate(outputs)]
+        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = Completion(id=self._name, created=self._created, model=self._model, choices=choices,
                           usage=usage_of(outputs, self._n))
         return Response(msgspec.json.encode(body), media_type="application/json",
                         headers={"x-request-id": self._name})
+
+    def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
+        completion, logprobs = output.outputs[0], self._writer(index)
+        choice = CompletionChoice(
+            index=index, text=self._echo[index // self._n] + completion.text,
+            logprobs=None if logprobs is None else logprobs.write(output),
+            finish_reason=cast(FinishWord, completion.finish_reason), stop_reason=completion.stop_reason)
+        if self._wants_prompt and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _writer(self, index: int) -> CompletionLogprobWriter | None:
+        params = self._choices[index].params
+        if params.logprobs is None:
+            return None
+        return CompletionLogprobWriter(self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n]))
 
     def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
@@ -155,17 +177,25 @@ class CompletionAnswer:
                       end: Callable[[], bytes] | None = None) -> AsyncGenerator[bytes, None]:
         """The events of one choice; `end` gives what follows the last of them."""
         choice = self._choices[index]
-        echo = self._echo[index // self._n]
-        event = encoder.text(echo) if echo else b""
+        echo, logprobs = self._echo[index // self._n], self._writer(index)
+        event = encoder.text(echo) if echo and logprobs is None else b""
+        untold: CompletionLogprobs | None = None
         with self._service.tally(choice) as tally:
             async with aclosing(self._service.generate(choice)) as outputs:
                 async for output in outputs:
                     tally.note(output)
                     completion = output.outputs[0]
-                    if completion.text:
-                        event += encoder.text(completion.text)
+                    text = completion.text
+                    if logprobs is not None:
+                        # The prompt's come with the first output, and the prompt with them.
+                        text, echo = echo + text, ""
+                        untold = joined(untold, logprobs.write(output))
+                    if text:
+                        event += encoder.text(text, untold)
+                        untold = None
                     if output.finished:
-                        event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason)
+                        event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason,
+                                             untold)
                         self._last[index] = output
                         if end is not None:
                             event += end()

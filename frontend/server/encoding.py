@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sidestep.frontend.server.protocol import Delta, Usage
+from sidestep.frontend.server.protocol import ChatLogprobs, CompletionLogprobs, Delta, Usage
 
 _encode = msgspec.json.Encoder().encode
 
@@ -17,25 +17,31 @@ class EventEncoder:
         """head: what each event has besides its choice. slot: the choice's key for what is new: 'delta' or 'text'."""
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (_encode(head)[:-1], index, slot.encode())
-        self._after = b',"logprobs":null,"finish_reason":null}]' + tail
+        self._rest = b',"finish_reason":null}]' + tail
+        self._after = b',"logprobs":null' + self._rest
         self._tail = tail
 
-    def content(self, text: str) -> bytes:
+    def content(self, text: str, logprobs: ChatLogprobs | None = None) -> bytes:
         """New text of a chat."""
-        return b'%b{"content":%b}%b' % (self._before, _encode(text), self._after)
+        return b'%b{"content":%b}%b' % (self._before, _encode(text), self._with(logprobs))
 
-    def text(self, text: str) -> bytes:
+    def text(self, text: str, logprobs: CompletionLogprobs | None = None) -> bytes:
         """New text of a completion."""
-        return b"%b%b%b" % (self._before, _encode(text), self._after)
+        return b"%b%b%b" % (self._before, _encode(text), self._with(logprobs))
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta, logprobs: ChatLogprobs | None = None) -> bytes:
         """Anything else that is new of a chat."""
-        return b"%b%b%b" % (self._before, _encode(delta), self._after)
+        return b"%b%b%b" % (self._before, _encode(delta), self._with(logprobs))
 
-    def end(self, empty: bytes, finish_reason: str, stop_reason: int | str | None) -> bytes:
+    def end(self, empty: bytes, finish_reason: str, stop_reason: int | str | None,
+            logprobs: ChatLogprobs | CompletionLogprobs | None = None) -> bytes:
         """The choice's last event; `empty` is what stands where the new text was."""
-        return b'%b%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b' % (
-            self._before, empty, _encode(finish_reason), _encode(stop_reason), self._tail)
+        return b'%b%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
+            self._before, empty, _encode(logprobs), _encode(finish_reason), _encode(stop_reason), self._tail)
+
+    def _with(self, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes:
+        """What follows the new text."""
+        return self._after if logprobs is None else b',"logprobs":%b%b' % (_encode(logprobs), self._rest)
 
 
 def usage_event(head: dict[str, object], usage: Usage) -> bytes:

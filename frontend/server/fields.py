@@ -13,7 +13,16 @@ import msgspec
 
 from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.structure import ResponseFormat, StructuredOutputs
-from sidestep.ipc.sampling_params import MAX_SEED, SamplingParams
+from sidestep.ipc.sampling_params import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PATTERN,
+    MAX_SEED,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
 
 MAX_N = 128
 """Choices of one prompt, as in OpenAI's API."""
@@ -27,13 +36,6 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, msgspec.Meta(min_length=1)]
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "best_of": (1,),
     "suffix": (),
     "functions": (),
@@ -52,8 +54,19 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "user": (),
 }
-"""Known field -> its neutral values, besides null. `logprobs` is a switch of chats and a number of completions, where 0
-already asks for some."""
+"""Known field -> its neutral values, besides null."""
+
+
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An answer ends when its last tokens are one pattern of tokens, so many times in a row."""
+
+    max_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PATTERN)]
+    min_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PATTERN)] = 1
+    min_count: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] = 3
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +89,10 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[Natural, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+                          msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     # As users of vLLM know them.
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -84,6 +101,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[Natural], msgspec.Meta(max_length=128)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
+    allowed_token_ids: Annotated[list[Natural], msgspec.Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+                         msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    """Of each token of the prompt; not in streams."""
+    repetition_detection: RepetitionDetection | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
@@ -91,17 +115,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # Not implemented: see NOT_YET.
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
-    prompt_logprobs: Any = None
     user: Any = None
 
 
 _ENGINE_FIELDS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "ignore_eos",
-                  "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output")
+                  "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output", "presence_penalty",
+                  "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+                  "prompt_logprobs")
 
 
 def refuse_not_yet(request: msgspec.Struct, table: Mapping[str, tuple[Any, ...]] = NOT_YET) -> None:
@@ -131,6 +151,11 @@ def sampling_params(request: msgspec.Struct, max_tokens: int | None, **more: Any
     stops = given.get("stop", ())
     if sum(map(len, [stops] if isinstance(stops, str) else stops)) > MAX_STOP_CHARACTERS:
         raise refused("stop", f"has more than {MAX_STOP_CHARACTERS} characters altogether")
+    if "prompt_logprobs" in given and getattr(request, "stream", False):
+        raise refused("prompt_logprobs", "cannot be streamed")
+    detection: RepetitionDetection | None = getattr(request, "repetition_detection", None)
+    if detection is not None:
+        given["repetition_detection"] = RepetitionDetectionParams(**msgspec.structs.asdict(detection))
     return SamplingParams(**{**given, "max_tokens": max_tokens, **more})
 
 

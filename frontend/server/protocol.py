@@ -7,8 +7,55 @@ from typing import Literal
 
 import msgspec
 
-FinishWord = Literal["stop", "length", "tool_calls", "abort"]
-"""'abort': the deadline has passed, or the server shuts down; `stop_reason` has more."""
+FinishWord = Literal["stop", "length", "tool_calls", "repetition", "abort"]
+"""'repetition': see repetition_detection; 'abort': the deadline has passed, or the server shuts down; `stop_reason` has
+more."""
+
+
+class TokenLogprob(msgspec.Struct):
+    """A token and how probable the model found it."""
+
+    token: str
+    """A replacement character stands for bytes that are no character by themselves."""
+    logprob: float
+    bytes: list[int]
+    """UTF-8."""
+
+
+class ContentLogprob(TokenLogprob):
+    """The same of a token of the answer."""
+
+    top_logprobs: list[TokenLogprob]
+    """The most probable tokens in its place, best first."""
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Of a chat's answer, all its tokens, those of reasoning and of tool calls too."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Of a completion's tokens, and of its prompt's where that is repeated; null where nothing comes before."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """Where each begins, in characters of the text."""
+
+
+class PromptLogprob(msgspec.Struct):
+    """How probable the model found a token of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt, by token id; null for the first."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -57,7 +104,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord
     stop_reason: int | str | None = None
     """The stop token's id or the stop text, or 'deadline'."""
@@ -72,6 +119,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -104,7 +152,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord | None = None
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
 
@@ -125,9 +173,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishWord | None = None
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -17,9 +17,10 @@ from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.parsers.events import AnswerParser, Content, Event, Reasoning, ReasoningParser
 from sidestep.frontend.server.body import decode
 from sidestep.frontend.server.connection import EventStream, while_connected
-from sidestep.frontend.server.errors import ApiError
+from sidestep.frontend.server.errors import ApiError, refused
 from sidestep.frontend.server.fields import refuse_not_yet, sampling_params
-from sidestep.frontend.server.protocol import PromptDetails
+from sidestep.frontend.server.logprobs import content_logprobs
+from sidestep.frontend.server.protocol import ContentLogprob, PromptDetails
 from sidestep.frontend.server.responses_protocol import (
     RESPONSES_NOT_YET,
     IncompleteDetails,
@@ -60,6 +61,7 @@ class ResponsesRoute:
         if form is not None and self._make_reasoning is not None:
             form = after_reasoning(form, self._make_reasoning(prompt))
         params = sampling_params(request, request.max_output_tokens, output_kind=kind,
+                                 logprobs=self._num_logprobs(request),
                                  structured_outputs=None if form is None else form.params)
         if form is not None:
             await form.check(service.llm)
@@ -71,7 +73,7 @@ class ResponsesRoute:
         answer = ResponsesAnswer(
             id=name, created_at=int(time.time()), model=model, status="in_progress",
             instructions=request.instructions, max_output_tokens=request.max_output_tokens,
-            temperature=params.temperature, top_p=params.top_p)
+            temperature=params.temperature, top_p=params.top_p, top_logprobs=request.top_logprobs or 0)
         if request.text is not None and request.text.format is not None:
             answer.text = TextConfig(request.text.format)
         parser = AnswerParser(self._make_reasoning(prompt) if self._make_reasoning else None, None)
@@ -79,6 +81,17 @@ class ResponsesRoute:
             events = _Events()
             return EventStream(_stream(service, choice, answer, parser, events), {"x-request-id": name}, events.error)
         return await while_connected(_whole(service, choice, answer, parser), http.receive)
+
+
+    def _num_logprobs(self, request: ResponsesRequest) -> int | None:
+        """Raises ApiError."""
+        field = "include" if request.include else "top_logprobs" if request.top_logprobs else None
+        if field is None:
+            return None
+        if self._make_reasoning is not None:
+            raise refused(field, "logprobs of a model's answer alone are not told by this server, which tells its "
+                          "reasoning apart", "unsupported_field")
+        return request.top_logprobs or 0
 
 
 def _messages(request: ResponsesRequest) -> list[Message]:
@@ -100,8 +113,21 @@ async def _whole(service: Service, choice: Choice, answer: ResponsesAnswer, pars
     for event in parser.feed(output.outputs[0].text) + parser.finish():
         items.add(event)
     items.close(answer)
+    _add_logprobs(items, _logprobs(service, choice, output))
     _complete(answer, output)
     return Response(_encode(answer), media_type="application/json", headers={"x-request-id": answer.id})
+
+
+def _logprobs(service: Service, choice: Choice, output: RequestOutput) -> list[ContentLogprob]:
+    """Of what is new in an output; none if they are not asked for."""
+    return content_logprobs(service.llm.get_tokenizer(), output.outputs[0].logprobs or (), choice.params.logprobs or 0)
+
+
+def _add_logprobs(items: _Items, logprobs: list[ContentLogprob]) -> None:
+    """To the last item, which is the only one that has any."""
+    part = items.made[-1].content[0]
+    if logprobs and isinstance(part, OutputText):
+        part.logprobs = [*(part.logprobs or ()), *logprobs]
 
 
 def _complete(answer: ResponsesAnswer, output: RequestOutput) -> None:
@@ -173,13 +199,14 @@ class _Events:
 
 async def _stream(service: Service, choice: Choice, answer: ResponsesAnswer, parser: AnswerParser,
                   events: _Events) -> AsyncGenerator[bytes, None]:
-    items = _Items()
+    items, untold = _Items(), list[ContentLogprob]()
     data = events.make("response.created", response=answer) + events.make("response.in_progress", response=answer)
     async with AsyncExitStack() as stack:
         tally = stack.enter_context(service.tally(choice))
         outputs = await stack.enter_async_context(aclosing(service.generate(choice)))
         async for output in outputs:
             tally.note(output)
+            untold += _logprobs(service, choice, output)
             found = parser.feed(output.outputs[0].text) + (parser.finish() if output.finished else [])
             for event in found:
                 assert isinstance(event, Content | Reasoning)
@@ -189,7 +216,11 @@ async def _stream(service: Service, choice: Choice, answer: ResponsesAnswer, par
                     data += _opening(items, events)
                 else:
                     items.add(event)
-                data += events.make(f"response.{_kind(items.made[-1])}.delta", delta=event.text, **_place(items))
+                more = _of_text(items, untold)
+                _add_logprobs(items, untold)
+                untold = []
+                data += events.make(f"response.{_kind(items.made[-1])}.delta", delta=event.text, **more,
+                                    **_place(items))
             if data:
                 yield data
             data = b""
@@ -197,6 +228,7 @@ async def _stream(service: Service, choice: Choice, answer: ResponsesAnswer, par
         data += _closing(items, events)
         items.made.append(_new_item(False))
         data += _opening(items, events)
+    _add_logprobs(items, untold)
     data += _closing(items, events)
     items.close(answer)
     _complete(answer, output)
@@ -205,6 +237,11 @@ async def _stream(service: Service, choice: Choice, answer: ResponsesAnswer, par
 
 def _kind(item: Item) -> str:
     return "reasoning_text" if isinstance(item, ReasoningItem) else "output_text"
+
+
+def _of_text(items: _Items, logprobs: list[ContentLogprob]) -> dict[str, Any]:
+    """What the events of an answer's text have besides."""
+    return {"logprobs": logprobs} if isinstance(items.made[-1], MessageItem) else {}
 
 
 def _place(items: _Items) -> dict[str, Any]:
@@ -229,6 +266,7 @@ def _closing(items: _Items, events: _Events) -> bytes:
     item = items.made[-1]
     item.status = "completed"
     part = item.content[0]
-    return (events.make(f"response.{_kind(item)}.done", text=part.text, **_place(items))
+    return (events.make(f"response.{_kind(item)}.done", text=part.text,
+                        **_of_text(items, getattr(part, "logprobs", None) or []), **_place(items))
             + events.make("response.content_part.done", part=part, **_place(items))
             + events.make("response.output_item.done", output_index=len(items.made) - 1, item=item))

@@ -6,15 +6,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sidestep.frontend.server.fields import Count, Natural
-from sidestep.frontend.server.protocol import PromptDetails
+from sidestep.frontend.server.fields import Count, Natural, NumLogprobs, Penalty
+from sidestep.frontend.server.protocol import ContentLogprob, PromptDetails
 from sidestep.frontend.server.structure import TextConfigFormat, TextFormat
 from sidestep.ipc.sampling_params import MAX_SEED
 
 RESPONSES_NOT_YET: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
-    "include": ([],),
     "logprobs": (False,),
     "max_tool_calls": (),
     "metadata": ({},),
@@ -29,7 +28,6 @@ RESPONSES_NOT_YET: dict[str, tuple[Any, ...]] = {
     "stream_options": (),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
     "user": (),
 }
@@ -47,7 +45,7 @@ class OutputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_f
 
     text: str
     annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] = []
-    logprobs: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = []
+    logprobs: list[ContentLogprob] | None = []
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -88,10 +86,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
     text: TextConfig | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: NumLogprobs | None = None
+    """Of each token; asks for logprobs by itself, too."""
     # Not implemented: see RESPONSES_NOT_YET.
     background: Any = None
     conversation: Any = None
-    include: Any = None
     logprobs: Any = None
     max_tool_calls: Any = None
     metadata: Any = None
@@ -106,7 +108,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream_options: Any = None
     tool_choice: Any = None
     tools: Any = None
-    top_logprobs: Any = None
     truncation: Any = None
     user: Any = None
 
@@ -184,4 +185,5 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(TextFormat()))
     tool_choice: str = "auto"
     tools: list[Any] = []
+    top_logprobs: int = 0
     truncation: str = "disabled"

@@ -129,6 +129,11 @@ def launch_common(model: Model, page: int, window: int) -> None:
         bf16(ROWS, 151_936), header=i32(16), slots=i32(ROWS), seq_lens=i32(ROWS), samples=i32(ROWS),
         seed=torch.empty(SLOTS, dtype=torch.int64, device="meta"), out_ids=i32(8, ROWS), **sampling,
         scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)), pdl=launch.has_pdl(torch.device("meta")))
+    # Special rows are sampled from float32.
+    sampling_triton.sample_tokens(
+        f32(ROWS, 151_936), header=i32(16), slots=i32(ROWS), seq_lens=i32(ROWS), samples=i32(ROWS),
+        seed=torch.empty(SLOTS, dtype=torch.int64, device="meta"), out_ids=i32(8, ROWS), **sampling,
+        scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)), pdl=launch.has_pdl(torch.device("meta")))
     tables = prepare_step_triton.SlotTables(i32(SLOTS, 600), i32(SLOTS), f32(SLOTS), f32(SLOTS), f32(SLOTS), i32(SLOTS),
                                             torch.empty(SLOTS, dtype=torch.int64, device="meta"))
     prepare_step_triton.prepare_step(i32(100_000), layout, tables, i32(TOKENS), i32(TOKENS), i32(TOKENS), i32(ROWS),

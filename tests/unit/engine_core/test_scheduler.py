@@ -4,6 +4,7 @@ import pytest
 
 from sidestep.executor.fake import expected_tokens
 from sidestep.ipc.messages import FinishReason
+from sidestep.ipc.sampling_params import RepetitionDetectionParams
 from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
 
 
@@ -51,6 +52,19 @@ def test_stop_tokens_before_min_tokens_do_not_stop_and_the_worker_is_told_to_mas
     assert len(engine.tokens[0]) >= 4
     assert engine.steps[0].new_min_tokens.tolist() == [4]
     assert engine.steps[0].new_stop_ids.tolist() == sorted({expected[0], expected[1]})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_output_that_goes_round_in_circles_ends_with_a_reason(depth: int) -> None:
+    engine = Engine(make_scheduler(overlap=depth == 2), depth)
+    engine.runner._vocab_size = 3  # so that tokens repeat at all
+    detection = RepetitionDetectionParams(max_pattern_size=3, min_count=3)
+    engine.scheduler.add(make_request([1, 2, 3], 500, repetition_detection=detection, min_tokens=5))
+    engine.run()
+    output = engine.tokens[0]
+    assert engine.finished[0].reason is FinishReason.REPETITION
+    ends = [n for n in range(5, len(output) + 1) if any(output[n - 3 * k:n] == output[n - k:n] * 3 for k in (1, 2, 3))]
+    assert ends == [len(output)]
 
 
 def test_those_that_decode_come_first_and_prompts_get_the_rest_of_the_budget() -> None:

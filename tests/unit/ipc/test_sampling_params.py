@@ -1,10 +1,14 @@
 """SamplingParams: a wrong value fails where it is made and names its field."""
 
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.messages import AddRequest, decode_to_core, encode
-from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
+from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -13,6 +17,13 @@ from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
     ("min_tokens", -1), ("stop", [""]), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [True]),
     ("stop_token_ids", 5), ("stop_token_ids", [7] * 129), ("stop_token_ids", "5"), ("ignore_eos", 1),
     ("detokenize", "no"),
+    ("presence_penalty", 2.1), ("presence_penalty", None), ("frequency_penalty", -3), ("frequency_penalty", "1"),
+    ("repetition_penalty", 0), ("repetition_penalty", 1e9), ("logit_bias", []), ("logit_bias", {"5": 1.0}),
+    ("logit_bias", {5: 101}), ("logit_bias", {-1: 1.0}), ("logit_bias", {5: float("nan")}),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", 4), ("bad_words", "word"), ("bad_words", [" "]), ("bad_words", [3]),
+    ("bad_words", ["w"] * 129), ("bad_words", ["w" * 257]), ("repetition_detection", {"max_pattern_size": 3}),
+    ("extra_args", []), ("extra_args", {1: 2}),
     ("skip_special_tokens", None), ("include_stop_str_in_output", 0), ("output_kind", "delta"), ("output_kind", 1)])
 def test_wrong_values(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -43,3 +54,29 @@ def test_a_wrong_value_is_refused_also_when_it_comes_over_the_wire() -> None:
     data[at + 1:at + 3] = b"\xc0\x14"  # -5.0
     with pytest.raises(ValueError):
         decode_to_core(data)
+
+
+@pytest.mark.parametrize(("field", "values"), [
+    ("max_pattern_size", {"max_pattern_size": 0}), ("max_pattern_size", {"max_pattern_size": 129}),
+    ("max_pattern_size", {"max_pattern_size": 2, "min_pattern_size": 3}),
+    ("min_pattern_size", {"max_pattern_size": 2, "min_pattern_size": 0}),
+    ("min_count", {"max_pattern_size": 2, "min_count": 1})])
+def test_wrong_values_of_repetition_detection(field: str, values: dict[str, int]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RepetitionDetectionParams(**values)
+    assert caught.value.field == f"repetition_detection.{field}"
+
+
+@given(st.lists(st.integers(0, 2), max_size=24), st.integers(1, 5), st.integers(1, 5), st.integers(2, 4),
+       st.integers(0, 3))
+def test_repetition_is_found_where_it_is(tokens: list[int], size: int, more: int, count: int, first: int) -> None:
+    detection = RepetitionDetectionParams(min_pattern_size=size, max_pattern_size=size + more, min_count=count)
+    output = tokens[first:]
+    expected = any(len(output) >= n * count and output[-n * count:] == output[-n:] * count
+                   for n in range(size, size + more + 1))
+    assert detection.found_in(tokens, min(first, len(tokens))) == expected
+
+
+def test_every_parameter_is_in_the_documentation() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "sampling.md").read_text()
+    assert [name for name in SamplingParams.__struct_fields__ if f"`{name}`" not in text] == []

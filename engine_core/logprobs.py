@@ -1,0 +1,24 @@
+"""Log-probabilities on their way through the core: from a step's rows to the requests of each frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sidestep.engine_core.request import Request, Status
+from sidestep.ipc.step import LogprobColumns, UInt8
+
+
+def share_logprobs(column: UInt8, requests: Sequence[Request]) -> Iterator[tuple[int, bytes]]:
+    """What each frontend, by its number, must be told. requests: what the keys of the columns are indices of; those
+    that have ended are told nothing."""
+    if not len(column):
+        return
+    columns = LogprobColumns.unpack(column)
+    owners = [requests[key] for key in columns.keys.tolist()]
+    handles = np.array([owner.handle for owner in owners], np.int32)
+    clients = np.array([owner.client if owner.status is not Status.FINISHED else -1 for owner in owners])
+    for client in np.unique(clients[clients >= 0]).tolist():
+        chosen = clients == client
+        yield client, columns.of(chosen, handles[chosen]).pack().tobytes()

@@ -1,0 +1,67 @@
+"""A logits processor: one token becomes likelier with each token of the output.
+
+    python -m examples.logits_processor
+
+from the folder above this one lets the bundled model write two comments, one of which is urged to come to its end. An
+engine has the class by LLM(logits_processors=["examples.logits_processor:TokenRamp"]), or by the flag
+--logits-processors; a request reaches it by its name:
+
+    SamplingParams(extra_args={"TokenRamp": {"token": 2, "step": 0.5}})
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sidestep import LLM, SamplingParams
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+
+
+class TokenRamp(LogitsProcessor):
+    """Adds `step` to the logit of `token` once for each token of output so far."""
+
+    def __init__(self, setup: ProcessorSetup) -> None:
+        super().__init__(setup)
+        # What changes with each token is on the device, by slot. Up to now, how long is the output? The host would have
+        # to wait for the device to know; here the device counts.
+        self._lengths = torch.zeros(setup.num_slots, device=setup.device)
+        self._wishes: dict[int, tuple[int, float]] = {}
+
+    def enter(self, request: EnteringRequest) -> bool:
+        wish = request.controls.extra_args.get("TokenRamp")
+        if wish is None:
+            return False  # not for us: costs this request nothing
+        self._wishes[request.slot] = (int(wish["token"]), float(wish["step"]))
+        # After a preemption a request comes again with what it had produced.
+        self._lengths[request.slot] = len(request.output_token_ids)
+        return True
+
+    def leave(self, slot: int) -> None:
+        del self._wishes[slot]
+
+    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+        # All rows at once: a handful of operations, however many requests there are.
+        tokens = self.setup.to_device([self._wishes[slot][0] for slot in slots])
+        steps = self.setup.to_device([self._wishes[slot][1] for slot in slots])
+        index = self.setup.to_device(slots)
+        rows = torch.arange(len(slots), device=logits.device)
+        logits.index_put_((rows, tokens), steps * self._lengths[index], accumulate=True)
+
+    def sampled(self, token_ids: Tensor, slots: Sequence[int]) -> None:
+        self._lengths[self.setup.to_device(slots)] += 1
+
+
+def main() -> None:
+    """Two texts from one prompt."""
+    with LLM(logits_processors=["examples.logits_processor:TokenRamp"]) as llm:
+        end = llm.get_tokenizer().encode("\n", add_special_tokens=False)[0]
+        plain = SamplingParams(temperature=0, max_tokens=30, stop=["\n"])
+        urged = SamplingParams(temperature=0, max_tokens=30, stop=["\n"],
+                               extra_args={"TokenRamp": {"token": end, "step": 0.5}})
+        for output in llm.generate(["# This function"] * 2, [plain, urged], use_tqdm=False):
+            print(repr(output.outputs[0].text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Tokens that must not be sampled: those that a request does not allow, and the last ones of bad words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.transfer import to_device
+from sidestep.ipc.controls import MAX_BAD_WORD_TOKENS
+
+_BEFORE = MAX_BAD_WORD_TOKENS - 1
+"""Tokens that a bad word may have before its last."""
+_ANY, _NONE = -1, -2
+
+
+class AllowedTokens(LogitsProcessor):
+    """All other tokens get minus infinity."""
+
+    def __init__(self, setup: ProcessorSetup) -> None:
+        super().__init__(setup)
+        self._allowed: dict[int, Tensor] = {}
+
+    def enter(self, request: EnteringRequest) -> bool:
+        allowed = request.controls.allowed_token_ids
+        if allowed:
+            self._allowed[request.slot] = to_device(np.array(allowed, np.int64), self.setup.device)
+        return bool(allowed)
+
+    def leave(self, slot: int) -> None:
+        del self._allowed[slot]
+
+    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+        allowed = [self._allowed[slot] for slot in slots]
+        rows = to_device(np.repeat(np.arange(len(slots)), [len(tokens) for tokens in allowed]), self.setup.device)
+        places = (rows, torch.cat(allowed))
+        kept = logits[places]
+        logits.fill_(-torch.inf)
+        logits.index_put_(places, kept)
+
+
+class BadWords(LogitsProcessor):
+    """Keeps the last output tokens of each slot on the device, and compares them with what bad words begin with."""
+
+    def __init__(self, setup: ProcessorSetup) -> None:
+        super().__init__(setup)
+        self._recent = torch.full((setup.num_slots, _BEFORE), _NONE, dtype=torch.int64, device=setup.device)
+        self._words: dict[int, tuple[Tensor, Tensor]] = {}
+        """By slot: beginnings [words, _BEFORE], _ANY where a word is shorter; and last tokens [words]."""
+
+    def enter(self, request: EnteringRequest) -> bool:
+        words = request.controls.bad_words
+        if not words:
+            return False
+        device = self.setup.device
+        beginnings = np.full((len(words), _BEFORE), _ANY, np.int64)
+        for row, word in zip(beginnings, words, strict=True):
+            row[_BEFORE - len(word) + 1:] = word[:-1]
+        last = np.array([word[-1] for word in words], np.int64)
+        self._words[request.slot] = (to_device(beginnings, device), to_device(last, device))
+        recent = np.full(_BEFORE, _NONE, np.int64)
+        known = request.output_token_ids[-_BEFORE:]
+        recent[_BEFORE - len(known):] = known
+        self._recent[request.slot] = to_device(recent, device)
+        return True
+
+    def leave(self, slot: int) -> None:
+        del self._words[slot]
+
+    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+        device = self.setup.device
+        words = [self._words[slot] for slot in slots]
+        rows = np.repeat(np.arange(len(slots)), [len(last) for _, last in words])
+        recent = self._recent.index_select(0, to_device(np.array(slots, np.int64)[rows], device))
+        beginnings, last = (torch.cat(columns) for columns in zip(*words, strict=True))
+        begun = ((recent == beginnings) | (beginnings == _ANY)).all(1)
+        # Added, not written: several words may end in one token.
+        masks = torch.where(begun, -torch.inf, 0.0)
+        logits.index_put_((to_device(rows, device), last), masks, accumulate=True)
+
+    def sampled(self, token_ids: Tensor, slots: Sequence[int]) -> None:
+        index = to_device(np.array(slots, np.int64), self.setup.device)
+        recent = self._recent.index_select(0, index)
+        self._recent.index_copy_(0, index, torch.cat((recent[:, 1:], token_ids[:, None]), 1))

@@ -1,0 +1,154 @@
+"""Penalties, biases and masks through the whole engine: equal to plain arithmetic on transformers' logits, whatever
+runs beside them and however it is run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.logits_processor import TokenRamp
+from sidestep import DEFAULT_MODEL, LLM, EngineStartError, SamplingParams, ValidationError
+from tests.e2e.control import reference_greedy, reference_pairs
+from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
+
+CONTROLS: list[dict[str, Any]] = [
+    {"presence_penalty": 2.0, "logit_bias": {5: 40.0, 6: 39.0, 7: 38.5}}, {"repetition_penalty": 4.0},
+    {"frequency_penalty": 1.3, "logit_bias": {5: 40.0, 6: 39.0, 7: 38.5}},
+    {"presence_penalty": -2.0, "frequency_penalty": -1.0, "repetition_penalty": 0.4},
+    {"allowed_token_ids": [3, 200, 100, 7]}, {"allowed_token_ids": [3, 200, 100, 7], "repetition_penalty": 9.0},
+    {"logit_bias": {5: 30.0, 6: 29.0}, "frequency_penalty": 2.0},
+    {"logit_bias": {9: 100.0}, "presence_penalty": 1.0, "repetition_penalty": 50.0}]
+
+
+def run(path: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any) -> list[list[int]]:
+    with LLM(path, **{"device": "cpu", "dtype": "float32", "cpu_threads": 1, **options}) as llm:
+        return [out.outputs[0].token_ids for out in llm.generate(prompts, list(params), use_tqdm=False)]
+
+
+def requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Every second one is plain."""
+    prompts = random_prompts(16, vocab_size, longest=50)
+    controls = [CONTROLS[i // 2] if i % 2 else {} for i in range(16)]
+    params = [SamplingParams(temperature=0, max_tokens=12 + i % 5, ignore_eos=True, **control)
+              for i, control in enumerate(controls)]
+    return prompts, params
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"async_scheduling": False}, {"max_num_batched_tokens": 24, "max_num_seqs": 6},
+    {"num_kv_blocks": 40, "block_size": 4, "max_model_len": 100}, {"tensor_parallel_size": 2}], ids=str)
+def test_greedy_tokens_equal_plain_arithmetic(options: dict[str, Any], model_folder: Path) -> None:
+    """With two steps in flight, in chunks, preempted, and on two ranks."""
+    path = write_model("llama-gqa", model_folder)
+    model = load_reference(path)
+    prompts, params = requests(model.config.vocab_size)
+    expected = [reference_greedy(model, prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    plain = reference_tokens(model, prompts, [p.max_tokens or 0 for p in params])
+    assert expected[::2] == plain[::2]
+    assert all(a != b for a, b in zip(expected[1::2], plain[1::2], strict=True)), "a control has no effect"
+    assert run(path, prompts, params, **options) == expected
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("control", [
+    {}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.0, "repetition_penalty": 1.4}, {"min_p": 0.4},
+    {"logit_bias": {40: 0.7, 41: -0.4}, "presence_penalty": 0.5}], ids=str)
+def test_frequencies_of_the_first_two_tokens(control: dict[str, Any], overlap: bool) -> None:
+    """Chi-square over 1,500 draws of a pair; the second token of a pair depends on the first by its penalties."""
+    model = load_reference(DEFAULT_MODEL)
+    prompt = [300, 41, 17]
+    common: dict[str, Any] = {"allowed_token_ids": [40, 41, 42], "temperature": 1.7, "max_tokens": 2,
+                              "ignore_eos": True}
+    flat = {"logit_bias": flatten(model, prompt, common["allowed_token_ids"])}
+    for token, bias in control.get("logit_bias", {}).items():
+        flat["logit_bias"][token] += bias
+    params = {**common, **control, **flat}
+    expected = reference_pairs(model, prompt, SamplingParams(**params))
+    draws = run(DEFAULT_MODEL, [prompt] * 1500, [SamplingParams(**params, seed=i) for i in range(1500)],
+                async_scheduling=overlap)
+    seen = Counter(map(tuple, draws))
+    possible = [pair for pair, p in expected.items() if p > 0]
+    assert set(seen) <= set(possible)
+    wanted = 1500 * torch.tensor([expected[pair] for pair in possible], dtype=torch.float64)
+    assert wanted.min() > 5
+    statistic = ((torch.tensor([seen[pair] for pair in possible]) - wanted) ** 2 / wanted).sum()
+    assert torch.special.gammaincc(torch.tensor((len(possible) - 1) / 2), statistic.float() / 2) > 1e-3
+
+
+@torch.inference_mode()
+def flatten(model: Any, prompt: list[int], tokens: Sequence[int]) -> dict[int, float]:
+    """Biases that make these tokens about as probable as each other, so that all pairs can be counted."""
+    logits = model(torch.tensor([prompt])).logits[0, -1].float()
+    return {token: float(logits.max() - logits[token]) for token in tokens}
+
+
+def test_seeded_tokens_do_not_depend_on_the_batch(model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    prompts, _ = requests(331)
+    params = [SamplingParams(temperature=1.1, top_p=0.9, seed=i, max_tokens=10, **CONTROLS[i // 2])
+              for i in range(16)]
+    together = run(path, prompts, params)
+    apart = [run(path, prompts[i::5], params[i::5], max_num_seqs=2, async_scheduling=i % 2 == 0) for i in range(5)]
+    assert [apart[i % 5][i // 5] for i in range(16)] == together
+
+
+def test_bad_words_never_come(model_folder: Path) -> None:
+    """In the text: whatever else the model says instead."""
+    with LLM() as llm:
+        params = SamplingParams(temperature=0, max_tokens=40)
+        before = llm.generate("def get_name(self):\n    return", params, use_tqdm=False)[0].outputs[0].text
+        words = sorted({word for word in before.split() if word.isidentifier()})
+        assert words
+        params = SamplingParams(temperature=0, max_tokens=40, bad_words=words)
+        after = llm.generate("def get_name(self):\n    return", params, use_tqdm=False)[0].outputs[0].text
+    assert not set(words) & set(after.split())
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RAMP = "examples.logits_processor:TokenRamp"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"async_scheduling": False}, {"num_kv_blocks": 24, "block_size": 4, "max_model_len": 90}], ids=str)
+def test_a_processor_of_the_users(options: dict[str, Any], model_folder: Path) -> None:
+    """That of the example, which counts outputs: also over preemptions, and beside plain requests."""
+    path = write_model("llama-gqa", model_folder)
+    model = load_reference(path)
+    prompts = random_prompts(8, model.config.vocab_size, longest=40)
+    wishes = [{"token": 11, "step": 4.0}, {"token": 12, "step": 9.0}]
+    params = [SamplingParams(temperature=0, max_tokens=14, ignore_eos=True,
+                             extra_args={TokenRamp.__name__: wishes[i // 4]} if i % 2 else None) for i in range(8)]
+    expected = reference_tokens(model, prompts, [14] * 8)
+    with torch.inference_mode():
+        for i in range(1, 8, 2):
+            expected[i] = []
+            for length in range(14):
+                logits = model(torch.tensor([prompts[i] + expected[i]])).logits[0, -1]
+                logits[wishes[i // 4]["token"]] += wishes[i // 4]["step"] * length
+                expected[i].append(int(logits.argmax()))
+    assert run(path, prompts, params, logits_processors=[RAMP], **options) == expected
+
+
+def test_the_example_s_program_runs() -> None:
+    ran = subprocess.run([sys.executable, "-m", "examples.logits_processor"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    plain, urged = map(ast.literal_eval, ran.stdout.splitlines())
+    assert len(urged) < len(plain)
+
+
+def test_processors_that_are_not_there(model_folder: Path) -> None:
+    path = write_model("llama-gqa", model_folder)
+    with pytest.raises(EngineStartError, match=r"logits_processors: examples\.nothing:Ramp cannot be made"):
+        run(path, [], [], logits_processors=["examples.nothing:Ramp"])
+    with pytest.raises(EngineStartError, match="logits_processors: builtins:repr is not a LogitsProcessor"):
+        run(path, [], [], logits_processors=["builtins:repr"])
+    with pytest.raises(ValidationError, match="extra_args: 'TokenRamp' is no logits processor of this engine"):
+        run(path, [[1]], [SamplingParams(extra_args={"TokenRamp": {}})])
