@@ -69,6 +69,8 @@ class Request:
     """Where its user gave its grammar."""
     matcher: LLMatcher | None = None
     """Where its output is in its grammar, if it has one."""
+    matcher_group: int = 0
+    """Requests of one group have matchers of one compilation."""
     queued: float = 0.0
     scheduled: float | None = None
     first_token: float | None = None

@@ -204,9 +204,9 @@ class Scheduler:
             return None
         self._last_masked = plan.step_id
         # The token of a request that has ended in the meantime is dropped, whatever it is.
-        rows = [(row, r.matcher) for row, r in plan.masked if r.matcher is not None and r.status is not Status.FINISHED]
+        rows = [(row, request) for row, request in plan.masked if request.status is not Status.FINISHED]
         return StepMasks(plan.step_id, np.array([row for row, _ in rows], np.int32),
-                         self.grammars.masks([matcher for _, matcher in rows]))
+                         self.grammars.masks([request for _, request in rows]))
 
     # Questions.
 
@@ -289,6 +289,8 @@ class Scheduler:
     def _take_compiled(self) -> None:
         """Those whose grammar is ready join the queue."""
         for request, problem in self.grammars.take_compiled():
+            if request not in self._compiling:
+                continue  # it has failed and was too late as well
             if problem is not None:
                 self._fail(request, problem)
             else:

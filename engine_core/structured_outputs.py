@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,13 @@ COMPILE_S = 10.0
 """Seconds after which a request no longer waits for its grammar."""
 _CACHED = 128
 """Grammars that are kept compiled."""
+_SHARERS = 8
+"""Requests for which one compilation is enough. What it learns about tokens serves all of them, but their masks are
+computed one after the other, so that with more requests there are more compilations, up to one for each thread."""
+_CHEAP_S = 0.05
+"""Seconds of compiling beyond which all share one."""
 _USES = 256
-"""Requests that share what one compilation learns about its tokens; that grows, so then it is made anew."""
+"""Requests after which a compilation is made anew, because what it has learnt only grows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,13 +57,17 @@ class _Compilation:
     text: str
     waiting: list[_Waiting] = field(default_factory=list)
     matcher: LLMatcher | None = None
+    seconds: float = 0.0
     error: str = ""
 
 
-@dataclass(slots=True)
-class _Cached:
+@dataclass(slots=True, eq=False)
+class _Compiled:
     matcher: LLMatcher
     """At its beginning; each request gets a copy."""
+    group: int
+    """Its number."""
+    is_cheap: bool
     uses: int = 0
 
 
@@ -87,8 +97,9 @@ class Grammars:
     """Matchers of requests with a grammar."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: Sequence[int], clock: Callable[[], float],
-                 num_threads: int = 2) -> None:
-        """folder: of the tokenizer's files. num_threads: that compile. Call `load` before the first request."""
+                 num_threads: int = 2, num_workers: int | None = None) -> None:
+        """folder: of the tokenizer's files. num_threads: that compile. num_workers: threads that compute masks, as the
+        cores allow if not given. Call `load` before the first request."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -96,7 +107,9 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._problem = "the engine has not loaded the tokenizer"
         """Why there is no tokenizer."""
-        self._cache: OrderedDict[str, _Cached] = OrderedDict()
+        self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
+        self._num_compiled = 0
+        self._num_workers = num_workers or max(1, min(8, available_cores() // 2))
         self._compiling: dict[str, _Compilation] = {}
         self._deadlines: deque[_Waiting] = deque()
         self._jobs: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
@@ -122,7 +135,7 @@ class Grammars:
             file = Path(resolve_model_path(self._folder)) / "tokenizer.json"
             self._tokenizer = LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=self._vocab_size,
                                           eos_token=self._eos)
-            self._executor = LLExecutor(max(1, min(8, available_cores() // 2)))
+            self._executor = LLExecutor(self._num_workers)
         except Exception as error:  # the library raises nothing more special
             self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
 
@@ -142,12 +155,11 @@ class Grammars:
         there can be none."""
         if self._tokenizer is None:
             return self._problem
-        if (cached := self._cache.get(grammar.text)) is not None:
-            self._use(grammar.text, cached, request)
+        if self._use(grammar.text, request):
             return None
         compilation = self._compiling.get(grammar.text)
         if compilation is None:
-            compilation = self._compiling[grammar.text] = _Compilation(grammar.text)
+            compilation = _Compilation(grammar.text)
             self._start_threads()
             self._give(compilation)
         waiting = _Waiting(request, self._clock() + COMPILE_S)
@@ -169,18 +181,17 @@ class Grammars:
         self._num_jobs -= self._bell.hear()
         while not self._done.empty():
             compilation = self._done.get()
+            if compilation.matcher is not None:
+                self._remember(compilation, compilation.matcher)
             waiting = [w for w in compilation.waiting if w.waits]
-            if waiting and compilation.matcher is None and not compilation.error:
-                self._give(compilation)  # nobody waited for it when its turn came
-                continue
-            del self._compiling[compilation.text]
-            if compilation.matcher is None:
+            if compilation.error:
                 ended += [(w.request, compilation.error) for w in waiting]
-                continue
-            cached = self._remember(compilation.text, compilation.matcher)
-            for w in waiting:
-                self._use(compilation.text, cached, w.request)
-            ended += [(w.request, None) for w in waiting]
+                waiting = []
+            ended += [(w.request, None) for w in waiting if self._use(compilation.text, w.request)]
+            if left := [w for w in waiting if w.waits]:  # too many for one, or nobody waited when its turn came
+                self._give(replace(compilation, waiting=left, matcher=None))
+            else:
+                del self._compiling[compilation.text]
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
             late = self._deadlines.popleft()
             ended.append((late.request, f"takes longer than {COMPILE_S:g} s to compile"))
@@ -188,21 +199,32 @@ class Grammars:
 
     def _give(self, compilation: _Compilation) -> None:
         self._num_jobs += 1
+        self._compiling[compilation.text] = compilation
         self._jobs.put(compilation)
 
-    def _use(self, text: str, cached: _Cached, request: Request) -> None:
-        request.matcher = cached.matcher.deep_copy()
-        cached.uses += 1
-        if cached.uses >= _USES:
-            self._cache.pop(text, None)
-        elif text in self._cache:
-            self._cache.move_to_end(text)
+    def _use(self, text: str, request: Request) -> bool:
+        """Gives the request its matcher, unless the grammar must be compiled, or compiled once more, for it."""
+        known = self._cache.get(text)
+        if known is None:
+            return False
+        least = min(known, key=lambda compiled: compiled.uses)
+        if least.uses >= _SHARERS and least.is_cheap and len(known) < self._num_workers:
+            return False
+        request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
+        least.uses += 1
+        self._cache.move_to_end(text)
+        if least.uses >= _USES:
+            known.remove(least)
+            if not known:
+                del self._cache[text]
+        return True
 
-    def _remember(self, text: str, matcher: LLMatcher) -> _Cached:
-        cached = self._cache[text] = _Cached(matcher)
+    def _remember(self, compilation: _Compilation, matcher: LLMatcher) -> None:
+        self._num_compiled += 1
+        self._cache.setdefault(compilation.text, []).append(
+            _Compiled(matcher, self._num_compiled, compilation.seconds < _CHEAP_S))
         if len(self._cache) > _CACHED:
             self._cache.popitem(last=False)
-        return cached
 
     def _start_threads(self) -> None:
         if not self._has_threads:
@@ -218,13 +240,13 @@ class Grammars:
         if tokens:
             self._executor.consume_token_par(tokens)
 
-    def masks(self, matchers: Sequence[LLMatcher]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def masks(self, requests: Sequence[Request]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """What each may sample next: `ceil(vocab_size / 32)` words for each, a bit a token, the lowest first."""
-        masks = np.zeros((len(matchers), self._words), np.int32)
-        if not matchers:
-            return masks.reshape(-1)
-        self._executor.unsafe_compute_mask_ptr([(m, i) for i, m in enumerate(matchers)], masks.ctypes.data,
-                                               self._words * 4, len(matchers))
+        masks = np.zeros((len(requests), self._words), np.int32)
+        # Side by side, those that share a compilation are most often one thread's.
+        order = sorted(range(len(requests)), key=lambda i: requests[i].matcher_group)
+        if matchers := [(matcher, i) for i in order if (matcher := requests[i].matcher) is not None]:
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, self._words * 4, len(requests))
         return masks.reshape(-1)
 
 
@@ -244,8 +266,10 @@ def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
     while True:
         job = jobs.get()
         if any(w.waits for w in job.waiting):
+            begin = time.perf_counter()
             matcher = LLMatcher(tokenizer, job.text, limits=limits, log_level=0)
             matcher.compute_bitmask()  # the first mask takes longest
+            job.seconds = time.perf_counter() - begin
             job.error = problem_of(matcher) or ""
             if not job.error:
                 job.matcher = matcher

@@ -16,7 +16,7 @@ import numpy as np
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
-from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
+from sidestep.ipc.step import Int32, StepInput, StepMasks, StepOutput, UInt8
 
 _MASK = (1 << 61) - 1
 DEFAULT_BLOCKS = 8192
@@ -44,16 +44,29 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: in
     return tokens
 
 
-def _allowed(step: StepInput, receive_masks: Callable[[], StepMasks] | None) -> dict[int, Int64]:
-    """The tokens that each slot with a mask may give."""
+def _allowed(step: StepInput, receive_masks: Callable[[], StepMasks] | None) -> dict[int, UInt8]:
+    """The masks of the slots that have one, as bytes."""
     if not step.awaits_masks:
         return {}
     assert receive_masks is not None, "nobody gives the masks"
     masks = receive_masks()
     assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
-    bits = np.unpackbits(masks.words.view(np.uint8), bitorder="little").reshape(len(masks.rows), -1) \
-        if len(masks.rows) else ()
-    return {int(step.slots[row]): np.flatnonzero(mask) for row, mask in zip(masks.rows, bits, strict=True)}
+    slots = step.slots[masks.rows].tolist()
+    return dict(zip(slots, masks.words.view(np.uint8).reshape(len(slots), -1), strict=True)) if slots else {}
+
+
+_NUM_BITS = np.array([byte.bit_count() for byte in range(256)])
+
+
+def choose(mask: UInt8, context_hash: int, seed: int) -> int | None:
+    """One of the tokens whose bits are set; None if there is none."""
+    ends = np.cumsum(_NUM_BITS[mask])
+    if not ends[-1]:
+        return None
+    number = next_token(context_hash, seed, int(ends[-1]))
+    place = int(np.searchsorted(ends, number, "right"))
+    number -= int(ends[place - 1]) if place else 0
+    return place * 8 + [bit for bit in range(8) if mask[place] >> bit & 1][number]
 
 
 class FakeDevice:
@@ -124,7 +137,7 @@ class FakeRunner(Runner):
             self._seed[slot] = int(step.new_seed[i])
             self._blocks[slot] = []
 
-    def _run_rows(self, step: StepInput, allowed: dict[int, Int64]) -> Int32:
+    def _run_rows(self, step: StepInput, allowed: dict[int, UInt8]) -> Int32:
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used:used + new_blocks]
@@ -136,9 +149,8 @@ class FakeRunner(Runner):
         for slot, count in rows:
             state = self._compute(slot, count)
             if self._num_computed[slot] >= len(self._known[slot]):
-                if (choices := allowed.get(slot)) is not None and len(choices):
-                    token = int(choices[next_token(state, self._seed[slot], len(choices))])
-                else:
+                token = choose(allowed[slot], state, self._seed[slot]) if slot in allowed else None
+                if token is None:
                     token = next_token(state, self._seed[slot], self._vocab_size)
                 sampled[slot] = self._last_sampled[slot] = token
         return np.array([sampled[slot] for slot in slots if slot in sampled], np.int32)

@@ -49,8 +49,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(DEFAULT_MODEL)
 
 
-def loaded(clock: Callable[[], float], num_threads: int = 2) -> Grammars:
-    made = Grammars(DEFAULT_MODEL, VOCAB, EOS, clock, num_threads)
+def loaded(clock: Callable[[], float], num_threads: int = 2, num_workers: int = 1) -> Grammars:
+    made = Grammars(DEFAULT_MODEL, VOCAB, EOS, clock, num_threads, num_workers)
     made.load()
     return made
 
@@ -242,6 +242,18 @@ def test_a_grammar_is_compiled_once_and_again_after_an_abort(clock: Clock) -> No
     run.scheduler.add(make_request([1], 9, handle=9, grammar=grammar(OBJECT)))
     assert own.num_compiling == 0, "it is known"
     run.run()
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_many_requests_of_one_grammar_share_a_few_compilations(num_workers: int, clock: Clock, grammars: Grammars,
+                                                               tokenizer: Tokenizer) -> None:
+    own = loaded(clock, num_workers=num_workers)
+    runs = [engine(own), engine(grammars)]
+    for run in runs:
+        run_all(run, [OBJECT] * 60, 400)
+    assert runs[0].tokens == runs[1].tokens
+    ((known),) = own._cache.values()
+    assert [compiled.uses for compiled in known] == pytest.approx([60 / num_workers] * num_workers, abs=8)
 
 
 def test_what_is_compiled_is_bounded(clock: Clock) -> None:
