@@ -9,13 +9,11 @@ engine has the class by LLM(logits_processors=["examples.logits_processor:TokenR
     SamplingParams(extra_args={"TokenRamp": {"token": 2, "step": 0.5}})
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from sidestep import LLM, SamplingParams
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 
 
 class TokenRamp(LogitsProcessor):
@@ -40,16 +38,15 @@ class TokenRamp(LogitsProcessor):
     def leave(self, slot: int) -> None:
         del self._wishes[slot]
 
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Slots) -> None:
         # All rows at once: a handful of operations, however many requests there are.
         tokens = self.setup.to_device([self._wishes[slot][0] for slot in slots])
         steps = self.setup.to_device([self._wishes[slot][1] for slot in slots])
-        index = self.setup.to_device(slots)
         rows = torch.arange(len(slots), device=logits.device)
-        logits.index_put_((rows, tokens), steps * self._lengths[index], accumulate=True)
+        logits.index_put_((rows, tokens), steps * self._lengths[slots.on_device], accumulate=True)
 
-    def sampled(self, token_ids: Tensor, slots: Sequence[int]) -> None:
-        self._lengths[self.setup.to_device(slots)] += 1
+    def sampled(self, token_ids: Tensor, slots: Slots) -> None:
+        self._lengths[slots.on_device] += 1
 
 
 def main() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 from sidestep.executor.transfer import to_device
 
 
@@ -31,7 +29,7 @@ class LogitBias(LogitsProcessor):
     def leave(self, slot: int) -> None:
         del self._biases[slot]
 
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Slots) -> None:
         of_rows = [self._biases[slot] for slot in slots]
         rows = np.repeat(np.arange(len(slots)), [len(tokens) for tokens, _ in of_rows])
         index = (to_device(rows, self.setup.device), torch.cat([tokens for tokens, _ in of_rows]))

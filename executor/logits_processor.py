@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -41,6 +42,19 @@ class EnteringRequest:
     """What it had produced before it was preempted. With the prompt this is all there is to rebuild its state from."""
 
 
+class Slots(tuple[int, ...]):
+    """The slots of some rows. `on_device` has them as a tensor, int64 [n], for tables by slot."""
+
+    on_device: Tensor
+
+    @classmethod
+    def of(cls, slots: Iterable[int], on_device: Tensor) -> Self:
+        """The same slots in both forms."""
+        made = cls(slots)
+        made.on_device = on_device
+        return made
+
+
 class LogitsProcessor(abc.ABC):
     """One instance lives in each worker and sees all requests; what it keeps, it keeps by slot.
 
@@ -60,9 +74,9 @@ class LogitsProcessor(abc.ABC):
         """Another request is about to take the slot of one that was accepted."""
 
     @abc.abstractmethod
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Slots) -> None:
         """Changes logits, float32 [n, V], in place: one row for each of `slots`, which were all accepted. They come
         before temperature and filters."""
 
-    def sampled(self, token_ids: Tensor, slots: Sequence[int]) -> None:  # noqa: B027
+    def sampled(self, token_ids: Tensor, slots: Slots) -> None:  # noqa: B027
         """The tokens that were then sampled, int64 [n] on the device."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 from sidestep.executor.transfer import to_device
 
 _PROMPT = 1 << 30
@@ -27,6 +25,8 @@ class Penalties(LogitsProcessor):
         self._counts = torch.zeros(0, setup.vocab_size, dtype=torch.int32, device=setup.device)
         self._free: list[int] = []
         self._row_of: dict[int, int] = {}
+        self._rows = torch.zeros(setup.num_slots, dtype=torch.int64, device=setup.device)
+        """The same on the device."""
         self._penalties = torch.zeros(3, setup.num_slots, device=setup.device)
         """Presence, frequency and repetition, by slot."""
 
@@ -38,6 +38,7 @@ class Penalties(LogitsProcessor):
         if not self._free:
             self._grow()
         row = self._row_of[request.slot] = self._free.pop()
+        self._rows[request.slot] = row
         self._penalties[:, request.slot] = to_device(np.array(penalties, np.float32), self.setup.device)
         self._counts[row] = 0
         outputs, numbers = np.unique(request.output_token_ids, return_counts=True)
@@ -48,24 +49,19 @@ class Penalties(LogitsProcessor):
     def leave(self, slot: int) -> None:
         self._free.append(self._row_of.pop(slot))
 
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
-        device = self.setup.device
-        counts = self._counts.index_select(0, self._rows(slots))
-        index = to_device(np.array(slots, np.int64), device)
-        presence, frequency, repetition = self._penalties.index_select(1, index)[:, :, None]
+    def apply(self, logits: Tensor, slots: Slots) -> None:
+        counts = self._counts.index_select(0, self._rows.index_select(0, slots.on_device))
+        presence, frequency, repetition = self._penalties.index_select(1, slots.on_device)[:, :, None]
         factor = torch.where(counts > 0, repetition, 1.0)
         logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
         outputs = counts.bitwise_and_(_PROMPT - 1)
         logits -= outputs * frequency
         logits -= (outputs > 0) * presence
 
-    def sampled(self, token_ids: Tensor, slots: Sequence[int]) -> None:
+    def sampled(self, token_ids: Tensor, slots: Slots) -> None:
         # Each row once: nothing is added twice to one place.
         one = torch.ones(1, dtype=torch.int32, device=self.setup.device)
-        self._counts.index_put_((self._rows(slots), token_ids), one, accumulate=True)
-
-    def _rows(self, slots: Sequence[int]) -> Tensor:
-        return to_device(np.array([self._row_of[slot] for slot in slots], np.int64), self.setup.device)
+        self._counts.index_put_((self._rows.index_select(0, slots.on_device), token_ids), one, accumulate=True)
 
     def _add(self, row: int, tokens: np.ndarray[tuple[int], np.dtype[np.int32]],
              numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:

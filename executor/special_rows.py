@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from sidestep.executor.grammar_masks import GrammarMasks
 from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.logit_bias import LogitBias
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 from sidestep.executor.logprobs import Logprobs, logprobs_of, make_logprobs
 from sidestep.executor.penalties import Penalties
 from sidestep.executor.prompt_logprobs import PromptTokens, find_prompt_tokens
@@ -37,6 +38,15 @@ from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks
 
 MOST_ROWS = 64
 """Rows that are copied to float32 at a time: what bounds the memory."""
+
+
+class Share(NamedTuple):
+    """The rows of a SpecialBatch that one processor has accepted."""
+
+    processor: LogitsProcessor
+    places: Tensor | None
+    """int64 on the device: their places in the batch; None for all."""
+    slots: Slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,8 @@ class SpecialBatch:
     """int64 [n] on the device: among the rows of the step's logits."""
     slot_index: Tensor
     """int64 [n] on the device: `slots`."""
+    shares: Sequence[Share] = ()
+    """What concerns each processor."""
 
 
 Sample = Callable[[Tensor, SpecialBatch], Tensor]
@@ -149,7 +161,7 @@ class SpecialRows:
 
     def before_sampling(self, wide: Tensor, part: SpecialBatch) -> None:
         """Changes logits, float32 [n, V], in place."""
-        for processor, index, slots in self._shares(part):
+        for processor, index, slots in part.shares:
             if index is None:
                 processor.apply(wide, slots)
                 continue
@@ -159,7 +171,7 @@ class SpecialRows:
 
     def after_sampling(self, logits: Tensor, token_ids: Tensor, part: SpecialBatch) -> Logprobs | None:
         """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows are meant."""
-        for processor, index, slots in self._shares(part):
+        for processor, index, slots in part.shares:
             processor.sampled(token_ids if index is None else token_ids.index_select(0, index), slots)
         numbers = self._num_logprobs[part.slots]
         asking = np.flatnonzero(numbers >= 0)
@@ -197,13 +209,15 @@ class SpecialRows:
                 np.stack((places[first:first + MOST_ROWS], slots.astype(np.int64))), self._device)
             yield SpecialBatch(
                 first=first, rows=some, samples=np.searchsorted(batch.sampling_rows, some), slots=slots,
-                seq_lens=batch.seq_lens[some], places=place_index, slot_index=slot_index)
+                seq_lens=batch.seq_lens[some], places=place_index, slot_index=slot_index,
+                shares=list(self._shares(slots, slot_index)))
 
-    def _shares(self, part: SpecialBatch) -> Iterator[tuple[LogitsProcessor, Tensor | None, list[int]]]:
-        """Each processor that has rows here, with their index into the part (None for all) and their slots."""
+    def _shares(self, slots: Int32, slot_index: Tensor) -> Iterator[Share]:
+        """Of each processor that has rows here."""
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
-            own = np.flatnonzero(accepted[part.slots])
-            if len(own) == len(part.slots):
-                yield processor, None, part.slots.tolist()
+            own = np.flatnonzero(accepted[slots])
+            if len(own) == len(slots):
+                yield Share(processor, None, Slots.of(slots.tolist(), slot_index))
             elif len(own):
-                yield processor, to_device(own, self._device), part.slots[own].tolist()
+                index = to_device(own, self._device)
+                yield Share(processor, index, Slots.of(slots[own].tolist(), slot_index.index_select(0, index)))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.controls import MAX_BAD_WORD_TOKENS
 
@@ -33,7 +31,7 @@ class AllowedTokens(LogitsProcessor):
     def leave(self, slot: int) -> None:
         del self._allowed[slot]
 
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Slots) -> None:
         allowed = [self._allowed[slot] for slot in slots]
         rows = to_device(np.repeat(np.arange(len(slots)), [len(tokens) for tokens in allowed]), self.setup.device)
         places = (rows, torch.cat(allowed))
@@ -70,18 +68,18 @@ class BadWords(LogitsProcessor):
     def leave(self, slot: int) -> None:
         del self._words[slot]
 
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Slots) -> None:
         device = self.setup.device
         words = [self._words[slot] for slot in slots]
         rows = np.repeat(np.arange(len(slots)), [len(last) for _, last in words])
-        recent = self._recent.index_select(0, to_device(np.array(slots, np.int64)[rows], device))
+        index = to_device(rows, device)
+        recent = self._recent.index_select(0, slots.on_device.index_select(0, index))
         beginnings, last = (torch.cat(columns) for columns in zip(*words, strict=True))
         begun = ((recent == beginnings) | (beginnings == _ANY)).all(1)
         # Added, not written: several words may end in one token.
         masks = torch.where(begun, -torch.inf, 0.0)
-        logits.index_put_((to_device(rows, device), last), masks, accumulate=True)
+        logits.index_put_((index, last), masks, accumulate=True)
 
-    def sampled(self, token_ids: Tensor, slots: Sequence[int]) -> None:
-        index = to_device(np.array(slots, np.int64), self.setup.device)
-        recent = self._recent.index_select(0, index)
-        self._recent.index_copy_(0, index, torch.cat((recent[:, 1:], token_ids[:, None]), 1))
+    def sampled(self, token_ids: Tensor, slots: Slots) -> None:
+        recent = self._recent.index_select(0, slots.on_device)
+        self._recent.index_copy_(0, slots.on_device, torch.cat((recent[:, 1:], token_ids[:, None]), 1))

@@ -21,4 +21,4 @@ def to_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, which is whole when the device has done what was queued before."""
     if tensor.device.type == "cpu":
         return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

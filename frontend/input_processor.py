@@ -42,7 +42,7 @@ class ProcessedRequest:
     priority: int
     cache_salt: str | None
     deadline: float | None
-    controls: bytes
+    controls: bytes = b""
     """See ipc.controls."""
     grammar: Grammar | None = None
 

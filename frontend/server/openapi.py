@@ -125,6 +125,8 @@ def _add_neutral_values(schemas: dict[str, Any]) -> None:
         for name, neutral in table.items():
             if name in properties:
                 properties[name] = {"enum": [None, *neutral], "default": None, "description": "Not implemented."}
+        if "logit_bias" in properties:
+            properties["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^[0-9]+$"}
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from examples.logits_processor import TokenRamp
-from sidestep import DEFAULT_MODEL, LLM, EngineStartError, SamplingParams, ValidationError
+from sidestep import DEFAULT_MODEL, LLM, EngineDeadError, EngineStartError, SamplingParams, ValidationError
 from tests.e2e.control import reference_greedy, reference_pairs
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
 
@@ -135,6 +135,12 @@ def test_a_processor_of_the_users(options: dict[str, Any], model_folder: Path) -
                 logits[wishes[i // 4]["token"]] += wishes[i // 4]["step"] * length
                 expected[i].append(int(logits.argmax()))
     assert run(path, prompts, params, logits_processors=[RAMP], **options) == expected
+
+
+def test_an_exception_in_a_processor_ends_the_engine_with_its_cause(model_folder: Path) -> None:
+    wrong = SamplingParams(extra_args={TokenRamp.__name__: {"token": 3}})
+    with pytest.raises(EngineDeadError, match="KeyError: 'step'"):
+        run(write_model("llama-gqa", model_folder), [[1, 2]], [wrong], logits_processors=[RAMP])
 
 
 def test_the_example_s_program_runs() -> None:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
+from sidestep.frontend.server.openapi import make_document
 from tests.server.live import LiveServer
 from tests.server.test_fields import refusal
 
@@ -102,6 +104,17 @@ def test_responses(client: openai.OpenAI) -> None:
     assert done is not None and [e.to_dict() for e in done] == [e.to_dict() for e in part.logprobs]
     assert [e.to_dict() for e in streamed] == [e.to_dict() for e in part.logprobs][:len(streamed)]
     assert len(streamed) >= len(part.logprobs) - 1, "the end of sequence has no text"
+
+
+@pytest.mark.parametrize(("path", "body", "name"), [
+    ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+     "ChatCompletion"),
+    ("/v1/completions", {"prompt": PROMPT, "logprobs": 2, "echo": True, "prompt_logprobs": 1}, "Completion"),
+    ("/v1/responses", {"input": PROMPT, "top_logprobs": 2}, "ResponsesAnswer")])
+def test_the_document_has_what_is_answered(path: str, body: dict[str, Any], name: str, tiny: LiveServer) -> None:
+    answer = tiny.post(path, body).raise_for_status().json()
+    schema = {"$ref": f"#/components/schemas/{name}", **make_document("0")}
+    jsonschema.Draft202012Validator(schema).validate(answer)
 
 
 def test_prompt_logprobs(tiny: LiveServer) -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from sidestep.executor.logits_processor import EnteringRequest, ProcessorSetup
+from sidestep.executor.logits_processor import EnteringRequest, ProcessorSetup, Slots
 from sidestep.executor.penalties import Penalties
 from sidestep.executor.token_masks import BadWords
 from sidestep.ipc.controls import Controls
@@ -20,6 +20,10 @@ VOCAB, SLOTS = 23, 40
 def entering(slot: int, controls: Controls, prompt: list[int], output: list[int]) -> EnteringRequest:
     return EnteringRequest(slot=slot, controls=controls, prompt_token_ids=np.array(prompt, np.int32),
                            output_token_ids=np.array(output, np.int32))
+
+
+def of(slots: list[int]) -> Slots:
+    return Slots.of(slots, torch.tensor(slots))
 
 
 def setup() -> ProcessorSetup:
@@ -51,10 +55,10 @@ def test_random_requests_in_random_slots() -> None:
         logits = torch.randn(len(slots), VOCAB)
         expected = [controlled(row, live[slot][1], live[slot][2], live[slot][0])
                     for row, slot in zip(logits, slots, strict=True)]
-        penalties.apply(logits, slots)
+        penalties.apply(logits, of(slots))
         torch.testing.assert_close(logits, torch.stack(expected))
         tokens = [rng.randrange(VOCAB) for _ in slots]
-        penalties.sampled(torch.tensor(tokens), slots)
+        penalties.sampled(torch.tensor(tokens), of(slots))
         for slot, token in zip(slots, tokens, strict=True):
             live[slot][2].append(token)
     assert len(live) > 10
@@ -70,12 +74,12 @@ def test_the_last_token_of_a_bad_word_is_masked_after_the_others_only() -> None:
             assert processor.enter(entering(slot, Controls(bad_words=bad), [0, 1, 2, 1, 0], outputs[slot]))
         for _ in range(12):
             logits = torch.zeros(2, VOCAB)
-            processor.apply(logits, [4, 9])
+            processor.apply(logits, of([4, 9]))
             for row, slot in zip(logits, (4, 9), strict=True):
                 masked = {word[-1] for word in words[slot]
                           if outputs[slot][len(outputs[slot]) - len(word) + 1:] == word[:-1] or len(word) == 1}
                 assert set(torch.isinf(row).nonzero().flatten().tolist()) == masked
             tokens = [rng.randrange(3), rng.randrange(3)]
-            processor.sampled(torch.tensor(tokens), [4, 9])
+            processor.sampled(torch.tensor(tokens), of([4, 9]))
             for slot, token in zip((4, 9), tokens, strict=True):
                 outputs[slot].append(token)
