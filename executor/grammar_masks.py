@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup
+from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.step import StepInput, StepMasks
 from sidestep.kernels.token_masks import mask_tokens
@@ -43,7 +41,7 @@ class GrammarMasks(LogitsProcessor):
             words.numpy().reshape(-1)[:] = masks.words
             self._words = words.to(self.setup.device, non_blocking=True)
 
-    def apply(self, logits: Tensor, slots: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, slots: Slots) -> None:
         # A row without a mask is of a request that has ended: its token will be dropped.
         masked = [(row, place) for row, slot in enumerate(slots) if (place := self._place_of.get(slot)) is not None]
         if masked:
