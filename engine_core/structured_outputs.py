@@ -267,10 +267,13 @@ def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
         job = jobs.get()
         if any(w.waits for w in job.waiting):
             begin = time.perf_counter()
-            matcher = LLMatcher(tokenizer, job.text, limits=limits, log_level=0)
-            matcher.compute_bitmask()  # the first mask takes longest
+            try:
+                matcher = LLMatcher(tokenizer, job.text, limits=limits, log_level=0)
+                matcher.compute_bitmask()  # the first mask takes longest
+                job.error = problem_of(matcher) or ""
+            except BaseException as error:  # a panic of the library is one, and this thread must go on
+                job.error = f"{type(error).__name__}: {error}"
             job.seconds = time.perf_counter() - begin
-            job.error = problem_of(matcher) or ""
             if not job.error:
                 job.matcher = matcher
         done.put(job)
