@@ -32,12 +32,14 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, with_prompt_tokens
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
-from sidestep.executor.special_rows import MOST_ROWS, SpecialBatch, make_special_rows
+from sidestep.executor.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
+from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import ModelSpec
+from sidestep.ipc.sampling_params import MAX_LOGPROBS
 from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.launch import compiling_only, has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
@@ -52,8 +54,9 @@ _FLOPS = 5e14
 """Seconds that the host takes to launch a layer's kernels one by one; operations a second of large products."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
-_SPECIAL_COPIES = 8
-"""Float32 copies of some rows' logits that are alive at most while penalties or logprobs are computed."""
+_EVERYTHING = Controls(logit_bias={0: 1.0}, allowed_token_ids=[0, 1], bad_words=[[0, 1]], logprobs=MAX_LOGPROBS,
+                       prompt_logprobs=MAX_LOGPROBS)
+"""What takes memory while a step runs. The counts of penalties stay from step to step, and grow with those who ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,21 +180,25 @@ class GpuRunner(Runner):
             self._compile()
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size)).wait()
-        working = torch.cuda.max_memory_allocated() - before
+        # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
+        controlled, working = (self._working_bytes(controls) for controls in (_EVERYTHING, Controls()))
         del self._attention
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
-        special = _SPECIAL_COPIES * MOST_ROWS * self._args.spec.vocab_size * 4
         blocks = gpu_kv_blocks(self._args, self._limits, shape.bytes_per_token(self._dtype), self._block_size,
-                               free=free, total=total, working=working + graphs + special + _MARGIN)
+                               free=free, total=total, working=max(controlled, working) + graphs + _MARGIN)
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
+
+    def _working_bytes(self, controls: Controls) -> int:
+        """What the largest step takes, with these controls in each row."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size, controls)).wait()
+        return torch.cuda.max_memory_allocated() - before
 
     def _compile(self) -> None:
         """Compiles what any step may need, all kernels side by side: one after the other they take several times as
@@ -341,8 +348,9 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     return int(launches_s * _FLOPS / (2 * spec.num_layers * layer))
 
 
-def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> StepInput:
-    """A step with as many rows and tokens as any may have; all of it lies in block 0."""
+def largest_step(limits: StepLimits, max_model_len: int, block_size: int, controls: Controls) -> StepInput:
+    """A step with as many rows and tokens as any may have, all of them of new requests with these controls; it lies in
+    block 0."""
     rows = limits.max_num_seqs
     counts = np.ones(rows, np.int32)
     left = limits.max_num_batched_tokens - rows
@@ -351,6 +359,7 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> Ste
         counts[row] += more
         left -= more
     blocks = -(-counts // block_size)
+    asked = encode_controls(controls)
     zeros, slots = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32)
     return StepInput(
         step_id=0, slots=slots, num_tokens=counts, num_new_blocks=blocks, block_ids=np.zeros(blocks.sum(), np.int32),
@@ -358,4 +367,5 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int) -> Ste
         new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
         new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
         new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
-        new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros, new_controls=np.empty(0, np.uint8))
+        new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros + len(asked),
+        new_controls=np.frombuffer(asked * rows, np.uint8))

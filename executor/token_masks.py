@@ -20,24 +20,23 @@ class AllowedTokens(LogitsProcessor):
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
-        self._allowed: dict[int, Tensor] = {}
+        self._left_out: dict[int, Tensor] = {}
+        """By slot, a bool for each token: of bounded size, however many are allowed."""
 
     def enter(self, request: EnteringRequest) -> bool:
         allowed = request.controls.allowed_token_ids
-        if allowed:
-            self._allowed[request.slot] = to_device(np.array(allowed, np.int64), self.setup.device)
-        return bool(allowed)
+        if not allowed:
+            return False
+        left_out = np.ones(self.setup.vocab_size, np.bool_)
+        left_out[allowed] = False
+        self._left_out[request.slot] = to_device(left_out, self.setup.device)
+        return True
 
     def leave(self, slot: int) -> None:
-        del self._allowed[slot]
+        del self._left_out[slot]
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
-        allowed = [self._allowed[slot] for slot in slots]
-        rows = to_device(np.repeat(np.arange(len(slots)), [len(tokens) for tokens in allowed]), self.setup.device)
-        places = (rows, torch.cat(allowed))
-        kept = logits[places]
-        logits.fill_(-torch.inf)
-        logits.index_put_(places, kept)
+        logits.masked_fill_(torch.stack([self._left_out[slot] for slot in slots]), -torch.inf)
 
 
 class BadWords(LogitsProcessor):

@@ -53,6 +53,14 @@ def _probabilities(model: PreTrainedModel, prompt: list[int], output: list[int],
     assert params.allowed_token_ids
     logits = model(torch.tensor([prompt + output])).logits[0, -1].float()
     probs = (controlled(logits, prompt, output, params) / params.temperature).softmax(-1)
+    order = probs.argsort(descending=True)
+    if params.top_k:
+        probs[order[params.top_k:]] = 0
+        probs /= probs.sum()
+    if params.top_p < 1:
+        before = probs[order].cumsum(0) - probs[order]
+        probs[order[before >= params.top_p]] = 0
+        probs /= probs.sum()
     if params.min_p:
         probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
         probs /= probs.sum()

@@ -60,7 +60,8 @@ def test_greedy_tokens_equal_plain_arithmetic(options: dict[str, Any], model_fol
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("control", [
     {}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.0, "repetition_penalty": 1.4}, {"min_p": 0.4},
-    {"logit_bias": {40: 0.7, 41: -0.4}, "presence_penalty": 0.5}], ids=str)
+    {"logit_bias": {40: 0.7, 41: -0.4}, "presence_penalty": 0.5},
+    {"logit_bias": {40: 0.7, 41: -0.4}, "top_k": 2}, {"logit_bias": {40: 0.7, 41: -0.4}, "top_p": 0.6}], ids=str)
 def test_frequencies_of_the_first_two_tokens(control: dict[str, Any], overlap: bool) -> None:
     """Chi-square over 1,500 draws of a pair; the second token of a pair depends on the first by its penalties."""
     model = load_reference(DEFAULT_MODEL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +114,11 @@ def test_texts_of_single_tokens() -> None:
     for token, entries in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
         assert entries is not None
         assert entries[token].decoded_token == tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+def test_the_documentation_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "sampling.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    with LLM() as llm:
+        exec(code, {"llm": llm, "SamplingParams": SamplingParams})
+    assert len(capsys.readouterr().out.splitlines()) == 3

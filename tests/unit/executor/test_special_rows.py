@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from sidestep.executor.gpu_runner import _EVERYTHING, largest_step
 from sidestep.executor.model_runner import ModelRunner
 from sidestep.ipc.controls import Controls
 from tests.e2e.models import random_prompts, write_model
@@ -68,3 +70,15 @@ def test_a_step_whose_special_rows_do_not_sample(runner: ModelRunner) -> None:
     request = Request([1] * 9, 1, controls=Controls(logit_bias={7: 100.0}))
     assert runner.execute(make_step([(0, 4, [0])], {0: request})).wait().token_ids.tolist() == []
     assert runner.execute(make_step([(0, 5, [])])).wait().token_ids.tolist() == [7]
+
+
+def test_the_largest_step_with_all_controls(tmp_path: Path) -> None:
+    """That by which a GPU's runner finds out how much memory it needs; a plain one leaves nothing of it."""
+    runner = make_runner(write_model("llama-gqa", tmp_path))
+    for controls, told in ((_EVERYTHING, True), (Controls(), False)):
+        step = largest_step(runner._limits, 256, 16, controls)
+        step.block_ids[:] = np.arange(len(step.block_ids))
+        output = runner.execute(step).wait()
+        assert len(output.token_ids) == runner._limits.max_num_seqs
+        assert (len(output.logprobs) > 0, len(output.prompt_logprobs) > 0) == (told, told)
+        assert (repr(runner._special) == "SpecialRows(slots [])") != told
