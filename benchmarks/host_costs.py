@@ -25,6 +25,7 @@ from sidestep import DEFAULT_MODEL, SamplingParams
 from sidestep.engine_core.flight_recorder import FlightRecorder
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
+from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
 from sidestep.frontend.output_processor import OutputProcessor, RequestState
@@ -63,7 +64,7 @@ def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
     """The core's and the worker's part; returns the messages for the frontend."""
     config = SchedulerConfig(max_num_seqs=requests, max_num_batched_tokens=max(2048, PROMPT * requests))
     scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(requests * 64, 16), max_model_len=1024,
-                          eos_token_ids=(), clock=time.monotonic)
+                          eos_token_ids=(), grammars=Grammars("", 4096, (), time.monotonic), clock=time.monotonic)
     rng = random.Random(0)
     for handle in range(requests):
         prompt = [rng.randrange(4000) for _ in range(PROMPT)]

@@ -58,14 +58,17 @@ class EngineCore:
             self._last_progress = self._clock()
             self.recorder.output_taken(output)
             outputs += self.scheduler.update(output).items()
-        # 2. Queue the next step behind the one that runs. The outputs go out after this: the device comes first.
+        # 2. The step that runs now may be waiting for what those tokens allow.
+        self._send_masks()
+        # 3. Queue the next step behind it. The outputs go out after this: the device comes first.
         while self._in_flight < self._depth and (step := self._schedule()) is not None:
             if self._in_flight == 0:
                 self._last_progress = self._clock()
             self.executor.submit(step)
             self.recorder.submitted(self.scheduler.situation())
             self._in_flight += 1
-        # 3. What ended outside a step: refusals, deadlines.
+            self._send_masks()
+        # 4. What ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
         self.recorder.turn_ended()
         return outputs
@@ -79,6 +82,12 @@ class EngineCore:
         step = self.scheduler.schedule()
         self.recorder.scheduled()
         return step
+
+    def _send_masks(self) -> None:
+        """To the oldest step in flight, before any step behind the next: workers read one message after the other."""
+        masks = self.scheduler.take_masks()
+        if masks is not None:
+            self.executor.submit_masks(masks)
 
     def _answer(self, call: Call) -> Answer:
         if call.method == "ping":

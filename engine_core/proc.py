@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import select
 import sys
+import threading
 import time
 import traceback
 
 from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
+from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.base import Executor, WorkerReady
 from sidestep.ipc import registry
 from sidestep.ipc.channels import CoreChannel
@@ -44,12 +46,17 @@ def main(raw: bytes) -> None:
 
 def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     """Starts the workers and builds the core on what they found. Raises EngineStartError."""
+    spec = config.spec
+    grammars = Grammars(config.model.tokenizer or spec.path, spec.vocab_size, spec.eos_token_ids, time.monotonic)
+    loading = threading.Thread(target=grammars.load, name="grammars", daemon=True)
+    loading.start()
     worker = executor.start()
     max_model_len = fit_model_len(config, worker)
     kv = KVCacheManager(worker.num_kv_blocks, worker.block_size, config.cache.enable_prefix_caching)
     limits = config.scheduler.limits(worker.device_type)
     scheduler = Scheduler(config.scheduler, limits, kv, max_model_len=max_model_len,
-                          eos_token_ids=config.spec.eos_token_ids, clock=time.monotonic)
+                          eos_token_ids=spec.eos_token_ids, grammars=grammars, clock=time.monotonic)
+    loading.join()
     core = EngineCore(scheduler, executor, max_steps_in_flight=config.scheduler.max_steps_in_flight,
                       clock=time.monotonic)
     ready = Ready(max_model_len=max_model_len, num_kv_blocks=worker.num_kv_blocks, block_size=worker.block_size,
@@ -74,6 +81,7 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     poll.register(core.executor.fileno(), select.POLLIN)
+    poll.register(core.scheduler.grammars.fileno(), select.POLLIN)
     while True:
         # 1. See which frontends have left, then take what the others sent.
         for client in channel.take_gone():
@@ -86,7 +94,8 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
         # 2. Take what came back, keep the pipeline full, send the tokens on.
         for client, outputs in core.step():
             channel.send(client, outputs)
-        # 3. Wait for a frontend, a worker or a deadline; with steps in flight, first look for a while without sleeping.
+        # 3. Wait for a frontend, a worker, a grammar or a deadline; with steps in flight, first look for a while
+        # without sleeping.
         if not (core.in_flight and _look(poll)):
             poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
 

@@ -28,6 +28,10 @@ class QueueWait:
             self.reason = "max_num_batched_tokens"
         self._since = now
 
+    def waited(self, reason: WaitReason, seconds: float) -> None:
+        """One has waited outside of the queue."""
+        self._seconds[reason] += seconds
+
     def stats(self) -> dict[str, float]:
         """Seconds by reason, until the queue's last change or step."""
         return {f"queue_wait_{reason}_s": seconds for reason, seconds in self._seconds.items()}

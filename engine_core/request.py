@@ -11,6 +11,8 @@ from sidestep.ipc.records import RequestRecord, WaitReason
 from sidestep.ipc.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from sidestep.engine_core.group import Group
 
 
@@ -73,6 +75,12 @@ class Request:
     num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
+    grammar_field: str = ""
+    """Where its user gave its grammar."""
+    matcher: LLMatcher | None = None
+    """Where its output is in its grammar, if it has one."""
+    matcher_group: int = 0
+    """Requests of one group have matchers of one compilation."""
     queued: float = 0.0
     scheduled: float | None = None
     first_token: float | None = None
@@ -95,7 +103,7 @@ class Request:
             num_prompt=len(tokens), sampling=sampling, max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
             priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline,
-            controls=message.controls)
+            controls=message.controls, grammar_field="" if message.grammar is None else message.grammar.field)
 
     @property
     def num_outputs(self) -> int:
@@ -112,6 +120,8 @@ class Request:
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
+        if self.matcher is not None and self.matcher.is_stopped():
+            return FinishReason.STOP, None  # all that could follow is the end
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
         detection = self.sampling.repetition_detection

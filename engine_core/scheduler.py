@@ -19,6 +19,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
+import numpy as np
+
 from sidestep.engine_core.beam_search import Candidates
 from sidestep.engine_core.beams import BeamGroup, candidates_of_beams, found_by, make_beams
 from sidestep.engine_core.flight_recorder import Situation
@@ -39,10 +41,11 @@ from sidestep.engine_core.queue_wait import QueueWait
 from sidestep.engine_core.request import Request, Status, make_record
 from sidestep.engine_core.request_queue import QUEUES
 from sidestep.engine_core.step_plan import StepBuilder, StepPlan
+from sidestep.engine_core.structured_outputs import Grammars, problem_of
 from sidestep.ipc.config import SchedulerConfig, StepLimits
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs, Started
 from sidestep.ipc.records import RequestRecord, WaitReason
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 
 _NO_BLOCKS: list[int] = []
 _REMEMBERED = 4096
@@ -53,24 +56,29 @@ class Scheduler:
     """Decides what each step runs, and keeps every request's state."""
 
     def __init__(self, config: SchedulerConfig, limits: StepLimits, kv: KVCacheManager, *, max_model_len: int,
-                 eos_token_ids: Iterable[int], clock: Callable[[], float]) -> None:
+                 eos_token_ids: Iterable[int], grammars: Grammars, clock: Callable[[], float]) -> None:
         self._config = config
         self._limits = limits
         self.kv = kv
         # A request alone can always run to its end: so nothing that was admitted can get stuck.
         self._max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self._eos = frozenset(eos_token_ids)
+        self.grammars = grammars
         self._clock = clock
         self._requests: dict[tuple[int, int], Request] = {}
         self._queue = QUEUES[config.scheduling_policy]()
         self._running: dict[Request, None] = {}
         """Most important first: in the order of admission, or of priority."""
+        self._compiling: dict[Request, None] = {}
+        """Those that wait for their grammar, outside of the queue: others pass them."""
         self._leaving: dict[Request, None] = {}
         """Ended or preempted, but steps in flight still touch them."""
         self._free_slots = list(range(limits.num_slots))
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
         self._plans: deque[StepPlan] = deque()
         self._next_step = 0
+        self._last_masked = -1
+        """The last step whose masks were taken."""
         self._outboxes = Outboxes()
         self._deadlines: list[tuple[float, int, int]] = []
         """Time, client, handle; not the request, whose tokens would be kept until then."""
@@ -97,20 +105,39 @@ class Scheduler:
             requests, field = make_beams(
                 message, message.beam_search, self._max_model_len, self._eos, self.kv), "beam_width"
         problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
+        wrong_field = None
+        if problem is None and message.grammar is not None:
+            problem = next((why for request in requests
+                            if (why := self.grammars.start(request, message.grammar)) is not None), None)
+            wrong_field = requests[0].grammar_field
         for request in requests if message.beam_search is None else requests[:1]:
             if problem is not None:
-                self._outboxes.of(request.client).finished.append(
-                    Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem))
+                self._outboxes.of(request.client).finished.append(Finished(
+                    handle=request.handle, reason=FinishReason.ERROR, error=problem, field=wrong_field))
+                request.status = Status.FINISHED
                 continue
             request.queued = self._clock()
             self._requests[request.client, request.handle] = request
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
-        if problem is None:
+        if problem is not None:
+            return
+        if requests[0].group is not None:
+            requests[0].group.queued = requests[0]
+        if message.grammar is not None:
+            self._compiling |= dict.fromkeys(r for r in requests if r.matcher is None)
+        self._join_queue(requests[0])
+
+    def _join_queue(self, request: Request) -> None:
+        """If it and all that enter with it have their grammars."""
+        if not self._awaits_grammar(request):
             self._waits.elapse(self._clock(), len(self._queue))
-            self._queue.add(requests[0])
-            if requests[0].group is not None:
-                requests[0].group.queued = requests[0]
+            self._queue.add(entering_with(request)[0])
+
+    def _awaits_grammar(self, request: Request) -> bool:
+        """Whether it waits, outside of the queue, for its grammar or that of one that enters with it."""
+        return bool(self._compiling) and request.status is Status.WAITING \
+            and any(r in self._compiling for r in entering_with(request))
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
@@ -128,6 +155,7 @@ class Scheduler:
     def schedule(self) -> StepInput | None:
         """The next step, or None when nothing can run now."""
         self._expire()
+        self._take_compiled()
         if self._queue:
             self._waits.elapse(self._clock(), len(self._queue))
         step = StepBuilder(self._next_step)
@@ -158,13 +186,16 @@ class Scheduler:
         assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
         self._prompt_budget.learn(plan.num_tokens - len(plan.rows), (output.end_ns - output.start_ns) / 1e9)
         block_size = self.kv.block_size
+        tokens = output.token_ids.tolist()
+        if plan.masked:
+            self._follow_grammars(plan, tokens)
         for client, told in share_logprobs(output.logprobs, plan.sampling):
             self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
             self._outboxes.of(client).prompt_logprobs = told
         candidates = candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
-        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
+        for request, token in zip(plan.sampling, tokens, strict=True):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue
@@ -183,7 +214,9 @@ class Scheduler:
                 self.kv.remember(request)
             if finish is not None:
                 self._end(request, Finished(handle=request.handle, reason=finish[0], stop_reason=finish[1],
-                                            num_preemptions=request.num_preemptions))
+                                            num_preemptions=request.num_preemptions,
+                                            completes_grammar=finish[0] is FinishReason.STOP
+                                            and token not in request.stop_ids))
         # 3. Slots and blocks that no step in flight touches any more go back.
         for request in plan.rows:
             request.num_in_flight -= 1
@@ -196,6 +229,17 @@ class Scheduler:
         self._expire()
         return self._outboxes.take()
 
+    def take_masks(self) -> StepMasks | None:
+        """What the oldest step in flight may sample, if it waits for that: once, and before the next `schedule`."""
+        plan = self._plans[0] if self._plans else None
+        if plan is None or not plan.masked or plan.step_id == self._last_masked:
+            return None
+        self._last_masked = plan.step_id
+        # The token of a request that has ended in the meantime is dropped, whatever it is.
+        rows = [(row, request) for row, request in plan.masked if request.status is not Status.FINISHED]
+        return StepMasks(plan.step_id, np.array([row for row, _ in rows], np.int32),
+                         self.grammars.masks([request for _, request in rows]))
+
     # Questions.
 
     @property
@@ -204,10 +248,15 @@ class Scheduler:
         return bool(self._requests or self._leaving)
 
     def next_deadline(self) -> float | None:
-        """When `take_outputs` must be called at the latest, on the given clock."""
-        while self._deadlines and self._deadlines[0][1:] not in self._requests:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        """When a turn must be taken at the latest, on the given clock."""
+        own, compiling = self._next_own_deadline(), self.grammars.next_deadline()
+        return min((deadline for deadline in (own, compiling) if deadline is not None), default=None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run: in the queue, or waiting for their grammar."""
+        outside = {entering_with(request)[0] for request in self._compiling}
+        return sum(len(entering_with(request)) for request in chain(self._queue, outside))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; requests that run keep their blocks."""
@@ -216,9 +265,8 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Counts for people and metrics. Prefix-cache counts are in tokens."""
-        num_waiting = sum(len(entering_with(request)) for request in self._queue)
         return {
-            "num_running": len(self._running), "num_waiting": num_waiting, "num_steps": self._next_step,
+            "num_running": len(self._running), "num_waiting": self.num_waiting, "num_steps": self._next_step,
             "num_preemptions": self._num_preemptions, "kv_cache_usage": self.kv.usage,
             "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
             "prefix_cache_hits": self.kv.num_hit_tokens, **self._waits.stats()}
@@ -227,7 +275,7 @@ class Scheduler:
         """Of the step just scheduled, for the flight recorder."""
         plan = self._plans[-1]
         return Situation(len(plan.rows), plan.num_tokens, plan.num_entered, plan.num_prompts, len(self._running),
-                         len(self._queue), self.kv.pool.num_free)
+                         len(self._queue) + len(self._compiling), self.kv.pool.num_free)
 
     def request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not; with a limit at most so many that
@@ -241,7 +289,7 @@ class Scheduler:
     def _first_waiting(self, limit: int) -> Iterable[Request]:
         head = self._queue.peek()
         others = (r for r in self._queue if r is not head)
-        return () if head is None else islice(chain((head,), others), limit)
+        return islice(chain(() if head is None else (head,), others, self._compiling), limit)
 
     def _record(self, request: Request) -> RequestRecord:
         return make_record(request, waiting_for=self._waits_for(request))
@@ -253,6 +301,7 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self._limits.num_slots)), "slots leak or are shared"
         assert sum(not r.will_be_complete for r in self._running) <= self._limits.max_num_seqs
         assert len(self._queue) == len(set(self._queue)), "the queue's count is wrong"
+        assert not set(self._queue) & set(self._compiling), "a request without its grammar is in the queue"
         in_flight = [r for plan in self._plans for r in plan.rows]
         for request in {*self._requests.values(), *held}:
             assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
@@ -272,6 +321,8 @@ class Scheduler:
         """See RequestRecord.waiting_for."""
         if request.status is Status.RUNNING:
             return None
+        if self._awaits_grammar(request):
+            return "grammar"
         together = entering_with(request)
         if together[0] is not self._queue.peek():
             return "turn"
@@ -285,6 +336,18 @@ class Scheduler:
         return "max_num_batched_tokens"
 
     # Inside schedule().
+
+    def _take_compiled(self) -> None:
+        """Those whose grammar is ready join the queue."""
+        for request, problem in self.grammars.take_compiled():
+            if request not in self._compiling:
+                continue  # it has failed and was too late as well
+            if problem is not None:
+                self._fail(request, problem)
+            else:
+                del self._compiling[request]
+                self._waits.waited("grammar", self._clock() - request.queued)
+                self._join_queue(request)
 
     def _schedule_running(self, step: StepBuilder) -> tuple[int, int, int]:
         """Rows for running requests; returns what is left of the token budget, how much of it prompts may have, and how
@@ -445,14 +508,26 @@ class Scheduler:
             self._end(first, Finished(handle=first.handle, reason=FinishReason.STOP, beams=found_by(first),
                                       num_preemptions=first.num_preemptions))
 
+    def _follow_grammars(self, plan: StepPlan, tokens: list[int]) -> None:
+        """Takes a step's tokens into the matchers of their requests. One that cannot go on ends its request before the
+        token is told."""
+        followed = [(request, request.matcher, token) for request, token in zip(plan.sampling, tokens, strict=True)
+                    if request.matcher is not None and request.status is not Status.FINISHED]
+        self.grammars.advance([(matcher, token) for _, matcher, token in followed])
+        for request, matcher, _ in followed:
+            if (problem := problem_of(matcher)) is not None:
+                self._fail(request, problem)
+
     # Ends.
 
     def _preempt(self, request: Request) -> None:
         """Takes slot and blocks away, of its whole group; what was computed will be computed again. All or nothing:
         keeping some blocks would leave several requests each too short of blocks to go on."""
         group = request.group
+        # A choice whose last token is on its way ends by itself; a beam waits for the others, and keeps its blocks.
         together = [request] if group is None else [
-            r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
+            r for r in group.members if r.status is Status.RUNNING
+            and (not r.will_be_complete or isinstance(group, BeamGroup))]
         for one in together:
             del self._running[one]
             one.status = Status.PREEMPTED
@@ -481,32 +556,41 @@ class Scheduler:
 
     def _stop(self, request: Request) -> None:
         """Takes it out of wherever it is."""
-        was_running = request.status is Status.RUNNING
+        was_running, was_outside = request.status is Status.RUNNING, self._awaits_grammar(request)
         if was_running:
             del self._running[request]
+        elif was_outside:
+            self._compiling.pop(request, None)
         elif request.group is None or request is request.group.queued:
             self._waits.elapse(self._clock(), len(self._queue))
             self._queue.forget(request)
         request.status = Status.FINISHED
         if request.group is not None:
-            self._part(request, request.group)
+            self._part(request, request.group, was_outside)
         if was_running:
             self._leave(request)
 
-    def _part(self, request: Request, group: Group) -> None:
-        """One of a group has ended; the others go on without it."""
+    def _part(self, request: Request, group: Group, was_outside: bool) -> None:
+        """One of a group has ended; the others go on without it. was_outside: of the queue, for a grammar."""
         request.parked = False
         group.members.remove(request)
         if request is group.queued:
             group.queued = next(iter(group.waiting), None)
-            if group.queued is not None:
+            if group.queued is not None and not was_outside:
                 self._queue.put_back(group.queued)
+        if was_outside and group.queued is not None:
+            self._join_queue(group.queued)
         if request in group.forks:
             group.forks.remove(request)
         if not group.forks:
             self._forking.stop(group)
         elif request is group.source and request.num_computed < request.num_prompt:
             self._preempt(group.forks[0])  # nobody computes their prompt now
+
+    def _fail(self, request: Request, problem: str) -> None:
+        """Ends a request whose grammar cannot be followed."""
+        self._end(request, Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem,
+                                    field=request.grammar_field, num_preemptions=request.num_preemptions))
 
     def _leave(self, request: Request) -> None:
         self._leaving[request] = None
@@ -520,8 +604,13 @@ class Scheduler:
         request.slot = -1
         self.kv.free(request)
 
+    def _next_own_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][1:] not in self._requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
     def _expire(self) -> None:
-        while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
+        while (deadline := self._next_own_deadline()) is not None and deadline <= self._clock():
             request = self._requests[heapq.heappop(self._deadlines)[1:]]
             self._end(request, Finished(handle=request.handle, reason=FinishReason.ABORT, stop_reason="deadline",
                                         num_preemptions=request.num_preemptions, beams=found_by(request)))

@@ -24,6 +24,8 @@ class StepPlan:
     num_entered: int
     num_prompts: int
     """Rows that are new or have several tokens."""
+    masked: list[tuple[int, Request]]
+    """Rows whose tokens a grammar decides on, with their places in `rows`."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class StepBuilder:
         self._single = _Rows()
         self._chunks = _Rows()
         self._copies: list[tuple[int, int]] = []
+        self._has_grammars = False
 
     @property
     def is_empty(self) -> bool:
@@ -62,6 +65,8 @@ class StepBuilder:
         samples = request.num_computed >= len(request.token_ids)
         if samples:
             request.num_placeholders += 1
+        if request.matcher is not None:
+            self._has_grammars = True
         rows.requests.append(request)
         rows.num_tokens.append(num_tokens)
         rows.num_blocks.append(len(blocks))
@@ -91,6 +96,8 @@ class StepBuilder:
         samples = first.samples + then.samples
         sampling = rows if all(samples) else [r for r, yes in zip(rows, samples, strict=True) if yes]
         new = first.entering + then.entering
+        masked = [(i, r) for i, (r, yes) in enumerate(zip(rows, samples, strict=True))
+                  if yes and r.matcher is not None] if self._has_grammars else []
         message = StepInput(
             step_id=self._step_id,
             slots=np.array([r.slot for r in rows], np.int32),
@@ -101,10 +108,11 @@ class StepBuilder:
             copy_targets=np.array([target for _, target in self._copies], np.int32) if self._copies else _NONE,
             forced_slots=np.array([slot for slot, _ in first.forced], np.int32) if first.forced else _NONE,
             forced_tokens=np.array([token for _, token in first.forced], np.int32) if first.forced else _NONE,
+            awaits_masks=int(bool(masked)),
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
         num_tokens = len(first.requests) + sum(then.num_tokens)
         num_prompts = len(first.entering) + len(then.requests)
-        return message, StepPlan(self._step_id, rows, sampling, num_tokens, len(new), num_prompts)
+        return message, StepPlan(self._step_id, rows, sampling, num_tokens, len(new), num_prompts, masked)
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:

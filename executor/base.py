@@ -6,7 +6,7 @@ import abc
 
 import msgspec
 
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +35,10 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def submit(self, step: StepInput) -> None:
         """Hands a step to all ranks."""
+
+    @abc.abstractmethod
+    def submit_masks(self, masks: StepMasks) -> None:
+        """Hands all ranks the masks of the last step submitted that awaits some."""
 
     @abc.abstractmethod
     def poll(self) -> StepOutput | None:

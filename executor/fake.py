@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.controls import decode_controls
-from sidestep.ipc.step import LogprobColumns, StepInput, StepOutput, UInt8
+from sidestep.ipc.step import LogprobColumns, StepInput, StepMasks, StepOutput, UInt8
 
 _MASK = (1 << 61) - 1
 DEFAULT_BLOCKS = 8192
@@ -49,6 +49,31 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: in
         tokens.append(next_token(state, seed, vocab_size))
         state = chain(state, tokens[-1])
     return tokens
+
+
+def _allowed(step: StepInput, receive_masks: Callable[[], StepMasks] | None) -> dict[int, UInt8]:
+    """The masks of the slots that have one, as bytes."""
+    if not step.awaits_masks:
+        return {}
+    assert receive_masks is not None, "nobody gives the masks"
+    masks = receive_masks()
+    assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
+    slots = step.slots[masks.rows].tolist()
+    return dict(zip(slots, masks.words.view(np.uint8).reshape(len(slots), -1), strict=True)) if slots else {}
+
+
+_NUM_BITS = np.array([byte.bit_count() for byte in range(256)])
+
+
+def choose(mask: UInt8, context_hash: int, seed: int) -> int | None:
+    """One of the tokens whose bits are set; None if there is none."""
+    ends = np.cumsum(_NUM_BITS[mask])
+    if not ends[-1]:
+        return None
+    number = next_token(context_hash, seed, int(ends[-1]))
+    place = int(np.searchsorted(ends, number, "right"))
+    number -= int(ends[place - 1]) if place else 0
+    return place * 8 + [bit for bit in range(8) if mask[place] >> bit & 1][number]
 
 
 class FakeDevice:
@@ -105,15 +130,15 @@ class FakeRunner(Runner):
         return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device_type="fake",
                            device="fake")
 
-    def execute(self, step: StepInput) -> PendingOutput:
+    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         for source, target in zip(step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True):
             self._cache[target] = self._cache[source].copy()
         self._enter(step)
         for slot, token in zip(step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True):
             self._last_sampled[slot] = token
-        states = self._run_rows(step)
-        tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
         start, end = self._device.launch()
+        states = self._run_rows(step, _allowed(step, receive_masks))
+        tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
         output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
         if any(self._num_logprobs[slot] for slot in states):
             output.logprobs = self._logprobs(states)
@@ -140,7 +165,7 @@ class FakeRunner(Runner):
             token_ids=np.array([t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32),
             logprobs=np.array([v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32)).pack()
 
-    def _run_rows(self, step: StepInput) -> dict[int, int]:
+    def _run_rows(self, step: StepInput, allowed: dict[int, UInt8]) -> dict[int, int]:
         """For each slot that samples, in the order of rows, the hash of its context."""
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
@@ -153,7 +178,10 @@ class FakeRunner(Runner):
         for slot, count in rows:
             state = self._compute(slot, count)
             if self._num_computed[slot] >= len(self._known[slot]):
-                self._last_sampled[slot] = next_token(state, self._seed[slot], self._vocab_size)
+                token = choose(allowed[slot], state, self._seed[slot]) if slot in allowed else None
+                if token is None:
+                    token = next_token(state, self._seed[slot], self._vocab_size)
+                self._last_sampled[slot] = token
                 sampled[slot] = state
         return {slot: sampled[slot] for slot in slots if slot in sampled}
 

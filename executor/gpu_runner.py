@@ -23,6 +23,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, D
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
 from sidestep.executor.device_clock import DeviceClock
+from sidestep.executor.grammar_masks import launch_masks
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.logprobs import Logprobs, encode_logprobs
@@ -40,7 +41,7 @@ from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.sampling_params import MAX_LOGPROBS
-from sidestep.ipc.step import Int32, Int64, StepInput, StepOutput
+from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.launch import compiling_only, has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
 from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
@@ -216,6 +217,7 @@ class GpuRunner(Runner):
             column = torch.zeros(4, dtype=torch.int32, device=self._device)
             self._sample(torch.zeros(1, self._args.spec.vocab_size, device=self._device), column, column, column,
                          column, self._special_ids)
+            launch_masks(self._args.spec.vocab_size, self._device)
 
     def _decode_sizes(self) -> list[int]:
         return decode_ladder(self._limits.max_num_seqs)
@@ -238,7 +240,7 @@ class GpuRunner(Runner):
     # Steps.
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> PendingOutput:
+    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         position = self._num_steps % ROTATION
         self._num_steps += 1
         # 1. What is new, and how this step's tokens lie.
@@ -262,7 +264,9 @@ class GpuRunner(Runner):
             found.graph.replay()
         else:
             about_prompts = self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch, prompts)
-        # 4. The other rows, on the logits that the step has left.
+        # 4. The other rows, on the logits that the step has left. The device is at work while the masks are made.
+        if step.awaits_masks and receive_masks is not None:
+            self._special.take_masks(step, receive_masks())
         more = self._run_special(batch, special, position, about_prompts)
         done.record()
         return GpuOutput(step.step_id, self._host_ids[position], batch.samples, more, started, done, self._clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.executor.sampler import Sampler
 from sidestep.executor.special_rows import SpecialBatch, make_special_rows
-from sidestep.ipc.step import Int64, StepInput, StepOutput
+from sidestep.ipc.step import Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.rms_norm import Stream
 
 _CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ class ModelRunner(Runner):
                            device=self._describe())
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> PendingOutput:
+    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         start = time.monotonic_ns()
         # 1. What is new, and how this step's tokens lie.
         self._state.apply(step)
@@ -77,6 +78,8 @@ class ModelRunner(Runner):
             special = self._special.find(batch)
             places = np.searchsorted(batch.sampling_rows, special) if special is not None else None
             self._sample_plain(logits, batch, places)
+            if step.awaits_masks and receive_masks is not None:
+                self._special.take_masks(step, receive_masks())
             if special is not None and places is not None:
                 logprobs = self._special.run(logits, batch, special, places, self._sample_special)
             token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(np.int32)

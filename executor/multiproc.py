@@ -19,7 +19,7 @@ from sidestep.ipc.config import EngineConfig, available_cores
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.process import Child, spawn
 from sidestep.ipc.shm_ring import RingClosed, RingReader, RingSpec, RingWriter, create_ring
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 
 
 class MultiprocExecutor(Executor):
@@ -47,9 +47,15 @@ class MultiprocExecutor(Executor):
                            device_type=ready[0].device_type, device=ready[0].device)
 
     def submit(self, step: StepInput) -> None:
+        self._send(step)
+
+    def submit_masks(self, masks: StepMasks) -> None:
+        self._send(masks)
+
+    def _send(self, message: Columns) -> None:
         assert self._steps is not None, "start() comes first"
         try:
-            self._steps.send(step.encode())
+            self._steps.send(message.encode())
         except RingClosed as closed:
             raise EngineDeadError(self._find_death() or f"the workers take no steps: {closed}") from None
 

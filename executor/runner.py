@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sidestep.executor.base import WorkerReady
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model_spec import ModelSpec
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,5 +66,6 @@ class Runner(abc.ABC):
         """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for the user."""
 
     @abc.abstractmethod
-    def execute(self, step: StepInput) -> PendingOutput:
-        """Launches a step. Its columns may be used until this returns."""
+    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
+        """Launches a step. Its columns may be used until this returns. receive_masks: waits for the masks of a step
+        that awaits some; called when the model has been launched, since they depend on the step before."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sidestep.executor.grammar_masks import GrammarMasks
 from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.logit_bias import LogitBias
 from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
@@ -33,7 +34,7 @@ from sidestep.ipc import registry
 from sidestep.ipc.config import StepLimits
 from sidestep.ipc.controls import decode_controls
 from sidestep.ipc.errors import EngineStartError
-from sidestep.ipc.step import Int32, Int64, StepInput
+from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks
 
 MOST_ROWS = 64
 """Rows that are copied to float32 at a time: what bounds the memory."""
@@ -80,7 +81,7 @@ def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device
     setup = ProcessorSetup(device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots)
     own = [make_processor(target, setup) for target in args.model.logits_processors or ()]
     processors = [AllowedTokens(setup), BadWords(setup), LogitBias(setup), *own, Penalties(setup)]
-    return SpecialRows(processors, limits.num_slots, device)
+    return SpecialRows(processors, GrammarMasks(setup), limits.num_slots, device)
 
 
 def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
@@ -98,11 +99,13 @@ def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
 class SpecialRows:
     """Knows which slots hold such requests, and what is to be done for them."""
 
-    def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int, device: torch.device) -> None:
-        """processors: in the order in which they change logits."""
-        self._processors = processors
+    def __init__(self, processors: Sequence[LogitsProcessor], masks: GrammarMasks, num_slots: int,
+                 device: torch.device) -> None:
+        """processors: in the order in which they change logits; masks: after them."""
+        self._processors = [*processors, masks]
+        self._masks = masks
         self._device = device
-        self._accepted = np.zeros((len(processors), num_slots), np.bool_)
+        self._accepted = np.zeros((len(self._processors), num_slots), np.bool_)
         self._special = np.zeros(num_slots, np.bool_)
         self._num_logprobs = np.full(num_slots, -1, np.int32)
         self._num_prompt_logprobs = np.full(num_slots, -1, np.int32)
@@ -132,6 +135,10 @@ class SpecialRows:
             return None
         rows = np.flatnonzero(self._special[batch.slots] & batch.samples)
         return rows if len(rows) else None
+
+    def take_masks(self, step: StepInput, masks: StepMasks) -> None:
+        """What rows with a grammar may sample in this step; before `run`."""
+        self._masks.take(step, masks)
 
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
         """Prompts' tokens in this step whose logits tell of the token after them, if that is asked for."""

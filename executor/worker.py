@@ -22,7 +22,7 @@ from sidestep.ipc import registry
 from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.process import decode_args, freeze_heap
 from sidestep.ipc.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
-from sidestep.ipc.step import StepInput
+from sidestep.ipc.step import StepInput, StepMasks
 
 
 class Reply(enum.IntEnum):
@@ -160,9 +160,19 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
         if message is None:
             continue
         received = time.monotonic_ns()
-        pending = runner.execute(StepInput.decode(message[1]))
+        step = StepInput.decode(message[1])
+        if step.awaits_masks:  # the step's bytes must outlive the next message's coming
+            step = StepInput.decode(bytes(message[1]))
+        pending = runner.execute(step, lambda: receive_masks(steps, drain))
         if answers:
             drain.put(Launched(pending, received, time.monotonic_ns()))
+
+
+def receive_masks(steps: RingReader, drain: Drain) -> StepMasks:
+    """The masks of the step that is being launched. They cannot come before the output of the step before has left."""
+    while (message := steps.receive()) is None:
+        wait_for_step(steps, drain)
+    return StepMasks.decode(message[1])
 
 
 def wait_for_step(steps: RingReader, drain: Drain) -> None:

@@ -33,6 +33,7 @@ from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
 from sidestep.ipc.model_spec import resolve_model_path
 from sidestep.ipc.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 from sidestep.ipc.sampling_params import SamplingParams
+from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
 
 class AsyncLLM:
@@ -176,6 +177,10 @@ class AsyncLLM:
         for preparing in ids:
             if preparing in self._preparing:
                 self._preparing[preparing] = False
+
+    async def check_structured_outputs(self, structure: StructuredOutputsParams) -> None:
+        """Raises ValidationError, as `generate` would, for a form that cannot be compiled."""
+        await self._inputs.make_grammar(structure)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text as `generate` would make them, without holding up the event loop over a long one."""
@@ -324,7 +329,7 @@ class AsyncLLM:
             client=self._client.client, handle=first.handle, request_id=first.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
             priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
-            controls=request.controls, beam_search=beam_search))
+            controls=request.controls, grammar=request.grammar, beam_search=beam_search))
         for state in states:
             state.queued()
 

@@ -32,7 +32,7 @@ class ControlsMaker:
             repetition_penalty=float(sampling.repetition_penalty),
             logit_bias={int(token): float(value) for token, value in bias.items()},
             allowed_token_ids=list(dict.fromkeys(allowed)), bad_words=self._tokens_of_words(sampling.bad_words or ()),
-            extra_args=sampling.extra_args or {},
+            extra_args=sampling.extra_args or {}, has_grammar=sampling.structured_outputs is not None,
             logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
             prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs)
 

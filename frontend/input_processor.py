@@ -14,11 +14,13 @@ import msgspec
 
 from sidestep.frontend.chat_template import Message
 from sidestep.frontend.controls import ControlsMaker, check_text
+from sidestep.frontend.structured_outputs import GrammarMaker
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.controls import encode_controls
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
+from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a dict with `prompt` or `prompt_token_ids`."""
@@ -43,6 +45,7 @@ class ProcessedRequest:
     deadline: float | None
     controls: bytes = b""
     """See ipc.controls."""
+    grammar: Grammar | None = None
     best_of: BestOf | None = None
     """If only some of its choices are returned."""
 
@@ -66,6 +69,7 @@ class InputProcessor:
         self._controls = ControlsMaker(tokenizer, vocab_size, processors)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._grammars = GrammarMaker(tokenizer)
         self._random = random.SystemRandom()
 
     async def process(self, prompt: Prompt, sampling_params: SamplingParams | None, *, priority: int = 0,
@@ -81,10 +85,11 @@ class InputProcessor:
         if text is not None:
             ids = await self.tokenize(text, special)
         self._check_ids(ids)
+        grammar = None if sampling.structured_outputs is None else await self.make_grammar(sampling.structured_outputs)
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
-            controls=controls, best_of=best_of)
+            controls=controls, best_of=best_of, grammar=grammar)
 
     def for_beam_search(self, params: object) -> SamplingParams:
         """What a beam search has in common with other requests. Raises ValidationError."""
@@ -95,6 +100,10 @@ class InputProcessor:
                                   f"{self._vocab_size} tokens")
         return SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
                               detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def make_grammar(self, structure: StructuredOutputsParams) -> Grammar:
+        """The grammar of a form that an output must have. Raises ValidationError."""
+        return await self._grammars.make(structure)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; of a long one in a thread. Raises ValidationError."""
@@ -164,9 +173,9 @@ class InputProcessor:
         if sampling.min_tokens > room:
             raise ValidationError("min_tokens", f"{sampling.min_tokens} is more than the {room} tokens that fit after "
                                   f"the prompt (max_model_len is {self._max_model_len})")
-        # These travel in the controls.
+        # These travel in the controls and the grammar.
         changes: dict[str, Any] = {
-            name: None for name in ("logit_bias", "allowed_token_ids", "bad_words", "extra_args")
+            name: None for name in ("logit_bias", "allowed_token_ids", "bad_words", "extra_args", "structured_outputs")
             if getattr(sampling, name) is not None}
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room

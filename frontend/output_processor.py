@@ -19,7 +19,7 @@ from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
 from sidestep.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.errors import RequestError
+from sidestep.ipc.errors import RequestError, ValidationError
 from sidestep.ipc.messages import Beam, Finished, FinishReason, Outputs, Started, unpack_ids
 from sidestep.ipc.sampling_params import RequestOutputKind
 from sidestep.ipc.step import LogprobColumns
@@ -123,7 +123,8 @@ class RequestState:
         """The engine has ended it."""
         self.metrics.num_preemptions = message.num_preemptions
         if message.reason == FinishReason.ERROR:
-            self.fail(RequestError(message.error or "the request failed"))
+            problem = message.error or "the request failed"
+            self.fail(RequestError(problem) if message.field is None else ValidationError(message.field, problem))
             return
         self._finish_reason, self._stop_reason = str(message.reason), message.stop_reason
         self.beams = message.beams
@@ -272,7 +273,8 @@ class OutputProcessor:
         if outputs.logprobs or outputs.prompt_logprobs:
             self._handle_logprobs(outputs)
         # The token that a request stops at comes in the same message as its end.
-        hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
+        hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP and not f.completes_grammar} \
+            if outputs.finished else ()
         now, ended, states = begin / 1e9, [], self._states
         for handle, token in zip(unpack_ids(outputs.handles).tolist(), unpack_ids(outputs.token_ids).tolist(),
                                  strict=True):

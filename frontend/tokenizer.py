@@ -33,6 +33,8 @@ class Tokenizer:
         self._added = {i: t.content for i, t in self.fast.get_added_tokens_decoder().items()}
         self._alphabet = TokenAlphabet(self.fast)
         self._token_bytes: dict[int, bytes] = {}
+        self.special_token_ids = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
+        """The same, by their text."""
         config = _read_json(Path(folder) / "tokenizer_config.json")
         self._special_tokens = {name: text for name in _SPECIAL if (text := _text(config.get(name))) is not None}
         self.chat_template = _chat_template(Path(folder), config)

@@ -32,6 +32,8 @@ class Controls(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """For logits processors, by the names of their classes."""
     logit_bias: dict[int, float] = {}
     """Added to the logits of these tokens."""
+    has_grammar: bool = False
+    """Steps that sample for it await masks."""
 
 
 _PLAIN = Controls()

@@ -15,6 +15,7 @@ import numpy as np
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.step import Int32
+from sidestep.ipc.structured_outputs import Grammar
 
 
 class FinishReason(enum.IntEnum):
@@ -43,7 +44,7 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     prompt_token_ids: bytes
     """int32, little-endian."""
     sampling: SamplingParams
-    """With `seed` and `max_tokens` filled in."""
+    """With `seed` and `max_tokens` filled in, and without `structured_outputs`."""
     arrival: float
     """time.monotonic() of the call."""
     priority: int = 0
@@ -54,6 +55,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     """What it asks of its logits, for the workers; see ipc.controls."""
     beam_search: BeamSearchParams | None = None
     """Instead of sampling."""
+    grammar: Grammar | None = None
+    """What its output must be."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -137,9 +140,13 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     stop_reason: int | str | None = None
     """The stop token's id, or a word such as 'deadline'."""
     error: str | None = None
+    field: str | None = None
+    """With an error: what of the request is at fault."""
     num_preemptions: int = 0
     beams: list[Beam] = []
     """Of a beam search, the best first."""
+    completes_grammar: bool = False
+    """It stopped because its grammar allows nothing more: its last token is text, and no stop token."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 
 StepKind = Literal["decode", "prompt", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
-WaitReason = Literal["turn", "max_num_seqs", "max_num_batched_tokens", "kv_cache", "output"]
+WaitReason = Literal["turn", "max_num_seqs", "max_num_batched_tokens", "kv_cache", "output", "grammar"]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 """See RequestRecord.waiting_for."""
 
@@ -96,7 +96,8 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """waiting, running, preempted or finished."""
     waiting_for: WaitReason | None
     """What keeps it from running now: 'turn' (others are before it), 'max_num_seqs', 'max_num_batched_tokens' (the next
-    step will have room), 'kv_cache', or 'output' (a preempted request's last token is on its way)."""
+    step will have room), 'kv_cache', 'output' (a preempted request's last token is on its way), or 'grammar' (it is
+    being compiled)."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 128
@@ -142,6 +143,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     """Keep the stop text at the end of the output."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of the stream holds."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have. The request ends with 'stop' when nothing more can follow; goes neither with
+    `ignore_eos` nor with `min_tokens`, which could forbid all that the form allows."""
 
     def __post_init__(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= MAX_CHOICES, "n",
@@ -179,6 +183,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
             _check(isinstance(value, bool), field, f"must be True or False, not {value!r}")
         _check(isinstance(self.output_kind, RequestOutputKind), "output_kind",
                f"must be a RequestOutputKind, not {self.output_kind!r}")
+        self._check_structure()
+
+    def _check_structure(self) -> None:
+        if (structure := self.structured_outputs) is None:
+            return
+        _check(isinstance(structure, StructuredOutputsParams), "structured_outputs",
+               f"must be StructuredOutputsParams, not {type(structure).__name__}")
+        _check(not self.ignore_eos, "ignore_eos", "cannot go with structured_outputs, which say where the output ends")
+        _check(self.min_tokens == 0, "min_tokens", "cannot go with structured_outputs, which say where the output ends")
 
     def _check_stops(self) -> None:
         _check(self.stop is None or isinstance(self.stop, str | list | tuple), "stop",

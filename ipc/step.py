@@ -134,6 +134,20 @@ class StepInput(Columns):
     """[F] Slots of rows of one token that go on with another token than the one they sampled; in the order of rows."""
     forced_tokens: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     """[F] That token."""
+    awaits_masks: int = 0
+    """1: the step's tokens are sampled when its StepMasks has come, which is the next message."""
+
+
+@dataclass(slots=True)
+class StepMasks(Columns):
+    """What rows with a grammar may sample in a step that is under way. It depends on the tokens of the step before, so
+    it is sent when those are known, while the model computes."""
+
+    step_id: int
+    rows: Int32
+    """[M] Places in the step's batch order, ascending; all of them sample. Rows that are not here are free."""
+    words: Int32
+    """[M * ceil(vocab_size / 32)] Row by row, a bit for each token, the lowest first; 1: allowed."""
 
 
 @dataclass(slots=True)

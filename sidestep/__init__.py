@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from sidestep.ipc.records import RequestRecord, StepRecord
     from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
 __version__: str
 
@@ -66,6 +67,7 @@ _HOMES = {
     "RepetitionDetectionParams": "ipc.sampling_params",
     "RequestOutputKind": "ipc.sampling_params",
     "SamplingParams": "ipc.sampling_params",
+    "StructuredOutputsParams": "ipc.structured_outputs",
 }
 
 __all__ = [
@@ -73,7 +75,7 @@ __all__ = [
     "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError", "EngineStartError", "Logprob",
     "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics", "RequestOutput",
     "RequestOutputKind", "RequestRecord", "Revision", "SamplingParams", "SidestepError", "StepRecord",
-    "ValidationError", "Vote", "best_of_n", "critique_and_revise", "self_consistency",
+    "StructuredOutputsParams", "ValidationError", "Vote", "best_of_n", "critique_and_revise", "self_consistency",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
+from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.fake import FakeRunner
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.beam_search_params import BeamSearchParams
@@ -19,7 +21,8 @@ from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, Schedu
 from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
 from sidestep.ipc.model_spec import ModelSpec, RopeSpec
 from sidestep.ipc.sampling_params import SamplingParams
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
+from sidestep.ipc.structured_outputs import Grammar
 
 VOCAB_SIZE = 50
 SPEC = ModelSpec(
@@ -43,11 +46,12 @@ class Clock:
 
 def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, client: int = 0, priority: int = 0,
                  cache_salt: str | None = None, arrival: float = 0.0, deadline: float | None = None,
-                 **sampling: object) -> AddRequest:
+                 grammar: Grammar | None = None, **sampling: object) -> AddRequest:
     """A request as a frontend would send it."""
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})  # type: ignore[arg-type]
     return AddRequest(client=client, handle=handle, request_id=f"request {handle}", prompt_token_ids=pack_ids(prompt),
-                      sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt, deadline=deadline)
+                      sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt, deadline=deadline,
+                      grammar=grammar)
 
 
 def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object) -> AddRequest:
@@ -60,12 +64,15 @@ def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: in
 def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,
                    policy: str = "fcfs", prefix_caching: bool = True, max_model_len: int = 4096,
                    eos: tuple[int, ...] = (), clock: Callable[[], float] | None = None,
-                   overlap: bool = True, target_itl_ms: float | None = None) -> Scheduler:
+                   overlap: bool = True, target_itl_ms: float | None = None,
+                   grammars: Grammars | None = None) -> Scheduler:
     """A scheduler over a small cache; its invariants are checked after the test."""
+    clock = clock or Clock()
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, scheduling_policy=policy,
                              async_scheduling=overlap, target_itl_ms=target_itl_ms)
     scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(num_blocks, block_size, prefix_caching),
-                          max_model_len=max_model_len, eos_token_ids=eos, clock=clock or Clock())
+                          max_model_len=max_model_len, eos_token_ids=eos, clock=clock,
+                          grammars=grammars or Grammars("", VOCAB_SIZE, eos, clock))
     _made.add(scheduler)
     return scheduler
 
@@ -79,12 +86,16 @@ def invariants_hold() -> object:
     _made.clear()
 
 
-def make_runner(scheduler: Scheduler) -> FakeRunner:
+def make_runner(scheduler: Scheduler, vocab_size: int = VOCAB_SIZE) -> FakeRunner:
     """A fake device with the scheduler's sizes."""
     cache = CacheConfig(block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks)
     return FakeRunner(WorkerArgs(
-        rank=0, spec=SPEC, model=ModelConfig(), cache=cache, parallel=ParallelConfig(device="fake"),
-        scheduler=scheduler._config, max_model_len=4096))
+        rank=0, spec=msgspec.structs.replace(SPEC, vocab_size=vocab_size), model=ModelConfig(), cache=cache,
+        parallel=ParallelConfig(device="fake"), scheduler=scheduler._config, max_model_len=4096))
+
+
+def _on_the_wire(message: Columns) -> bytes:
+    return b"".join(map(bytes, message.encode()))
 
 
 @dataclass
@@ -93,13 +104,14 @@ class Engine:
 
     scheduler: Scheduler
     depth: int = 2
+    vocab_size: int = VOCAB_SIZE
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.runner = make_runner(self.scheduler)
+        self.runner = make_runner(self.scheduler, self.vocab_size)
         self._in_flight: deque[bytes] = deque()
 
     @property
@@ -108,17 +120,16 @@ class Engine:
         return len(self._in_flight)
 
     def launch(self) -> bool:
-        """Schedules and runs one step; its output waits. False if there was nothing to run."""
+        """Schedules one step; it waits to be run. False if there was nothing to run."""
         step = self.scheduler.schedule()
         if step is None:
             # The core would sleep now: with nothing in flight, nobody would wake it.
-            assert self._in_flight or not self.scheduler.has_unfinished, f"stuck: {self.scheduler!r}"
+            assert self._in_flight or not self.scheduler.has_unfinished or self.scheduler.grammars.num_compiling, \
+                f"stuck: {self.scheduler!r}"
             return False
         self.steps.append(step)
         self._check_contract(step)
-        data = b"".join(map(bytes, step.encode()))
-        output = self.runner.execute(StepInput.decode(data)).wait()
-        self._in_flight.append(b"".join(map(bytes, output.encode())))
+        self._in_flight.append(_on_the_wire(step))
         self.scheduler.check_invariants()
         return True
 
@@ -135,8 +146,12 @@ class Engine:
         assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), "new columns follow their rows"
 
     def take(self) -> None:
-        """Gives the oldest output to the scheduler."""
-        self._note(self.scheduler.update(StepOutput.decode(self._in_flight.popleft())))
+        """Runs the oldest step and gives its output to the scheduler."""
+        masks = self.scheduler.take_masks()
+        step = StepInput.decode(self._in_flight.popleft())
+        assert bool(step.awaits_masks) == (masks is not None)
+        output = self.runner.execute(step, lambda: StepMasks.decode(_on_the_wire(masks))).wait()
+        self._note(self.scheduler.update(StepOutput.decode(_on_the_wire(output))))
         self.scheduler.check_invariants()
 
     def turn(self) -> bool:
@@ -146,6 +161,8 @@ class Engine:
         self._note(self.scheduler.take_outputs())
         if self._in_flight:
             self.take()
+        elif self.scheduler.has_unfinished:
+            select.select([self.scheduler.grammars.fileno()], [], [])
         return bool(self._in_flight) or self.scheduler.has_unfinished
 
     def run(self, limit: int = 10_000) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,15 @@ class CallArguments:
 Event = Content | Reasoning | CallBegin | CallArguments
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called."""
+
+    name: str
+    parameters: dict[str, Any] | None
+    """JSON schema of its arguments."""
+
+
 class Parser(Protocol):
     """Reads a text as it comes."""
 
@@ -60,10 +70,26 @@ class ToolParser(Parser, Protocol):
         """A call's id, in the form that the model's template wants it back."""
         ...
 
+    @staticmethod
+    def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
+        """From one to `most` calls of these functions and nothing else, in Lark's form. literal: a text there, or the
+        special token that has this text."""
+        ...
+
+    @staticmethod
+    def structural_tag(functions: Sequence[Function]) -> dict[str, Any] | None:
+        """Text with calls of these functions in it, as StructuredOutputsParams.structural_tag; None where a call's
+        beginning could be text."""
+        ...
+
 
 class ReasoningParser(Parser, Protocol):
     """Tells the reasoning from the answer. One for each answer, made with the prompt's end; its class is named in
     ipc.registry.REASONING_PARSERS."""
+
+    marks: tuple[str | None, str] | None
+    """What may begin the reasoning (None: the prompt has done so), and what ends it; None for an answer that has no
+    reasoning."""
 
 
 class AnswerParser:

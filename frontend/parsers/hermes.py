@@ -3,10 +3,13 @@ one after the other, with or without text before them."""
 
 from __future__ import annotations
 
+import json
 import uuid
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
-from sidestep.frontend.parsers.events import Content, Event, partial_length
+from sidestep.frontend.parsers.call_grammars import ANY_ARGUMENTS, grammar_of_calls
+from sidestep.frontend.parsers.events import Content, Event, Function, partial_length
 from sidestep.frontend.parsers.json_calls import CallScanner
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -29,6 +32,19 @@ class HermesToolParser:
     def new_call_id() -> str:
         """As OpenAI's API makes them."""
         return f"call_{uuid.uuid4().hex[:24]}"
+
+    @staticmethod
+    def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
+        """Calls alone."""
+        return grammar_of_calls(functions, "arguments", begin="", end="", each=(_OPEN + "\n", "\n" + _CLOSE),
+                                between="\n", most=most)
+
+    @staticmethod
+    def structural_tag(functions: Sequence[Function]) -> dict[str, Any]:
+        """Calls in text."""
+        return {"type": "structural_tag", "triggers": [_OPEN], "structures": [
+            {"begin": f'{_OPEN}\n{{"name": {json.dumps(function.name)}, "arguments": ',
+             "schema": function.parameters or ANY_ARGUMENTS, "end": "}\n" + _CLOSE} for function in functions]}
 
     def feed(self, text: str) -> list[Event]:
         """What the new text settles."""

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from sidestep.frontend.parsers.events import Content, Event
+from sidestep.frontend.parsers.call_grammars import grammar_of_calls
+from sidestep.frontend.parsers.events import Content, Event, Function
 from sidestep.frontend.parsers.hermes import HermesToolParser
 from sidestep.frontend.parsers.json_calls import CallScanner
 
@@ -24,6 +26,15 @@ class Llama3JsonToolParser:
         self._call: CallScanner | None = None
         self._is_text = False
         """What follows is no call."""
+
+    @staticmethod
+    def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
+        """Calls alone."""
+        return grammar_of_calls(functions, "parameters", begin="", end="", between="; ", most=most)
+
+    @staticmethod
+    def structural_tag(functions: Sequence[Function]) -> None:
+        """An answer may begin with a brace and be text."""
 
     def feed(self, text: str) -> list[Event]:
         """What the new text settles."""

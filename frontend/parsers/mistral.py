@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from sidestep.frontend.parsers.events import CallArguments, CallBegin, Content, Event, partial_length
+from sidestep.frontend.parsers.call_grammars import grammar_of_calls
+from sidestep.frontend.parsers.events import CallArguments, CallBegin, Content, Event, Function, partial_length
 from sidestep.frontend.parsers.json_calls import CallScanner, ValueScanner
 
 _MARK = "[TOOL_CALLS]"
@@ -36,6 +38,16 @@ class MistralToolParser:
     def new_call_id() -> str:
         """Nine letters and digits: the templates refuse anything else."""
         return "".join(secrets.choice(_ID) for _ in range(9))
+
+    @staticmethod
+    def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
+        """Calls alone, as a list, which all models of the family read."""
+        return grammar_of_calls(functions, "arguments", begin=f'{literal(_MARK)} "["', end='"]"', between=", ",
+                                most=most)
+
+    @staticmethod
+    def structural_tag(functions: Sequence[Function]) -> None:
+        """The mark is a special token, which a structural tag cannot name."""
 
     def feed(self, text: str) -> list[Event]:
         """What the new text settles."""

@@ -10,8 +10,10 @@ _OPEN, _CLOSE = "<think>", "</think>"
 class ThinkParser:
     """Reads one answer. White space around the reasoning belongs to neither part."""
 
-    def __init__(self, begins_inside: bool) -> None:
+    def __init__(self, begins_inside: bool, prompt: str) -> None:
         """begins_inside: the prompt, or the model's habit, has opened the reasoning already."""
+        ended = prompt.rstrip().endswith(_CLOSE)
+        self.marks: tuple[str | None, str] | None = None if ended else (None if begins_inside else _OPEN, _CLOSE)
         self._inside = begins_inside
         self._at_start = True
         """Where an opening mark may still come."""
@@ -79,11 +81,11 @@ class Qwen3ReasoningParser(ThinkParser):
     """The model opens its reasoning itself, or the template has done so; without a mark there is none."""
 
     def __init__(self, prompt: str) -> None:
-        super().__init__(begins_inside=prompt.rstrip().endswith(_OPEN))
+        super().__init__(prompt.rstrip().endswith(_OPEN), prompt)
 
 
 class DeepSeekR1ReasoningParser(ThinkParser):
     """The model reasons from the start, with or without an opening mark."""
 
     def __init__(self, prompt: str) -> None:
-        super().__init__(begins_inside=not prompt.rstrip().endswith(_CLOSE))
+        super().__init__(not prompt.rstrip().endswith(_CLOSE), prompt)

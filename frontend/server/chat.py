@@ -24,6 +24,8 @@ from sidestep.frontend.parsers.events import (
 from sidestep.frontend.server.body import decode
 from sidestep.frontend.server.chat_protocol import (
     ChatRequest,
+    NamedToolChoice,
+    functions_of,
     max_tokens_of,
     num_logprobs_of,
     template_messages,
@@ -47,10 +49,13 @@ from sidestep.frontend.server.protocol import (
     ToolCallDelta,
 )
 from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
+from sidestep.frontend.server.structure import Form, after_reasoning, form_of, form_of_calls, form_of_strict_tools
 from sidestep.ipc.registry import REASONING_PARSERS, TOOL_PARSERS, load
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 _decoder = msgspec.json.Decoder(ChatRequest)
+MOST_CALLS = 16
+"""Of an answer that must have some."""
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -73,7 +78,10 @@ class ChatRoute:
         prompt = render(service, request, tools)
         self._check_tools(tools)
         parsers = [self._parser(prompt, tools) for _ in range(request.n or 1)]
-        params = self._params(request, tools)
+        form = self._form(request, prompt)
+        params = self._params(request, tools, form)
+        if form is not None:
+            await form.check(service.llm)
         # The template writes the special tokens itself.
         ids = await service.llm.tokenize(prompt, add_special_tokens=False)
         service.check_length("messages", ids)
@@ -86,10 +94,31 @@ class ChatRoute:
         include_usage = request.stream_options is not None and request.stream_options.include_usage
         return EventStream(answer.events(include_usage), {"x-request-id": name})
 
-    def _params(self, request: ChatRequest, tools: Sequence[Any] | None) -> SamplingParams:
+    def _form(self, request: ChatRequest, prompt: str) -> Form | None:
+        """What the answer must be. Raises ApiError."""
+        form, choice, parser = form_of(request.response_format, request.structured_outputs), request.tool_choice, None
+        if request.tools and choice != "none":
+            parser = self._tools
+        if parser is not None and form is not None:
+            raise refused("tools", "cannot go with a form of the answer, which leaves no place for calls; "
+                          "send tool_choice 'none'", "unsupported_field")
+        if parser is not None:
+            functions = functions_of(request)
+            if choice == "required" or isinstance(choice, NamedToolChoice):
+                most = MOST_CALLS if choice == "required" else 1
+                special = self._service.llm.get_tokenizer().special_token_ids
+                form = form_of_calls(parser, functions, most, special)
+            elif any(tool.function.strict for tool in request.tools or ()):
+                form = form_of_strict_tools(parser, functions)
+        if form is None or self._make_reasoning is None:
+            return form
+        return after_reasoning(form, self._make_reasoning(prompt))
+
+    def _params(self, request: ChatRequest, tools: Sequence[Any] | None, form: Form | None) -> SamplingParams:
         more: dict[str, Any] = {
             "logprobs": num_logprobs_of(request),
-            "output_kind": RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY}
+            "output_kind": RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+            "structured_outputs": None if form is None else form.params}
         if tools and self._tools is not None and self._tools.special_tokens:
             # The parser's marks are special tokens. The one that ends the text is left out in any case.
             if request.skip_special_tokens:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sidestep.frontend.chat_template import Message
+from sidestep.frontend.parsers.events import Function
 from sidestep.frontend.server.errors import refused
-from sidestep.frontend.server.fields import Count, NumLogprobs, SamplingFields, refuse_unless
+from sidestep.frontend.server.fields import Count, NumLogprobs, SamplingFields
 from sidestep.frontend.server.protocol import ToolCall
 
 
@@ -69,7 +70,8 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Any = None
+    strict: bool | None = None
+    """With tool_choice 'auto': the arguments keep to the schema. Calls that are required do so in any case."""
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -79,13 +81,26 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function: FunctionTool
 
 
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of one of the tools."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function that is to be called."""
+
+    type: Literal["function"] = "function"
+    function: ChosenFunction
+
+
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """What else the model's template is given, such as {"enable_thinking": false}."""
     logprobs: bool | None = None
@@ -159,19 +174,26 @@ def _arguments(path: str, call: ToolCall) -> Any:
 
 
 def tools_in_use(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of. Raises ApiError for what only a grammar could guarantee."""
+    """The tools that the model is told of. Raises ApiError."""
     choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise refused("tool_choice", "only 'auto' and 'none' are supported by this server", "unsupported_field")
     if not request.tools:
-        if choice == "auto":
+        if choice not in (None, "none"):
             raise refused("tool_choice", "has a meaning only with tools")
         return None
-    for i, tool in enumerate(request.tools):
-        refuse_unless(f"tools[{i}].function.strict", tool.function.strict, False)
     if choice == "none":
         return None
     return [_template_tool(tool) for tool in request.tools]
+
+
+def functions_of(request: ChatRequest) -> list[Function]:
+    """The functions that may be called: all, or the one that was chosen. Raises ApiError for another one's name."""
+    functions = [Function(tool.function.name, tool.function.parameters) for tool in request.tools or ()]
+    if isinstance(request.tool_choice, NamedToolChoice):
+        name = request.tool_choice.function.name
+        functions = [function for function in functions if function.name == name]
+        if not functions:
+            raise refused("tool_choice.function.name", f"{name!r} is none of the tools")
+    return functions
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:

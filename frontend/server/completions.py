@@ -20,6 +20,7 @@ from sidestep.frontend.server.fields import MAX_N, Natural, NumLogprobs, Samplin
 from sidestep.frontend.server.logprobs import CompletionLogprobWriter, joined, prompt_logprobs
 from sidestep.frontend.server.protocol import Completion, CompletionChoice, CompletionLogprobs, FinishWord
 from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
+from sidestep.frontend.server.structure import form_of
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import RequestOutputKind
 
@@ -71,9 +72,15 @@ class CompletionRoute:
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         if request.stream and (request.best_of or 0) > (request.n or 1):
             raise refused("best_of", "cannot be streamed: which completions are best is known at the end")
+        form = form_of(request.response_format, request.structured_outputs)
         search = beam_search_params(request, request.max_tokens or _DEFAULT_TOKENS)
+        if form is not None and search is not None:
+            raise refused("use_beam_search", "cannot go with a form that the output must have")
         params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind,
-                                 logprobs=request.logprobs, n=request.n or 1, best_of=request.best_of)
+                                 logprobs=request.logprobs, n=request.n or 1, best_of=request.best_of,
+                                 structured_outputs=None if form is None else form.params)
+        if form is not None:
+            await form.check(service.llm)
         wants_prompt = request.prompt_logprobs is not None
         if request.echo and request.logprobs is not None:
             most = max(request.logprobs, request.prompt_logprobs or 0)

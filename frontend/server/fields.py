@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from sidestep.frontend.server.errors import refused
+from sidestep.frontend.server.structure import ResponseFormat, StructuredOutputs
 from sidestep.ipc.sampling_params import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -34,9 +35,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, msgspec.Meta(min_length=1)]
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "structured_outputs": (),
     "suffix": (),
-    "response_format": ({"type": "text"},),
     "functions": (),
     "function_call": (),
     "parallel_tool_calls": (True,),
@@ -111,9 +110,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
     """Milliseconds after which the request ends with what it has; its choices say so."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Not implemented: see NOT_YET.
-    structured_outputs: Any = None
-    response_format: Any = None
     user: Any = None
 
 

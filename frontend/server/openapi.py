@@ -138,8 +138,6 @@ def _add_neutral_values(schemas: dict[str, Any]) -> None:
         if "logit_bias" in properties:
             properties["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^[0-9]+$"}
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
-    schemas["FunctionTool"]["properties"]["strict"] = {"enum": [None, False], "default": None}
-    schemas["ChatRequest"]["properties"]["tool_choice"] = {"enum": [None, "auto", "none"], "default": None}
 
 
 class OpenApiRoute:

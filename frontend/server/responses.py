@@ -32,8 +32,10 @@ from sidestep.frontend.server.responses_protocol import (
     ResponsesAnswer,
     ResponsesRequest,
     ResponsesUsage,
+    TextConfig,
 )
 from sidestep.frontend.server.service import Choice, Service, new_id
+from sidestep.frontend.server.structure import after_reasoning, form_of_text
 from sidestep.ipc.registry import REASONING_PARSERS, load
 from sidestep.ipc.sampling_params import RequestOutputKind
 
@@ -55,8 +57,14 @@ class ResponsesRoute:
         refuse_not_yet(request, RESPONSES_NOT_YET)
         prompt = service.llm.get_tokenizer().render_chat(_messages(request))
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+        form = form_of_text(request.text.format if request.text is not None else None)
+        if form is not None and self._make_reasoning is not None:
+            form = after_reasoning(form, self._make_reasoning(prompt))
         params = sampling_params(request, request.max_output_tokens, output_kind=kind,
-                                 logprobs=self._num_logprobs(request))
+                                 logprobs=self._num_logprobs(request),
+                                 structured_outputs=None if form is None else form.params)
+        if form is not None:
+            await form.check(service.llm)
         ids = await service.llm.tokenize(prompt, add_special_tokens=False)
         service.check_length("input", ids)
         name = new_id("resp")
@@ -66,6 +74,8 @@ class ResponsesRoute:
             id=name, created_at=int(time.time()), model=model, status="in_progress",
             instructions=request.instructions, max_output_tokens=request.max_output_tokens,
             temperature=params.temperature, top_p=params.top_p, top_logprobs=request.top_logprobs or 0)
+        if request.text is not None and request.text.format is not None:
+            answer.text = TextConfig(request.text.format)
         parser = AnswerParser(self._make_reasoning(prompt) if self._make_reasoning else None, None)
         if request.stream:
             events = _Events()

@@ -8,6 +8,7 @@ import msgspec
 
 from sidestep.frontend.server.fields import Count, Natural, NumLogprobs, Penalty
 from sidestep.frontend.server.protocol import ContentLogprob, PromptDetails
+from sidestep.frontend.server.structure import TextConfigFormat, TextFormat
 from sidestep.ipc.sampling_params import MAX_SEED
 
 RESPONSES_NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -25,7 +26,6 @@ RESPONSES_NOT_YET: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": (),
-    "text": ({"format": {"type": "text"}}, {}),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
     "truncation": ("disabled",),
@@ -58,6 +58,13 @@ class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     status: str | None = None
 
 
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text must be."""
+
+    format: TextConfigFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to /v1/responses."""
 
@@ -78,6 +85,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
+    text: TextConfig | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
@@ -98,7 +106,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     service_tier: Any = None
     store: Any = None
     stream_options: Any = None
-    text: Any = None
     tool_choice: Any = None
     tools: Any = None
     truncation: Any = None
@@ -175,7 +182,7 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     store: bool = False
-    text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
+    text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(TextFormat()))
     tool_choice: str = "auto"
     tools: list[Any] = []
     top_logprobs: int = 0

@@ -12,15 +12,26 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sidestep import AsyncLLM, EngineArgs, EngineDeadError, EngineStalledError, EngineStartError, SamplingParams
+from sidestep import (
+    AsyncLLM,
+    EngineArgs,
+    EngineDeadError,
+    EngineStalledError,
+    EngineStartError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 MakeLLM = Callable[..., AsyncLLM]
 LIMIT_S = 5.0
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 
-async def consume(llm: AsyncLLM) -> None:
-    async for _ in llm.generate([1, 2, 3], ENDLESS):
+HELD = SamplingParams(max_tokens=2000, structured_outputs=StructuredOutputsParams(regex="([ab]{2} ){2000}"))
+
+
+async def consume(llm: AsyncLLM, params: SamplingParams = ENDLESS) -> None:
+    async for _ in llm.generate([1, 2, 3], params):
         pass
 
 
@@ -30,9 +41,11 @@ def engine_processes(llm: AsyncLLM) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("victim", ["core", "rank 0", "rank 1"])
-async def test_a_killed_process_fails_every_waiting_call_with_the_cause(make_llm: MakeLLM, victim: str) -> None:
+@pytest.mark.parametrize("params", [ENDLESS, HELD], ids=["plain", "held to a form"])
+async def test_a_killed_process_fails_every_waiting_call_with_the_cause(make_llm: MakeLLM, victim: str,
+                                                                        params: SamplingParams) -> None:
     llm = make_llm(fake_step_ms=2.0, tensor_parallel_size=2)
-    calls = [asyncio.create_task(consume(llm)) for _ in range(5)]
+    calls = [asyncio.create_task(consume(llm, params)) for _ in range(5)]
     while (await llm.get_stats())["num_running"] < 5:
         await asyncio.sleep(0)
     core, workers = engine_processes(llm)

@@ -77,9 +77,8 @@ def test_wrong_messages_are_refused_by_name(messages: Any, param: str, fake: Liv
 
 
 @pytest.mark.parametrize(("given", "param"), [
-    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tool_choice": "auto"}, "tool_choice"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tool_choice": "auto"}, "tool_choice"), ({"tool_choice": "some"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"), ({"max_completion_tokens": 3}, "max_tokens"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages")], ids=str)

@@ -20,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
 """What one program may have, by compute capability."""
-COMMON = {"_rms_norm", "_silu_mul", "_copy_blocks", "_mask_logits", "_prepare", "_score_tiles", "_choose_tokens"}
+COMMON = {"_rms_norm", "_silu_mul", "_copy_blocks", "_mask_logits", "_mask_tokens", "_prepare", "_score_tiles",
+          "_choose_tokens"}
 ATTENTION = {"_qkv_rope", "_plan", "_decode", "_prefill"}
 PRODUCTS = {80: {"_gemv", "_skinny"}, 89: {"_gemv", "_skinny"}, 90: {"_gemv", "_skinny", "_streamed", "_gated_gemm"},
             100: {"_gemv", "_skinny", "_gated_gemm"}}

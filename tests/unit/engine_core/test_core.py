@@ -11,7 +11,7 @@ from sidestep.executor.base import Executor, WorkerReady
 from sidestep.executor.fake import expected_tokens
 from sidestep.ipc.messages import AbortRequests, Answer, Call, unpack_ids
 from sidestep.ipc.records import unpack_requests, unpack_steps
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_scheduler
 
 
@@ -29,6 +29,9 @@ class HandExecutor(Executor):
     def submit(self, step: StepInput) -> None:
         self.submitted.append(step)
         self._running.append(self.runner.execute(step).wait())
+
+    def submit_masks(self, masks: StepMasks) -> None:
+        raise NotImplementedError
 
     def finish_step(self) -> None:
         self.done.append(self._running.popleft())

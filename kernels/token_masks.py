@@ -1,0 +1,23 @@
+"""Masks of allowed tokens, packed as bits, over rows of logits; see token_masks_triton.py for the kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mask_tokens(logits: Tensor, rows: Tensor, masks: Tensor, words: Tensor) -> None:
+    """-inf in place of each logit whose bit is 0.
+
+    logits [R, V]; rows int64 [M], of the logits; masks int64 [M], of the words; words int32 [N, ceil(V / 32)], a bit a
+    token, the lowest first.
+    """
+    if logits.is_cuda:
+        from sidestep.kernels import token_masks_triton
+
+        token_masks_triton.mask_tokens(logits, rows, masks, words)
+        return
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words.index_select(0, masks)[:, :, None] >> shifts) & 1
+    forbidden = (bits == 0).flatten(1)[:, :logits.shape[1]]
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
