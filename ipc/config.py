@@ -144,7 +144,7 @@ class StepLimits:
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 8192)
 """Default max_num_seqs and max_num_batched_tokens."""
-_GPU_TARGET_ITL_MS = 25.0
+_GPU_TARGET_ITL_MS = 27.0
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class SchedulerConfig:
     target_itl_ms: float | None = option(
         None, "While others decode, prompts are computed in chunks that keep a step, and with it the gap between two "
         "tokens, to about so many milliseconds, unless more of them wait than one step can take; 0: always as large as "
-        "fit. Default: 25 on a GPU, else 0.")
+        "fit. Default: 27 on a GPU, else 0.")
 
     def __post_init__(self) -> None:
         _require_choice(self, "scheduling_policy")

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 SCHEMA: dict[str, Any] = {
     "type": "object", "required": ["name", "n"], "additionalProperties": False, "properties": {
         "name": {"type": "string", "pattern": "^[a-z_]{1,12}$"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}}
-FORMS = [StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True), StructuredOutputsParams(regex="[a-c]{5,9}x"), None,
+FORMS = [StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+         StructuredOutputsParams(regex="[a-c]{5,9}x"), None,
          StructuredOutputsParams(choice=["pass", "return x + y", "raise"])]
 
 

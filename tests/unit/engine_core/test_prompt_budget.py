@@ -125,7 +125,7 @@ def test_what_is_learnt() -> None:
 
 
 def test_the_default_is_a_gpus() -> None:
-    assert SchedulerConfig().limits("cuda").target_itl_s == 0.025
+    assert SchedulerConfig().limits("cuda").target_itl_s == 0.027
     assert SchedulerConfig().limits("cpu").target_itl_s == 0
     assert SchedulerConfig(target_itl_ms=40).limits("cpu").target_itl_s == 0.04
     assert SchedulerConfig(target_itl_ms=0).limits("cuda").target_itl_s == 0
