@@ -98,7 +98,7 @@ async def test_the_caller_s_trace_is_taken_over_and_so_is_its_wish_not_to_be_sam
 async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_early_has_what_it_came_to(
         fake_model: str) -> None:
     async with traced(fake_model, max_num_queued_reqs=1) as (client, exporter):
-        assert (await client.post("/v1/completions", json={**BODY, "n": 2})).status_code == 429
+        assert (await client.post("/v1/completions", json={**BODY, "prompt": ["x", "y"]})).status_code == 429
         reasons = {root.attributes["gen_ai.response.finish_reasons"]: (root, below)  # type: ignore[index]
                    for root, below in trees(exporter)}
         root, below = reasons["rejected",]
