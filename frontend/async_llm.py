@@ -91,12 +91,14 @@ class AsyncLLM:
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                        request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
+                       num_public_tokens: int = 0,
                        deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request.
 
         `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator
         ends the request and frees its memory. `priority` (lowest first) counts with scheduling_policy='priority';
-        requests share cached prefixes only with the same `cache_salt`; after `deadline_s` seconds the request ends with
+        requests share cached prefixes only with the same `cache_salt`, but for the full blocks of the prompt's first
+        `num_public_tokens`, which are shared as without a salt; after `deadline_s` seconds the request ends with
         finish_reason 'abort' and stop_reason 'deadline'.
 
         Raises ValidationError, which names the field; QueueFullError when too much waits already; RequestError when
@@ -108,7 +110,8 @@ class AsyncLLM:
         self._preparing[request_id] = True
         try:
             request = await self._inputs.process(
-                prompt, sampling_params, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
+                prompt, sampling_params, priority=priority, cache_salt=cache_salt,
+                num_public_tokens=num_public_tokens, deadline_s=deadline_s)
         finally:
             wanted = self._preparing.pop(request_id)
         self._client.attach()
@@ -279,8 +282,8 @@ class AsyncLLM:
         self._client.send(AddRequest(
             client=self._client.client, handle=state.handle, request_id=state.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
-            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
-            controls=request.controls))
+            priority=request.priority, cache_salt=request.cache_salt,
+            num_public_tokens=request.num_public_tokens, deadline=request.deadline, controls=request.controls))
         state.queued()
 
 

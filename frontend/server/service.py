@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,10 +17,12 @@ from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
 from sidestep.frontend.server.fields import for_choice
+from sidestep.frontend.server.figures import Figures
 from sidestep.frontend.server.guard import CACHE_SALT, TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
+from sidestep.frontend.server.public_prefixes import PublicPrefixes
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
 
@@ -45,6 +47,8 @@ class Choice:
     params: SamplingParams
     priority: int
     cache_salt: str | None
+    num_public_tokens: int
+    """Its first tokens that tenants share; see public_prefixes.py."""
     deadline_s: float | None
     tenant: str
     """Whose it is, for the counts."""
@@ -95,15 +99,20 @@ class Tally:
 class Service:
     """One server's hold on one engine."""
 
-    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str], tracing: Tracing | None = None) -> None:
-        """names: what requests may call the model; the first is what answers call it. tracing: makes spans."""
+    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str], tracing: Tracing | None = None,
+                 public_prefixes: PublicPrefixes | None = None) -> None:
+        """names: what requests may call the model; the first is what answers call it. tracing: makes spans.
+        public_prefixes: what prompts may begin with and share between tenants."""
         self.llm = llm
         self.args = args
         self.names = tuple(names)
-        self.metrics = ServerMetrics(self.names[0])
+        self.metrics = ServerMetrics()
         self._tracing = tracing
+        self.public_prefixes = public_prefixes or PublicPrefixes([])
         self.started = int(time.time())
         self.is_draining = False
+        self.gather: Callable[[], Awaitable[Figures]] | None = None
+        """Asks all of the server's processes, where there are several."""
         self._running: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -111,10 +120,13 @@ class Service:
     def __repr__(self) -> str:
         return f"Service({self.names[0]!r}, {len(self._running)} running, draining={self.is_draining})"
 
-    @property
-    def num_running(self) -> int:
-        """Choices whose clients wait."""
-        return len(self._running)
+    async def figures(self) -> Figures:
+        """What all processes of this server have counted."""
+        return self.own_figures() if self.gather is None else await self.gather()
+
+    def own_figures(self) -> Figures:
+        """What this process has counted."""
+        return self.metrics.figures(self.llm.num_tokens_received)
 
     # What a request must pass.
 
@@ -141,12 +153,15 @@ class Service:
     def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
                 n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None) -> list[Choice]:
         """All completions that a request asks for, prompt by prompt."""
-        deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
+        deadline_s, n = _deadline(http, deadline_ms), n or 1
+        # Who brings a salt asks for more isolation than the operator does, and gets it.
+        public = [0 if salt is not None else self.public_prefixes.length(prompt) for prompt in prompts]
+        salt = self._salt(http, salt)
         self.metrics.histograms["request_params_n"].observe(float(n))
         tenant = http.scope.get(TENANT, _ANYBODY)
         trace = None if self._tracing is None else self._tracing.begin(self.names[0], http.headers)
-        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, deadline_s,
-                       tenant, trace)
+        return [Choice(i * n + j, f"{base}-{i * n + j}", prompt, for_choice(params, j), priority or 0, salt, public[i],
+                       deadline_s, tenant, trace)
                 for i, prompt in enumerate(prompts) for j in range(n)]
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
@@ -159,7 +174,8 @@ class Service:
     def generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one choice, to be read within its `tally`. Raises what AsyncLLM.generate raises."""
         return self.llm.generate(choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
-                                 cache_salt=choice.cache_salt, deadline_s=choice.deadline_s)
+                                 cache_salt=choice.cache_salt, num_public_tokens=choice.num_public_tokens,
+                                 deadline_s=choice.deadline_s)
 
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
