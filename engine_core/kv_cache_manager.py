@@ -179,11 +179,16 @@ class KVCacheManager:
         """Hashes the first `full` blocks of known tokens; those hashed before are kept."""
         hashes, size = request.block_hashes, self.block_size
         for index in range(len(hashes), full):
-            parent = hashes[-1] if hashes else _root(request.cache_salt)
+            parent = hashes[-1] if hashes else b""
+            if index == request.num_public_tokens // size:
+                parent = _salted(parent, request.cache_salt)
             tokens = array("i", request.token_ids[index * size:(index + 1) * size]).tobytes()
             hashes.append(hashlib.sha256(parent + tokens).digest())
 
 
-def _root(cache_salt: str | None) -> bytes:
-    """The parent of first blocks: what must be equal besides the tokens."""
-    return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()
+def _salted(parent: bytes, cache_salt: str | None) -> bytes:
+    """The parent of the first block that is not public, and so a part of every hash from there on: what must be equal
+    besides the tokens. Hashed twice, so that no salt can be made whose hash is that of some block."""
+    if cache_salt is None:
+        return parent
+    return hashlib.sha256(parent + hashlib.sha256(cache_salt.encode()).digest()).digest()

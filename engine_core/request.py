@@ -45,6 +45,8 @@ class Request:
     arrival: float
     priority: int = 0
     cache_salt: str | None = None
+    num_public_tokens: int = 0
+    """Blocks of these first tokens alone are shared as if there were no salt."""
     deadline: float | None = None
     group: Group | None = None
     """Those that it belongs to; None if it is alone."""
@@ -102,8 +104,9 @@ class Request:
             client=message.client, handle=message.handle, request_id=message.request_id, token_ids=tokens,
             num_prompt=len(tokens), sampling=sampling, max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
-            priority=message.priority, cache_salt=message.cache_salt, deadline=message.deadline,
-            controls=message.controls, grammar_field="" if message.grammar is None else message.grammar.field)
+            priority=message.priority, cache_salt=message.cache_salt,
+            num_public_tokens=message.num_public_tokens, deadline=message.deadline, controls=message.controls,
+            grammar_field="" if message.grammar is None else message.grammar.field)
 
     @property
     def num_outputs(self) -> int:

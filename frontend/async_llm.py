@@ -97,19 +97,21 @@ class AsyncLLM:
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                        request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
+                       num_public_tokens: int = 0,
                        deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request, with all its choices.
 
         `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator
         ends the request and frees its memory. `priority` (lowest first) counts with scheduling_policy='priority';
-        requests share cached prefixes only with the same `cache_salt`; after `deadline_s` seconds the request ends with
+        requests share cached prefixes only with the same `cache_salt`, but for the full blocks of the prompt's first
+        `num_public_tokens`, which are shared as without a salt; after `deadline_s` seconds the request ends with
         finish_reason 'abort' and stop_reason 'deadline'.
 
         Raises ValidationError, which names the field; QueueFullError when too much waits already; RequestError when
         the engine refuses it; EngineDeadError.
         """
         states = await self.start(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
-                                  deadline_s=deadline_s)
+                                  num_public_tokens=num_public_tokens, deadline_s=deadline_s)
         try:
             reader = states[0] if len(states) == 1 else Choices(states)
             finished = False
@@ -121,12 +123,13 @@ class AsyncLLM:
             self.leave(*states)
 
     async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *,
-                          priority: int = 0, cache_salt: str | None = None,
+                          priority: int = 0, cache_salt: str | None = None, num_public_tokens: int = 0,
                           deadline_s: float | None = None) -> BeamSearchOutput:
         """The `beam_width` best continuations of a prompt. Cancelling the task ends the search; after `deadline_s`
         seconds it gives what it has. Other arguments and errors as of `generate`."""
         (state,) = await self.start(prompt, self._inputs.for_beam_search(params), request_id, priority=priority,
-                                    cache_salt=cache_salt, deadline_s=deadline_s, beam_search=params)
+                                    cache_salt=cache_salt, num_public_tokens=num_public_tokens, deadline_s=deadline_s,
+                                    beam_search=params)
         try:
             return beam_search_output(await state.next_output(), state.beams, params, self._tokenizer)
         finally:
@@ -134,7 +137,7 @@ class AsyncLLM:
 
     async def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                     request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
-                    deadline_s: float | None = None,
+                    num_public_tokens: int = 0, deadline_s: float | None = None,
                     beam_search: BeamSearchParams | None = None) -> list[RequestState]:
         """Sends a request whose choices are read one by one, each by its own reader: `next_output` of what this
         returns. Whoever calls it must `leave` each of them in the end. Arguments and errors as of `generate`."""
@@ -144,7 +147,8 @@ class AsyncLLM:
         self._preparing[request_id] = True
         try:
             request = await self._inputs.process(
-                prompt, sampling_params, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
+                prompt, sampling_params, priority=priority, cache_salt=cache_salt,
+                num_public_tokens=num_public_tokens, deadline_s=deadline_s)
         finally:
             wanted = self._preparing.pop(request_id)
         self._client.attach()
@@ -328,7 +332,8 @@ class AsyncLLM:
         self._client.send(AddRequest(
             client=self._client.client, handle=first.handle, request_id=first.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
-            priority=request.priority, cache_salt=request.cache_salt, deadline=request.deadline,
+            priority=request.priority, cache_salt=request.cache_salt,
+            num_public_tokens=request.num_public_tokens, deadline=request.deadline,
             controls=request.controls, grammar=request.grammar, beam_search=beam_search))
         for state in states:
             state.queued()

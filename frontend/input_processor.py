@@ -42,6 +42,7 @@ class ProcessedRequest:
     arrival: float
     priority: int
     cache_salt: str | None
+    num_public_tokens: int
     deadline: float | None
     controls: bytes = b""
     """See ipc.controls."""
@@ -73,22 +74,26 @@ class InputProcessor:
         self._random = random.SystemRandom()
 
     async def process(self, prompt: Prompt, sampling_params: SamplingParams | None, *, priority: int = 0,
-                      cache_salt: str | None = None, deadline_s: float | None = None) -> ProcessedRequest:
+                      cache_salt: str | None = None, num_public_tokens: int = 0,
+                      deadline_s: float | None = None) -> ProcessedRequest:
         """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes on."""
         arrival = time.monotonic()
         sampling = sampling_params if sampling_params is not None else SamplingParams()
         self._check_sampling(sampling)
         sampling, best_of = _all_choices(sampling)
         controls = encode_controls(self._controls.make(sampling))
-        _check_options(priority, cache_salt, deadline_s)
+        _check_options(priority, cache_salt, num_public_tokens, deadline_s)
         text, special, ids = self._read(prompt)
         if text is not None:
             ids = await self.tokenize(text, special)
         self._check_ids(ids)
+        if num_public_tokens > len(ids):
+            raise ValidationError("num_public_tokens", f"{num_public_tokens} are more than the prompt's {len(ids)}")
         grammar = None if sampling.structured_outputs is None else await self.make_grammar(sampling.structured_outputs)
         return ProcessedRequest(
             prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
-            priority=priority, cache_salt=cache_salt, deadline=None if deadline_s is None else arrival + deadline_s,
+            priority=priority, cache_salt=cache_salt, num_public_tokens=num_public_tokens,
+            deadline=None if deadline_s is None else arrival + deadline_s,
             controls=controls, best_of=best_of, grammar=grammar)
 
     def for_beam_search(self, params: object) -> SamplingParams:
@@ -200,13 +205,15 @@ def _all_choices(sampling: SamplingParams) -> tuple[SamplingParams, BestOf | Non
                                    output_kind=RequestOutputKind.FINAL_ONLY), best_of
 
 
-def _check_options(priority: object, cache_salt: object, deadline_s: object) -> None:
+def _check_options(priority: object, cache_salt: object, num_public_tokens: object, deadline_s: object) -> None:
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > _MAX_PRIORITY:
         raise ValidationError("priority", f"must be a whole number of 32 bits, not {priority!r}")
     if cache_salt is not None:
         if not isinstance(cache_salt, str) or not cache_salt:
             raise ValidationError("cache_salt", f"must be a non-empty string, not {cache_salt!r}")
         check_text("cache_salt", cache_salt)
+    if not isinstance(num_public_tokens, int) or isinstance(num_public_tokens, bool) or num_public_tokens < 0:
+        raise ValidationError("num_public_tokens", f"must be a whole number of tokens, not {num_public_tokens!r}")
     if deadline_s is not None:
         number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
         if not number or not cast(float, deadline_s) > 0:

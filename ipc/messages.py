@@ -49,6 +49,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     """time.monotonic() of the call."""
     priority: int = 0
     cache_salt: str | None = None
+    num_public_tokens: int = 0
+    """So many of its first tokens share cached blocks as if it had no salt."""
     deadline: float | None = None
     """time.monotonic() after which the request is ended."""
     controls: bytes = b""

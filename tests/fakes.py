@@ -45,13 +45,13 @@ class Clock:
 
 
 def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, client: int = 0, priority: int = 0,
-                 cache_salt: str | None = None, arrival: float = 0.0, deadline: float | None = None,
-                 grammar: Grammar | None = None, **sampling: object) -> AddRequest:
+                 cache_salt: str | None = None, num_public_tokens: int = 0, arrival: float = 0.0,
+                 deadline: float | None = None, grammar: Grammar | None = None, **sampling: object) -> AddRequest:
     """A request as a frontend would send it."""
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})  # type: ignore[arg-type]
     return AddRequest(client=client, handle=handle, request_id=f"request {handle}", prompt_token_ids=pack_ids(prompt),
-                      sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt, deadline=deadline,
-                      grammar=grammar)
+                      sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt,
+                      num_public_tokens=num_public_tokens, deadline=deadline, grammar=grammar)
 
 
 def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object) -> AddRequest:

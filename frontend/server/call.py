@@ -22,6 +22,7 @@ class CallOptions:
     request_id: str
     priority: int
     cache_salt: str | None
+    num_public_tokens: int
     deadline_s: float | None
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.service import Service
-from sidestep.frontend.server.window import Percentiles
+from sidestep.frontend.server.window import Percentiles, percentiles
 from sidestep.ipc.records import RequestRecord, StepKind, StepRecord, WaitReason
 
 MOST_STEPS = 256
@@ -112,7 +112,8 @@ class FlightRoute:
         scheduled = int(stats["num_steps"])
         # Another engine's number may be larger than any of this one's: then the watcher begins anew.
         first = max(0, scheduled - _IN_FLIGHT - MOST_STEPS, since if since <= scheduled else 0)
-        records, requests = await asyncio.gather(llm.get_step_records(first), llm.get_request_records(MOST_REQUESTS))
+        records, requests, figures = await asyncio.gather(
+            llm.get_step_records(first), llm.get_request_records(MOST_REQUESTS), service.figures())
         records = records[-MOST_STEPS:]
         body = Flight(
             now_us=time.monotonic_ns() // 1000, next=records[-1].step_id + 1 if records else min(first, scheduled),
@@ -120,7 +121,7 @@ class FlightRoute:
             kv_cache_usage=stats["kv_cache_usage"], num_running=int(stats["num_running"]),
             num_waiting=int(stats["num_waiting"]), steps=[_step(record) for record in records],
             requests=[_request(record) for record in requests if record.finished_ns is None],
-            ttft_s=service.metrics.last_ttfts.percentiles(), itl_s=service.metrics.last_gaps.percentiles())
+            ttft_s=percentiles(figures.last_ttfts), itl_s=percentiles(figures.last_gaps))
         return Response(msgspec.json.encode(body), media_type="application/json",
                         headers={"cache-control": "no-store"})
 

@@ -1,8 +1,4 @@
-"""The server's counts, and the engine's beside them, as Prometheus reads them.
-
-Names end as those of vLLM do, so its dashboards need another prefix only. What is counted for each token is counted
-here, in plain lists; the library gets them when it is asked for the text.
-"""
+"""What one process of the server counts: in plain lists, since some of it is counted for each token."""
 
 from __future__ import annotations
 
@@ -10,27 +6,17 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from copy import copy
 
 from sidestep.frontend.outputs import RequestMetrics, RequestOutput
+from sidestep.frontend.server.figures import Figures, HistogramFigures, TenantCounts
 from sidestep.frontend.server.window import Window
-from sidestep.ipc.records import STEP_KINDS, WAIT_REASONS
 
-PREFIX = "sidestep:"
 _SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
             25.0, 50.0, 100.0, 250.0)
 _COUNTS = tuple(float(digit * 10 ** power) for power in range(6) for digit in (1, 2, 5))
 
-_HISTOGRAMS = {
+HISTOGRAMS = {
     "time_to_first_token_seconds": ("From the request's arrival to its first token.", _SECONDS),
     "inter_token_latency_seconds": ("Between two tokens of a streamed request.", _SECONDS),
     "request_time_per_output_token_seconds": ("A request's time after its first token, by token.", _SECONDS),
@@ -43,20 +29,7 @@ _HISTOGRAMS = {
     "request_generation_tokens": ("Tokens of a request's output.", _COUNTS),
     "request_params_n": ("Choices that a request asked for.", _COUNTS[:8]),
 }
-_ENGINE_GAUGES = {
-    "num_requests_running": ("num_running", "Requests that the engine computes."),
-    "num_requests_waiting": ("num_waiting", "Requests that wait for the engine."),
-    "kv_cache_usage_perc": ("kv_cache_usage", "Share of the KV cache that is held, from 0 to 1."),
-}
-_ENGINE_COUNTERS = {
-    "num_preemptions": ("num_preemptions", "Requests that had to make room for others."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
-    "engine_steps": ("num_steps", "Steps that were scheduled."),
-    "device_busy_seconds": ("device_busy_s", "Time in which the device computed."),
-    "device_no_work_seconds": ("device_no_work_s", "Time in which there was nothing to compute."),
-}
-_IDLE_CAUSES = ("result", "schedule", "prepare")
+"""What each is for people, and its upper bounds."""
 
 
 class Histogram:
@@ -64,39 +37,20 @@ class Histogram:
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """`times` values of this size."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def collect(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound, and the sum, as the library takes them."""
-        total, buckets = 0, []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets, self._sum
-
-
-@dataclass
-class TenantCounts:
-    """What one tenant has asked for: one API key, or whoever comes to a server without any."""
-
-    running: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
 
 
 class ServerMetrics:
-    """All that one server counts."""
+    """All that one process of a server counts."""
 
-    def __init__(self, model_name: str) -> None:
-        self._label = {"model_name": model_name}
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.token_gaps = self.histograms["inter_token_latency_seconds"]
         self.last_ttfts, self.last_gaps = Window(1024), Window(4096)
         """Seconds to the first token of the last requests, and between the last tokens."""
@@ -136,82 +90,15 @@ class ServerMetrics:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(value)
 
-    def text(self, engine: dict[str, float], frontend_tokens: int) -> bytes:
-        """The text format; `engine` is what the engine says of itself, `frontend_tokens` how many tokens this process
-        has taken in."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected([*self._of_engine(engine), *self._of_server(frontend_tokens),
-                                      *self._of_tenants()]))
-        return generate_latest(registry)
-
-    def _of_engine(self, engine: dict[str, float]) -> Iterator[Metric]:
-        for name, (key, text) in _ENGINE_GAUGES.items():
-            yield self._gauge(name, text, engine[key])
-        for name, (key, text) in _ENGINE_COUNTERS.items():
-            yield self._counter(name, text, {(): engine[key]})
-        yield self._counter("device_idle_seconds", "Time in which the device stood still although there was work.",
-                            {(cause,): engine[f"device_idle_{cause}_s"] for cause in _IDLE_CAUSES}, ("cause",))
-        yield self._counter("queue_wait_seconds", "Time that requests have waited, of all together, by what for.",
-                            {(reason,): engine[f"queue_wait_{reason}_s"] for reason in WAIT_REASONS}, ("reason",))
-        steps = SummaryMetricFamily(PREFIX + "step_time_seconds", "The device's time for a step, by what it did.",
-                                    labels=[*self._label, "kind"])
-        for kind in STEP_KINDS:
-            steps.add_metric([*self._label.values(), kind], int(engine[f"{kind}_steps"]), engine[f"{kind}_step_s"])
-        yield steps
-
-    def _of_server(self, frontend_tokens: int) -> Iterator[Metric]:
-        for name, text, count in (
-                ("prompt_tokens", "Tokens of the prompts of requests that have ended.", self.prompt_tokens),
-                ("prompt_tokens_cached", "Those of them that the prefix cache had.", self.cached_tokens),
-                ("generation_tokens", "Tokens of the outputs of requests that have ended.", self.generation_tokens),
-                ("frontend_tokens", "Tokens that the server's process has taken in, as they come.", frontend_tokens),
-                ("frontend_cpu_seconds", "CPU time of the server's process.", time.process_time())):
-            yield self._counter(name, text, {(): count})
-        yield self._counter("request_success", "Choices that have ended, by how.",
-                            {(reason,): count for reason, count in self.finished.items()}, ("finished_reason",))
-        yield self._counter("admission_rejections", "Requests that were not admitted, by reason.",
-                            {(reason,): count for reason, count in self.rejections.items()}, ("reason",))
-        yield self._counter("http_responses", "Answers, by route and status.", self.responses, ("path", "status"))
-        for name, histogram in self.histograms.items():
-            family = HistogramMetricFamily(PREFIX + name, _HISTOGRAMS[name][0], labels=list(self._label))
-            buckets, total = histogram.collect()
-            family.add_metric(list(self._label.values()), buckets, total)
-            yield family
-
-    def _of_tenants(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily(PREFIX + "tenant_requests_running", "Choices whose clients wait, by tenant.",
-                                    labels=[*self._label, "tenant"])
-        for tenant, counts in self.tenants.items():
-            running.add_metric([*self._label.values(), tenant], counts.running)
-        yield running
-        for name, text, field in (
-                ("tenant_requests", "Choices that have ended, by tenant.", "requests"),
-                ("tenant_prompt_tokens", "Tokens of their prompts.", "prompt_tokens"),
-                ("tenant_generation_tokens", "Tokens of their outputs.", "generation_tokens")):
-            yield self._counter(name, text, {(tenant,): getattr(counts, field)
-                                             for tenant, counts in self.tenants.items()}, ("tenant",))
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=list(self._label))
-        family.add_metric(list(self._label.values()), value)
-        return family
-
-    def _counter(self, name: str, text: str, values: dict[tuple[str, ...], float] | Counter[tuple[str, str]],
-                 labels: tuple[str, ...] = ()) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=[*self._label, *labels])
-        for key, value in values.items():
-            family.add_metric([*self._label.values(), *key], value)
-        return family
-
-
-class _Collected:
-    """What the library's registry wants: something to ask."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
+    def figures(self, tokens_received: int) -> Figures:
+        """A copy, to be sent to other processes and added to theirs."""
+        return Figures(
+            histograms={name: HistogramFigures(each.counts.copy(), each.sum) for name, each in self.histograms.items()},
+            finished=dict(self.finished), responses=dict(self.responses), rejections=dict(self.rejections),
+            tenants={name: copy(counts) for name, counts in self.tenants.items()}, prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens, generation_tokens=self.generation_tokens,
+            tokens_received=tokens_received, cpu_seconds=time.process_time(), last_ttfts=self.last_ttfts.values(),
+            last_gaps=self.last_gaps.values())
 
 
 def _spans(metrics: RequestMetrics) -> Iterator[tuple[str, float]]:

@@ -20,11 +20,16 @@ class ServerArgs:
         None, "Name that requests call the model by, instead of the one it is loaded by.")
     api_key_file: str | None = option(
         None, "File with the keys that requests must bring, one a line; those of SIDESTEP_API_KEYS count too.")
+    public_prefixes: str | None = option(
+        None, "File with prompts' beginnings whose cached blocks users of different keys share; see docs/server.md.")
     ssl_certfile: str | None = option(None, "Certificate chain: serve HTTPS.")
     ssl_keyfile: str | None = option(None, "Private key of --ssl-certfile, where it is a file of its own.")
     ssl_ca_certs: str | None = option(None, "Certificates of which a client must bring one.")
     allowed_origins: list[str] | None = option(
         None, "Origin, such as https://chat.example, whose pages may call this server; '*' for any.")
+    api_server_count: int = option(
+        1, "Processes that take requests and make answers, on one engine and one socket; for loads that the Python of "
+        "one cannot keep up with.")
     max_body_bytes: int = option(16 << 20, "Largest request body, such as 16M.", parse=parse_bytes)
     read_timeout: float = option(30.0, "Seconds that a client may take to send a request's headers, and its body.")
     shutdown_timeout: float = option(30.0, "Seconds that running requests get to end after SIGTERM.")
@@ -41,6 +46,7 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 1 << 16, "port", f"must be between 0 and 65535, not {self.port}")
+        _require(self.api_server_count >= 1, "api_server_count", "must be at least 1")
         _require(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1")
         _require(self.read_timeout > 0, "read_timeout", "must be above 0")
         _require(self.shutdown_timeout >= 0, "shutdown_timeout", "must not be negative")

@@ -11,6 +11,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from sidestep.frontend.server.api_processes import ApiProcesses
 from sidestep.frontend.server.app import make_app
 from sidestep.frontend.server.http_protocol import BoundedHttpProtocol
 from sidestep.frontend.server.options import ServerArgs
@@ -41,9 +42,11 @@ def bind(args: ServerArgs) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn's, which drains before it shuts down."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, others: ApiProcesses | None = None) -> None:
+        """others: the server's other processes, which end before this one does."""
         super().__init__(config)
-        self._service = service
+        self.service = service
+        self._others = others
         self._ends: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.listens = asyncio.Event()
@@ -55,7 +58,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends at once."""
-        self._loop.call_soon_threadsafe(self.end, self._service.is_draining)
+        self._loop.call_soon_threadsafe(self.end, self.service.is_draining)
 
     def end(self, at_once: bool = False) -> None:
         """Takes no more requests; ends when those that run have ended."""
@@ -65,24 +68,48 @@ class Server(uvicorn.Server):
             self._ends = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._service.drain(self._service.args.shutdown_timeout)
+        if self._others is not None:
+            self._others.drain()
+        await self.service.drain(self.service.args.shutdown_timeout)
+        if self._others is not None:
+            await self._others.wait_ended()
         self.should_exit = True
 
 
-def make_server(service: Service, keys: tuple[str, ...], version: str) -> Server:
+def make_server(service: Service, keys: tuple[str, ...], version: str, others: ApiProcesses | None = None) -> Server:
     """A server that is not started. Raises ValidationError for certificates that cannot be used."""
-    return Server(_config(make_app(service, keys, version), service.args), service)
+    return Server(_config(make_app(service, keys, version), service.args), service, others)
 
 
 async def serve(service: Service, keys: tuple[str, ...], version: str,
                 listener: socket.socket) -> EngineDeadError | None:
-    """Serves until a signal, or the engine's death, which it returns."""
-    llm, args = service.llm, service.args
-    server = make_server(service, keys, version)
-    dead: list[EngineDeadError] = []
+    """Serves until a signal, or the engine's death, which it returns. With --api-server-count the other processes
+    have joined before the first request is taken, and have ended when this returns. Raises SidestepError if one of
+    them cannot be started, or not again."""
+    if service.args.api_server_count == 1:
+        return await run(make_server(service, keys, version), listener)
+    others = ApiProcesses(service, keys, version, listener)
+    try:
+        await others.start()
+        server = make_server(service, keys, version, others)
+        others.on_failure = server.end
+        others.serve()
+        dead = await run(server, listener)
+        if dead is not None:
+            await others.wait_ended()  # they tell their clients
+    finally:
+        await others.close()
+    if others.failure is not None:
+        raise others.failure
+    return dead
+
+
+async def run(server: Server, listener: socket.socket, announce: bool = True) -> EngineDeadError | None:
+    """One process's part of that. announce: say where it serves."""
+    service, dead = server.service, list[EngineDeadError]()
 
     async def watch() -> None:
-        dead.append(await llm.wait_dead())
+        dead.append(await service.llm.wait_dead())
         server.should_exit = True  # the requests that ran have been told
 
     watcher = asyncio.create_task(watch())
@@ -91,10 +118,8 @@ async def serve(service: Service, keys: tuple[str, ...], version: str,
         listening = asyncio.create_task(server.listens.wait())
         await asyncio.wait((listening, serving), return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()
-        host, port = listener.getsockname()[:2]
-        scheme = "https" if args.ssl_certfile else "http"
-        print(f"serving {service.names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}",
-              file=sys.stderr, flush=True)
+        if announce:
+            _announce(service, listener)
         # What is there now stays: the collector need not look at it again and again while tokens come and go.
         gc.collect()
         gc.freeze()
@@ -103,6 +128,13 @@ async def serve(service: Service, keys: tuple[str, ...], version: str,
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
     return dead[0] if dead else None
+
+
+def _announce(service: Service, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if service.args.ssl_certfile else "http"
+    print(f"serving {service.names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+          file=sys.stderr, flush=True)
 
 
 def _config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:

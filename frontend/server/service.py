@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,10 +18,12 @@ from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.call import Call, CallOptions, make_call
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
+from sidestep.frontend.server.figures import Figures
 from sidestep.frontend.server.guard import CACHE_SALT, TENANT
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
+from sidestep.frontend.server.public_prefixes import PublicPrefixes
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
 from sidestep.ipc.sampling_params import SamplingParams
@@ -97,15 +99,20 @@ class Tally:
 class Service:
     """One server's hold on one engine."""
 
-    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str], tracing: Tracing | None = None) -> None:
-        """names: what requests may call the model; the first is what answers call it. tracing: makes spans."""
+    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str], tracing: Tracing | None = None,
+                 public_prefixes: PublicPrefixes | None = None) -> None:
+        """names: what requests may call the model; the first is what answers call it. tracing: makes spans.
+        public_prefixes: what prompts may begin with and share between tenants."""
         self.llm = llm
         self.args = args
         self.names = tuple(names)
-        self.metrics = ServerMetrics(self.names[0])
+        self.metrics = ServerMetrics()
         self._tracing = tracing
+        self.public_prefixes = public_prefixes or PublicPrefixes([])
         self.started = int(time.time())
         self.is_draining = False
+        self.gather: Callable[[], Awaitable[Figures]] | None = None
+        """Asks all of the server's processes, where there are several."""
         self._running: set[Choice] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,10 +120,13 @@ class Service:
     def __repr__(self) -> str:
         return f"Service({self.names[0]!r}, {len(self._running)} running, draining={self.is_draining})"
 
-    @property
-    def num_running(self) -> int:
-        """Choices whose clients wait."""
-        return len(self._running)
+    async def figures(self) -> Figures:
+        """What all processes of this server have counted."""
+        return self.own_figures() if self.gather is None else await self.gather()
+
+    def own_figures(self) -> Figures:
+        """What this process has counted."""
+        return self.metrics.figures(self.llm.num_tokens_received)
 
     # What a request must pass.
 
@@ -144,7 +154,10 @@ class Service:
                 n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None,
                 beam_search: BeamSearchParams | None = None) -> list[Choice]:
         """All completions that a request asks for, prompt by prompt."""
-        deadline_s, salt, n = _deadline(http, deadline_ms), self._salt(http, salt), n or 1
+        deadline_s, n = _deadline(http, deadline_ms), n or 1
+        # Who brings a salt asks for more isolation than the operator does, and gets it.
+        public = [0 if salt is not None else self.public_prefixes.length(prompt) for prompt in prompts]
+        salt = self._salt(http, salt)
         self.metrics.histograms["request_params_n"].observe(float(n))
         params = msgspec.structs.replace(params, n=n)
         tenant = http.scope.get(TENANT, _ANYBODY)
@@ -152,7 +165,7 @@ class Service:
         made: list[Choice] = []
         for i, prompt in enumerate(prompts):
             options = CallOptions(request_id=f"{base}-{i * n}", priority=priority or 0, cache_salt=salt,
-                                  deadline_s=deadline_s)
+                                  num_public_tokens=public[i], deadline_s=deadline_s)
             call = make_call(self.llm, prompt, params, beam_search, options)
             made += [Choice(i * n + j, options.request_id, params, call, j, tenant, trace) for j in range(n)]
         return made

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError
+from sidestep.frontend.server.exposition import Exposition
 from sidestep.frontend.server.protocol import Load, Model, ModelList, Status, Version
 from sidestep.frontend.server.service import Service
 
@@ -18,6 +19,7 @@ class StatusRoutes:
     def __init__(self, service: Service, version: str) -> None:
         self._service = service
         self._version = version
+        self._exposition = Exposition(service.names[0])
 
     async def health(self, http: Request) -> Response:
         """200 while the engine makes progress: its busy loop answers and its steps come back."""
@@ -46,14 +48,14 @@ class StatusRoutes:
 
     async def load(self, http: Request) -> Response:
         """How busy the engine is."""
-        stats = await self._service.stats()
-        return _json(Load(int(stats["num_running"]), int(stats["num_waiting"]), self._service.num_running,
+        stats, figures = await self._service.stats(), await self._service.figures()
+        return _json(Load(int(stats["num_running"]), int(stats["num_waiting"]), figures.num_running,
                           stats["kv_cache_usage"]))
 
     async def metrics(self, http: Request) -> Response:
         """For Prometheus."""
         service = self._service
-        text = service.metrics.text(await service.stats(), service.llm.num_tokens_received)
+        text = self._exposition.text(await service.stats(), await service.figures())
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> Model:

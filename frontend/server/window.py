@@ -23,9 +23,14 @@ class Window:
         self._values: deque[float] = deque(maxlen=size)
         self.add = self._values.append
 
-    def percentiles(self) -> Percentiles:
-        """Nearest rank."""
-        ordered = sorted(self._values)
-        count = len(ordered)
-        p50, p90, p99 = (ordered[min(count - 1, q * count // 100)] if count else None for q in (50, 90, 99))
-        return Percentiles(count, p50, p90, p99)
+    def values(self) -> list[float]:
+        """Oldest first."""
+        return list(self._values)
+
+
+def percentiles(values: list[float]) -> Percentiles:
+    """Nearest rank."""
+    ordered = sorted(values)
+    count = len(ordered)
+    p50, p90, p99 = (ordered[min(count - 1, q * count // 100)] if count else None for q in (50, 90, 99))
+    return Percentiles(count, p50, p90, p99)

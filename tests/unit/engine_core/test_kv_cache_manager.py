@@ -1,5 +1,7 @@
 """Requests get their blocks all or nothing, and equal prefixes, only those, share them."""
 
+from array import array
+
 import pytest
 
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
@@ -7,22 +9,23 @@ from sidestep.engine_core.request import Request
 from tests.fakes import make_request
 
 
-def request(prompt: list[int], salt: str | None = None) -> Request:
-    return Request.from_message(make_request(prompt, 50, cache_salt=salt), 1000, frozenset())
+def request(prompt: list[int], salt: str | None = None, num_public: int = 0) -> Request:
+    return Request.from_message(make_request(prompt, 50, cache_salt=salt, num_public_tokens=num_public), 1000,
+                                frozenset())
 
 
-def run(kv: KVCacheManager, prompt: list[int], salt: str | None = None) -> Request:
+def run(kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0) -> Request:
     """A request whose prompt has been computed."""
-    entered = request(prompt, salt)
+    entered = request(prompt, salt, num_public)
     assert kv.enter(entered)
     entered.num_computed = len(prompt)
     kv.remember(entered)
     return entered
 
 
-def hits(kv: KVCacheManager, prompt: list[int], salt: str | None = None) -> int:
+def hits(kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0) -> int:
     """Tokens that a new request finds."""
-    probe = request(prompt, salt)
+    probe = request(prompt, salt, num_public)
     assert kv.enter(probe)
     kv.free(probe)
     return probe.num_computed
@@ -45,6 +48,25 @@ def test_a_salt_is_part_of_every_block() -> None:
     kv = KVCacheManager(16, 4)
     run(kv, [1] * 9, salt="mine")
     assert [hits(kv, [1] * 9, salt) for salt in ("mine", "yours", "", None)] == [8, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("num_public", "shared"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (11, 8)])
+def test_public_tokens_are_shared_by_full_blocks_and_nothing_beyond_them(num_public: int, shared: int) -> None:
+    kv = KVCacheManager(32, 4)
+    prompt = list(range(1, 18))
+    run(kv, prompt, "mine", num_public)
+    assert hits(kv, prompt, "yours", num_public) == shared
+    assert hits(kv, prompt, None) == shared
+    assert hits(kv, prompt, "mine", num_public) == 16
+    # Who declares less public finds no more than that, not even of its own tenant's.
+    assert hits(kv, prompt, "mine", 0) == (16 if shared == 0 else 0)
+
+
+def test_a_salt_that_spells_a_block_finds_nothing_of_it() -> None:
+    kv = KVCacheManager(16, 4)
+    run(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    spelled = array("i", [1, 2, 3, 4]).tobytes().decode()
+    assert hits(kv, [5, 6, 7, 8, 9], spelled) == 0
 
 
 def test_a_block_is_not_found_before_it_is_computed_and_its_tokens_are_known() -> None:

@@ -22,6 +22,7 @@ from tests.unit.frontend.fakes import input_processor
     ([{"role": "user"}], {}, "messages"), ([{"role": "user", "content": "a"}, "b"], {}, "messages"),
     ("a", {"priority": True}, "priority"), ("a", {"priority": 2**40}, "priority"),
     ("a", {"deadline_s": float("nan")}, "deadline_s"), ("a", {"deadline_s": True}, "deadline_s"),
+    ("a", {"num_public_tokens": -1}, "num_public_tokens"), ("a", {"num_public_tokens": 99}, "num_public_tokens"),
     ("a", {"cache_salt": 5}, "cache_salt"), ("a", {"cache_salt": "\ud83d"}, "cache_salt"),
     ("a", {"sampling_params": SamplingParams(stop="\ud83d")}, "stop"),
     ("a", {"sampling_params": SamplingParams(min_tokens=100, max_tokens=None)}, "min_tokens"),
