@@ -41,4 +41,7 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
 
 def test_every_link_leads_somewhere() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+        path, _, section = target.partition("#")
+        assert (ROOT / path).exists(), target
+        headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.M) if section else []
+        assert not section or section in [heading.lower().replace(" ", "-") for heading in headings], target
