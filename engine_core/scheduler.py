@@ -104,29 +104,32 @@ class Scheduler:
         else:
             requests, field = make_beams(
                 message, message.beam_search, self._max_model_len, self._eos, self.kv), "beam_width"
+        told = requests if message.beam_search is None else requests[:1]
         problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
-        wrong_field = None
-        if problem is None and message.grammar is not None:
-            problem = next((why for request in requests
-                            if (why := self.grammars.start(request, message.grammar)) is not None), None)
-            wrong_field = requests[0].grammar_field
-        for request in requests if message.beam_search is None else requests[:1]:
-            if problem is not None:
-                self._outboxes.of(request.client).finished.append(Finished(
-                    handle=request.handle, reason=FinishReason.ERROR, error=problem, field=wrong_field))
-                request.status = Status.FINISHED
-                continue
+        if problem is not None:
+            self._refuse(told, problem)
+            return
+        if message.grammar is not None:
+            for request in requests:
+                if (problem := self.grammars.start(request, message.grammar)) is not None:
+                    self._refuse(told, problem, request.grammar_field)
+                    return
+            self._compiling |= dict.fromkeys(r for r in requests if r.matcher is None)
+        for request in told:
             request.queued = self._clock()
             self._requests[request.client, request.handle] = request
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
-        if problem is not None:
-            return
         if requests[0].group is not None:
             requests[0].group.queued = requests[0]
-        if message.grammar is not None:
-            self._compiling |= dict.fromkeys(r for r in requests if r.matcher is None)
         self._join_queue(requests[0])
+
+    def _refuse(self, requests: Iterable[Request], problem: str, field: str | None = None) -> None:
+        """Ends requests that have not been taken."""
+        for request in requests:
+            request.status = Status.FINISHED
+            self._outboxes.of(request.client).finished.append(
+                Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem, field=field))
 
     def _join_queue(self, request: Request) -> None:
         """If it and all that enter with it have their grammars."""

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from sidestep import AsyncLLM, BeamSearchOutput, BeamSearchParams, EngineDeadError, RequestError, ValidationError
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.messages import Beam, Dead, Finished, FinishReason, Outputs, pack_ids
-from tests.unit.frontend.fakes import FakeChannel, llm_of
+from tests.unit.frontend.fakes import FakeChannel
 
 EOS = 0
 PARAMS = BeamSearchParams(beam_width=2, max_tokens=9, length_penalty=0.5)
-
-
-@pytest.fixture
-def channel() -> FakeChannel:
-    return FakeChannel()
-
-
-@pytest.fixture
-def llm(channel: FakeChannel, tokenizer: Tokenizer) -> Any:
-    made = llm_of(channel, tokenizer)
-    yield made
-    made.shutdown()
 
 
 async def begin(llm: AsyncLLM, params: BeamSearchParams = PARAMS) -> asyncio.Task[BeamSearchOutput]:

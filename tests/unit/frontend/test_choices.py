@@ -12,21 +12,9 @@ from sidestep import AsyncLLM, RequestError, RequestOutput, RequestOutputKind, S
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import QueueFullError
 from sidestep.ipc.messages import Finished, FinishReason, Outputs, Started
-from tests.unit.frontend.fakes import FakeChannel, llm_of
+from tests.unit.frontend.fakes import FakeChannel
 
 LENGTH = FinishReason.LENGTH
-
-
-@pytest.fixture
-def channel() -> FakeChannel:
-    return FakeChannel()
-
-
-@pytest.fixture
-def llm(channel: FakeChannel, tokenizer: Tokenizer) -> Any:
-    made = llm_of(channel, tokenizer)
-    yield made
-    made.shutdown()
 
 
 def stream(llm: AsyncLLM, kind: RequestOutputKind, n: int = 3, **more: Any) -> AsyncGenerator[RequestOutput, None]:

@@ -18,11 +18,6 @@ LENGTH = FinishReason.LENGTH
 
 
 @pytest.fixture
-def channel() -> FakeChannel:
-    return FakeChannel()
-
-
-@pytest.fixture
 def llm(channel: FakeChannel, tokenizer: Tokenizer) -> Any:
     made = llm_of(channel, tokenizer, max_model_len=2000)
     yield made
