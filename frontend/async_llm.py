@@ -12,7 +12,7 @@ from typing import Self
 
 from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt, check_text
-from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState
+from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState, RequestStream
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
@@ -104,6 +104,20 @@ class AsyncLLM:
         Raises ValidationError, which names the field; QueueFullError when too much waits already; RequestError when
         the engine refuses it; EngineDeadError.
         """
+        stream = await self.open_stream(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
+                                        num_public_tokens=num_public_tokens, deadline_s=deadline_s)
+        with stream:
+            finished = False
+            while not finished:
+                output = await stream.next()
+                finished = output.finished
+                yield output
+
+    async def open_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                          request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
+                          num_public_tokens: int = 0, deadline_s: float | None = None) -> RequestStream:
+        """Begins a request as `generate` does, for readers that want its outputs pushed. Leaving the stream's `with`
+        ends the request. Raises what `generate` raises, but for what comes later."""
         self._client.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
@@ -123,13 +137,10 @@ class AsyncLLM:
                 self._send(state, request)
             else:
                 self._outputs.abort([request_id])
-            finished = False
-            while not finished:
-                output = await state.next_output()
-                finished = output.finished
-                yield output
-        finally:
+        except BaseException:
             self._outputs.drop(state)
+            raise
+        return RequestStream(state, self._outputs)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended already."""

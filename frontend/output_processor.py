@@ -2,7 +2,8 @@
 
 A request's mailbox holds what its reader has not taken yet; tokens that come meanwhile are merged into it. So a slow
 reader costs neither memory nor wake-ups, and a fast one gets every token as it comes. A FINAL_ONLY request wakes
-nobody until it ends.
+nobody until it ends. A reader that only writes on what it gets can have its outputs pushed (`RequestState.push`): then
+no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from copy import copy
+from types import TracebackType
+from typing import NamedTuple, Self
 
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
@@ -28,6 +31,11 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 8192
 """Deliveries that are remembered."""
 _ID_BYTES = 4
+
+
+Sink = Callable[[Callable[[], RequestOutput]], bool]
+"""Where outputs are pushed to. It is given what makes the next output, which it may use until it returns. False if it
+can take none now: then outputs merge until its reader asks for them."""
 
 
 class RequestState:
@@ -52,6 +60,11 @@ class RequestState:
         """Number of tokens from which the reader has something to take."""
         self._taken_text = 0
         self._wake: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._completion = CompletionOutput(0, "", [])
+        self._output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [self._completion], False,
+                                     self._metrics)
+        """The latest. One that is pushed is used up when the next one comes, so this one is pushed again and again."""
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -83,21 +96,25 @@ class RequestState:
         self._metrics.scheduled_ts = message.scheduled
 
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
-        """One more token. True if its text completes a stop string, which ends the request here. `hidden`: it is a stop
-        token, which ends the output without being part of its text."""
+        """One more token. True if there is something to tell: enough are new, or its text completes a stop string,
+        which ends the request. `hidden`: a stop token, which ends the output without being part of its text."""
         self._token_ids.append(token)
         metrics = self._metrics
         metrics.last_token_ts = now
         if metrics.first_token_ts is None:
             metrics.first_token_ts = now
-        if hidden and not self._request.sampling.include_stop_str_in_output:
-            return False
-        stop = self._detokenizer.add(token) if self._detokenizer is not None else None
-        if stop is not None:
-            self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
-        if self._wake is not None and (len(self._token_ids) >= self._due_at or stop is not None):
+        if self._detokenizer is not None and not (hidden and not self._request.sampling.include_stop_str_in_output):
+            stop = self._detokenizer.add(token)
+            if stop is not None:
+                self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
+                return True
+        return len(self._token_ids) >= self._due_at
+
+    def tell(self) -> None:
+        """There is something new, in `handle`'s last pass: pushes it, or wakes the reader."""
+        if self._sink is None or self.is_finished or not self._sink(self._next):
+            self._sink = None
             self._wake_reader()
-        return stop is not None
 
     def finished(self, message: Finished) -> None:
         """The engine has ended it."""
@@ -125,14 +142,28 @@ class RequestState:
     async def next_output(self) -> RequestOutput:
         """The next output, as soon as there is something new. Raises what the request failed with."""
         while not self._has_news():
-            self._wake = asyncio.get_running_loop().create_future()
-            try:
-                await self._wake
-            finally:
-                self._wake = None
+            await self._news()
         if self._error is not None:
             raise self._error
         return self._take()
+
+    async def push(self, sink: Sink) -> None:
+        """Has outputs pushed to `sink` from now on, in the callback in which they come; `next_output` has what did not
+        go that way. Returns when the sink is not ready for one, or the request has ended."""
+        if self._has_news():
+            return
+        self._sink = sink
+        try:
+            await self._news()
+        finally:
+            self._sink = None
+
+    async def _news(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
 
     def _has_news(self) -> bool:
         return len(self._token_ids) >= self._due_at or self.is_finished
@@ -142,19 +173,25 @@ class RequestState:
             self._wake.set_result(None)
 
     def _take(self) -> RequestOutput:
+        """The next output, for good."""
+        output = copy(self._next())
+        output.outputs = [copy(self._completion)]
+        return output
+
+    def _next(self) -> RequestOutput:
+        """The next output, until there is another."""
+        completion, tokens = self._completion, self._token_ids
         text = self._detokenizer.text if self._detokenizer is not None else ""
-        tokens = self._token_ids
-        self._metrics.num_generation_tokens = len(tokens)
+        count = self._metrics.num_generation_tokens = len(tokens)
         if self._is_delta:
-            new_text, new_tokens = text[self._taken_text:], tokens[self._taken_tokens:]
+            completion.text, completion.token_ids = text[self._taken_text:], tokens[self._taken_tokens:]
         else:
-            new_text, new_tokens = text, tokens.copy()
-        self._taken_tokens, self._taken_text = len(tokens), len(text)
-        self._due_at = len(tokens) + self._interval
-        completion = CompletionOutput(0, new_text, new_tokens, self._finish_reason, self._stop_reason)
-        return RequestOutput(
-            self.request_id, self._request.prompt, self._request.prompt_token_ids, [completion],
-            self._finish_reason is not None, self._metrics, self._num_cached)
+            completion.text, completion.token_ids = text, tokens.copy()
+        self._taken_tokens, self._taken_text = count, len(text)
+        self._due_at = count + self._interval
+        completion.finish_reason, completion.stop_reason = self._finish_reason, self._stop_reason
+        self._output.finished, self._output.num_cached_tokens = self._finish_reason is not None, self._num_cached
+        return self._output
 
 
 class Delivery(NamedTuple):
@@ -173,6 +210,8 @@ class OutputProcessor:
     def __init__(self, abort_at_core: Callable[[list[int]], None]) -> None:
         self._states: dict[int, RequestState] = {}
         self._by_id: dict[str, RequestState] = {}
+        self._news: dict[int, RequestState] = {}
+        """Those whose readers are to be told of something."""
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._num_deliveries = 0
@@ -196,8 +235,9 @@ class OutputProcessor:
         self.num_waiting += 1
         self.num_waiting_tokens += state.num_prompt_tokens
 
-    def handle(self, outputs: Outputs) -> None:
-        """One step's news for all requests. Tokens for requests that have ended here are dropped."""
+    def handle(self, outputs: Outputs, more: bool = False) -> None:
+        """One step's news for all requests. Tokens for requests that have ended here are dropped. more: another step's
+        follow at once; readers are told of both together, so that a frontend that is late tells less often."""
         begin = time.monotonic_ns()
         for started in outputs.started:
             if (state := self._states.get(started.handle)) is not None:
@@ -205,24 +245,30 @@ class OutputProcessor:
                 state.started(started)
         # The token that a request stops at comes in the same message as its end.
         hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP} if outputs.finished else ()
-        now, ended, states = begin / 1e9, [], self._states
+        now, ended, states = begin / 1e9, list[int](), self._states
+        news = self._news
         for handle, token in zip(unpack_ids(outputs.handles).tolist(), unpack_ids(outputs.token_ids).tolist(),
                                  strict=True):
             state = states.get(handle)
             if state is None:
                 continue
             try:
-                if not state.add_token(token, now, handle in hidden):
-                    continue
+                has_news = state.add_token(token, now, handle in hidden)
             except Exception as error:  # whatever is wrong with one request's text, the others go on
                 logger.exception("request %r could not be detokenised", state.request_id)
                 state.fail(RequestError(f"its text could not be made: {error}"))
-            self.remove(state)
-            ended.append(handle)
+                has_news = True
+            if has_news:
+                news[handle] = state
+                if state.is_finished:
+                    self.remove(state)
+                    ended.append(handle)
         for finished in outputs.finished:
             if (state := states.get(finished.handle)) is not None:
                 self.remove(state)
                 state.finished(finished)
+        if not more:  # last, so that the tokens and the end that one message brings are one output
+            ended += self._tell()
         if ended:
             self._abort_at_core(ended)
         if outputs.handles:
@@ -230,6 +276,20 @@ class OutputProcessor:
             self.num_tokens += count
             self._deliveries.append(Delivery(self._num_deliveries, begin, time.monotonic_ns(), count))
             self._num_deliveries += 1
+
+    def _tell(self) -> list[int]:
+        """Tells readers what is new; the handles of those who failed at it."""
+        failed = []
+        for handle, state in self._news.items():
+            try:
+                state.tell()
+            except Exception as error:
+                logger.exception("an output of request %r could not be delivered", state.request_id)
+                self.remove(state)
+                failed.append(handle)
+                state.fail(RequestError(f"its output could not be delivered: {error}"))
+        self._news.clear()
+        return failed
 
     @property
     def deliveries(self) -> list[Delivery]:
@@ -269,3 +329,20 @@ class OutputProcessor:
             state.is_waiting = False
             self.num_waiting -= 1
             self.num_waiting_tokens -= state.num_prompt_tokens
+
+
+class RequestStream:
+    """One request's outputs, for its one reader. Leaving its `with` ends the request."""
+
+    def __init__(self, state: RequestState, processor: OutputProcessor) -> None:
+        self._state = state
+        self._processor = processor
+        self.next = state.next_output
+        self.push = state.push
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._processor.drop(self._state)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from starlette.requests import Request
 
 from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.output_processor import RequestStream
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
 from sidestep.frontend.server.fields import for_choice
@@ -24,7 +25,7 @@ from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
 from sidestep.frontend.server.public_prefixes import PublicPrefixes
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
-from sidestep.ipc.sampling_params import SamplingParams
+from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from sidestep.frontend.server.tracing import RequestTrace, Tracing
@@ -66,6 +67,7 @@ class Tally:
         self._last: RequestOutput | None = None
         self._last_ts = 0.0
         self._told = 0
+        self._is_streamed = choice.params.output_kind == RequestOutputKind.DELTA
 
     def __enter__(self) -> Self:
         self._service.choice_begins(self._choice)
@@ -76,9 +78,10 @@ class Tally:
         self._last, metrics = output, output.metrics
         if (now := metrics.last_token_ts) is not None:
             new = metrics.num_generation_tokens - self._told
-            if not self._told:
+            if not self._told:  # the first output may bring several tokens
                 self._last_ttfts.add(metrics.first_token_latency or 0.0)
-            elif new > 0:
+                self._last_ts, new = metrics.first_token_ts or now, new - 1
+            if new > 0 and self._is_streamed:
                 gap = (now - self._last_ts) / new
                 self._gaps.observe(gap, new)
                 self._last_gaps.add(gap)
@@ -176,6 +179,12 @@ class Service:
         return self.llm.generate(choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
                                  cache_salt=choice.cache_salt, num_public_tokens=choice.num_public_tokens,
                                  deadline_s=choice.deadline_s)
+
+    async def open_stream(self, choice: Choice) -> RequestStream:
+        """The same for whoever wants them pushed."""
+        return await self.llm.open_stream(
+            choice.prompt_token_ids, choice.params, choice.request_id, priority=choice.priority,
+            cache_salt=choice.cache_salt, num_public_tokens=choice.num_public_tokens, deadline_s=choice.deadline_s)
 
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
