@@ -72,6 +72,8 @@ class Request:
     """Tokens that steps in flight will add."""
     num_in_flight: int = 0
     """Steps in flight that touch its slot and blocks."""
+    next_beat: int = 0
+    """From this beat of the pipeline on, the first stage has what it needs to go on."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache when it was first scheduled."""
     num_preemptions: int = 0

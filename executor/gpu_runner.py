@@ -106,6 +106,8 @@ class GpuRunner(Runner):
 
     def __init__(self, args: WorkerArgs) -> None:
         self._args = args
+        if args.stage.count > 1:
+            raise EngineStartError("pipeline_parallel_size: stages on GPUs are not there yet")
         self._device = pick_device(args)
         self._dtype = pick_dtype(args, self._device)
         self._block_size = args.cache.block_size or _BLOCK_SIZE
@@ -168,7 +170,7 @@ class GpuRunner(Runner):
 
     def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
         return backend(AttentionSetup(
-            shape=attention_shape(self._args.spec, self._parallel), num_blocks=num_blocks,
+            shape=attention_shape(self._args.spec, self._parallel, self._args.stage), num_blocks=num_blocks,
             block_size=self._block_size, dtype=self._dtype, device=self._device, rotary=self._rotary,
             norm_eps=self._args.spec.rms_norm_eps, max_rows=self._limits.max_num_seqs))
 
@@ -179,7 +181,7 @@ class GpuRunner(Runner):
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
         """Runs the largest step on a cache of one block, and gives the cache what that leaves."""
-        shape = attention_shape(self._args.spec, self._parallel)
+        shape = attention_shape(self._args.spec, self._parallel, self._args.stage)
         self._attention = self._make_attention(backend, 1)
         if backend.graph_safe:
             self._compile()

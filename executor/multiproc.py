@@ -14,7 +14,7 @@ import msgspec
 
 from sidestep.executor.base import Executor, WorkerReady
 from sidestep.executor.runner import WorkerArgs
-from sidestep.executor.worker import Reply, WorkerProcArgs
+from sidestep.executor.worker import Order, Reply, WorkerProcArgs
 from sidestep.ipc.config import EngineConfig, available_cores
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.process import Child, spawn
@@ -27,7 +27,7 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._world = config.parallel.tensor_parallel_size
+        self._world = config.parallel.num_ranks
         self._children: list[Child] = []
         self._replies: list[RingReader] = []
         self._selector = selectors.DefaultSelector()
@@ -47,15 +47,15 @@ class MultiprocExecutor(Executor):
                            device_type=ready[0].device_type, device=ready[0].device)
 
     def submit(self, step: StepInput) -> None:
-        self._send(step)
+        self._send(step, Order.STEP)
 
     def submit_masks(self, masks: StepMasks) -> None:
-        self._send(masks)
+        self._send(masks, Order.MASKS)
 
-    def _send(self, message: Columns) -> None:
+    def _send(self, message: Columns, kind: Order) -> None:
         assert self._steps is not None, "start() comes first"
         try:
-            self._steps.send(message.encode())
+            self._steps.send(message.encode(), kind)
         except RingClosed as closed:
             raise EngineDeadError(self._find_death() or f"the workers take no steps: {closed}") from None
 

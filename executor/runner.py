@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sidestep.executor.base import WorkerReady
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.layer_split import Stage
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 
@@ -25,6 +26,21 @@ class WorkerArgs:
     max_model_len: int
     rendezvous: str | None = None
     """A file for torch.distributed to meet in; None with one rank."""
+
+    @property
+    def stage(self) -> Stage:
+        """The layers of this rank."""
+        return self.parallel.stage(self.spec, self.rank)
+
+    @property
+    def rank_in_stage(self) -> int:
+        """Among those that share these layers."""
+        return self.rank % self.parallel.tensor_parallel_size
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank sends the outputs: the first of those that sample, which all sample the same tokens."""
+        return self.stage.is_last and self.rank_in_stage == 0
 
 
 class PendingOutput(abc.ABC):

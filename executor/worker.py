@@ -25,6 +25,15 @@ from sidestep.ipc.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, Ring
 from sidestep.ipc.step import StepInput, StepMasks
 
 
+class Order(enum.IntEnum):
+    """Kinds of message from the core to its workers."""
+
+    STEP = 0
+    """Columns of StepInput."""
+    MASKS = 1
+    """Columns of StepMasks."""
+
+
 class Reply(enum.IntEnum):
     """Kinds of message from a worker to the core."""
 
@@ -143,7 +152,7 @@ def main(raw: bytes) -> None:
     replies.send([msgspec.json.encode(ready)], Reply.READY)
     freeze_heap()
     try:
-        run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.rank == 0)
+        run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.answers)
     except RingClosed:
         pass  # the core has ended
     except Exception:
@@ -152,12 +161,12 @@ def main(raw: bytes) -> None:
 
 
 def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
-    """The loop. Only one rank answers: all ranks sample the same tokens."""
+    """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage before the last."""
     drain = Drain(replies)
     while True:
         wait_for_step(steps, drain)
         message = steps.receive()
-        if message is None:
+        if message is None or message[0] == Order.MASKS:
             continue
         received = time.monotonic_ns()
         step = StepInput.decode(message[1])

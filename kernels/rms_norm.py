@@ -53,13 +53,14 @@ class Stream(NamedTuple):
 
     hidden: Tensor
     """[T, D]"""
-    norm: RmsNorm
-    """The one that comes next."""
+    norm: RmsNorm | None
+    """The one that comes next; None where the next layer is another rank's."""
     begun: BegunNorm | None = None
     """What is already done of it; it need not be used."""
 
     def normed(self) -> Tensor:
         """[T, D], from the beginning."""
+        assert self.norm is not None
         return self.norm(self.hidden)
 
     def part(self, first: int, last: int) -> Stream:

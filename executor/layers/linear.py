@@ -148,9 +148,9 @@ class RowParallelLinear:
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._parallel = parallel
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
-        """residual + x W^T + b, on its way through `norm`. x [T, in / size]; residual [T, out], the same on all ranks,
-        may be written over."""
+    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> Stream:
+        """residual + x W^T + b, on its way through `norm` (None: that is another rank's). x [T, in / size]; residual
+        [T, out], the same on all ranks of the stage, may be written over."""
         if self._parallel.size == 1:
             return Stream(residual, norm, self._linear.add_to(residual, x, norm))
         # The residual, like the bias, must be added once.

@@ -68,7 +68,7 @@ def test_sections_hold_what_was_given(tmp_path: Path) -> None:
     config = EngineArgs(model=write(tmp_path), max_num_seqs=3, block_size=32, max_model_len=100,
                         async_scheduling=False).create_engine_config()
     assert (config.scheduler.max_num_seqs, config.cache.block_size, config.max_model_len) == (3, 32, 100)
-    assert config.scheduler.max_steps_in_flight == 1
+    assert config.scheduler.limits("cpu").max_steps_in_flight == 1
     assert config.spec.eos_token_ids == (1, 2)
 
 
