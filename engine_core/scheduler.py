@@ -171,8 +171,9 @@ class Scheduler:
         many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         self._roster.forking.unpark(self.kv)
-        # Not those whose last token is on its way: they need no row any more, so their seats are free already.
-        live = [r for r in self._roster.running if len(r.token_ids) + r.num_placeholders < r.max_total]
+        # Not those whose last token is on its way: they need no row any more, so their seats are free already. (See
+        # Request.will_be_complete; beams are parked then.)
+        live = [r for r in self._roster.running if len(r.token_ids) + r.num_placeholders < r.max_total or r.parked]
         due, waiting = pick_due(live, beat, self._limits.num_stages), self._roster.queue.num_tokens
         decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in due)
         prompts = self._prompt_budget.tokens(len(due) if decodes else 0, waiting)
