@@ -85,3 +85,6 @@ class Runner(abc.ABC):
     def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         """Launches a step. Its columns may be used until this returns. receive_masks: waits for the masks of a step
         that awaits some; called when the model has been launched, since they depend on the step before."""
+
+    def settle(self) -> None:  # noqa: B027
+        """No step has come for a while: ends what is under way between ranks and waits for the next one."""

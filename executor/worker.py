@@ -24,6 +24,9 @@ from sidestep.ipc.process import decode_args, freeze_heap
 from sidestep.ipc.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
 from sidestep.ipc.step import StepInput, StepMasks
 
+_IDLE_S = 1.0
+"""Seconds without a message after which there is time to tidy up."""
+
 
 class Order(enum.IntEnum):
     """Kinds of message from the core to its workers."""
@@ -164,7 +167,7 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
     """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage before the last."""
     drain = Drain(replies)
     while True:
-        wait_for_step(steps, drain)
+        wait_for_step(runner, steps, drain)
         message = steps.receive()
         if message is None or message[0] == Order.MASKS:
             continue
@@ -172,19 +175,19 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
         step = StepInput.decode(message[1])
         if step.awaits_masks:  # the step's bytes must outlive the next message's coming
             step = StepInput.decode(bytes(message[1]))
-        pending = runner.execute(step, lambda: receive_masks(steps, drain))
+        pending = runner.execute(step, lambda: receive_masks(runner, steps, drain))
         if answers:
             drain.put(Launched(pending, received, time.monotonic_ns()))
 
 
-def receive_masks(steps: RingReader, drain: Drain) -> StepMasks:
+def receive_masks(runner: Runner, steps: RingReader, drain: Drain) -> StepMasks:
     """The masks of the step that is being launched. They cannot come before the output of the step before has left."""
     while (message := steps.receive()) is None:
-        wait_for_step(steps, drain)
+        wait_for_step(runner, steps, drain)
     return StepMasks.decode(message[1])
 
 
-def wait_for_step(steps: RingReader, drain: Drain) -> None:
+def wait_for_step(runner: Runner, steps: RingReader, drain: Drain) -> None:
     """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in microseconds, where
     waking a thread that waits takes tens of them, several times on the way from one step to the next."""
     until = time.perf_counter() + SPIN_S
@@ -195,4 +198,6 @@ def wait_for_step(steps: RingReader, drain: Drain) -> None:
             break
     if not steps.has_message:
         drain.wait_for_rest()
-        steps.wait()
+        if not steps.wait(_IDLE_S):
+            runner.settle()
+            steps.wait()
