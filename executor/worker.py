@@ -44,10 +44,17 @@ class Reply(enum.IntEnum):
     """JSON of WorkerReady."""
     OUTPUT = 1
     """Columns of StepOutput."""
-    START_FAILED = 2
-    """One line of text for the user: it could not start."""
-    FAILED = 3
-    """Text: a step raised."""
+    FAILED = 2
+    """JSON of Failure: it could not start, or a step raised."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A worker's last words."""
+
+    text: str
+    """For people. One line, if it is the user who can do something."""
+    at_ns: int
+    """When, on the monotonic clock that the machine's processes share: who waits for a rank that fails may fail too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +121,7 @@ class Drain:
                 self._send(step)
             except Exception:
                 # A device reports a failed kernel at the next wait, which is here.
-                self._replies.send([failure_text().encode()], Reply.FAILED)
+                report(self._replies, failure_text())
                 return
             self._num_waited_for += 1
 
@@ -123,6 +130,11 @@ def failure_text() -> str:
     """The exception being handled, for people: its last line first, then the trace."""
     trace = traceback.format_exc().strip()
     return f"{trace.splitlines()[-1]}\n{trace}"
+
+
+def report(replies: RingWriter, text: str) -> None:
+    """Says why it fails."""
+    replies.send([msgspec.json.encode(Failure(text, time.monotonic_ns()))], Reply.FAILED)
 
 
 def load_runner(args: WorkerProcArgs) -> Runner:
@@ -147,10 +159,10 @@ def main(raw: bytes) -> None:
         runner = load_runner(args)
         ready = runner.load()
     except EngineStartError as error:
-        replies.send([str(error).encode()], Reply.START_FAILED)
+        report(replies, str(error))
         return
     except Exception:
-        replies.send([failure_text().encode()], Reply.START_FAILED)
+        report(replies, failure_text())
         raise
     replies.send([msgspec.json.encode(ready)], Reply.READY)
     freeze_heap()
@@ -159,7 +171,7 @@ def main(raw: bytes) -> None:
     except RingClosed:
         pass  # the core has ended
     except Exception:
-        replies.send([failure_text().encode()], Reply.FAILED)
+        report(replies, failure_text())
         raise
 
 

@@ -236,6 +236,12 @@ class ParallelConfig:
         """Processes of the model. Those of one stage come one after the other."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def rank_name(self, rank: int) -> str:
+        """For people: 'worker 3 (stage 1, tp rank 1)', as far as there are several."""
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        places = [f"stage {rank // tp}"] * (pp > 1) + [f"tp rank {rank % tp}"] * (tp > 1)
+        return f"worker {rank} ({', '.join(places)})" if places else f"worker {rank}"
+
     def stage(self, spec: ModelSpec, rank: int) -> Stage:
         """What part of the model a rank has."""
         layers = self.pipeline_layers or split_layers(spec, self.pipeline_parallel_size)
