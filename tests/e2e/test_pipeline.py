@@ -64,16 +64,19 @@ def everything(**options: Any) -> list[Any]:
              max_num_batched_tokens=24, max_num_seqs=12, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         beams = llm.beam_search(TEXTS[:2], BeamSearchParams(beam_width=4, max_tokens=12))
+        preempted = llm.get_stats()["num_preemptions"] > 0
     told = [(out.outputs[0].logprobs, out.prompt_logprobs) for out in outputs]
     return [[c.token_ids for out in outputs for c in out.outputs], [[s.tokens for s in b.sequences] for b in beams],
             [[{token: entry.logprob for token, entry in place.items()} for place in places if place is not None]
-             for pair in told for places in pair if places is not None]]
+             for pair in told for places in pair if places is not None], preempted]
 
 
 def test_requests_of_all_kinds_are_answered_as_by_one_rank() -> None:
-    tokens, beams, logprobs = everything(num_kv_blocks=200)
+    tokens, beams, logprobs, _ = everything(num_kv_blocks=200)
     assert len({tuple(answer) for answer in tokens}) == len(tokens)
-    got_tokens, got_beams, got_logprobs = everything(num_kv_blocks=48, pipeline_parallel_size=2, pipeline_layers=(4, 2))
+    got_tokens, got_beams, got_logprobs, preempted = everything(
+        num_kv_blocks=26, pipeline_parallel_size=2, pipeline_layers=(4, 2))
+    assert preempted
     assert got_tokens == tokens
     assert got_beams == beams
     assert len(logprobs) == 3
