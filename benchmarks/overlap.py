@@ -71,7 +71,7 @@ def one_by_one() -> Iterator[None]:
         state._finish_reason = finish
         return output
 
-    RequestState.take = take_one  # type: ignore[method-assign]
+    RequestState.take = take_one  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
