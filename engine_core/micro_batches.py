@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from sidestep.engine_core.request import Request
 
-_LEAST_PROMPT = 512
+_LEAST_PROMPT = 256
 """Tokens of prompt that a step may have in any case: with fewer, a GPU's products take longer a token."""
 
 

@@ -236,7 +236,7 @@ class GpuRunner(Runner):
         most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
         kinds = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
         kinds += [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
-        with compiling_only(max(1, available_cores() // self._parallel.size)), self._model.kinds_of_layers():
+        with compiling_only(max(1, available_cores() // self._args.parallel.num_ranks)), self._model.kinds_of_layers():
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
             if not self._stage.is_last:
@@ -378,7 +378,9 @@ class GpuRunner(Runner):
             max_prompt_rows=sizes.max_prompt_rows)))
         inputs = token_ids if self._stage.is_first else self._hidden[:sizes.tokens]
         if not self._stage.is_last:
-            self._hidden[:sizes.tokens].copy_(self._model.states(inputs, self._attention, None).hidden)
+            hidden = self._model.states(inputs, self._attention, None).hidden
+            if hidden.data_ptr() != self._hidden.data_ptr():  # added to in place
+                self._hidden[:sizes.tokens].copy_(hidden)
             return []
         rows = None if sizes.decode_only else last_tokens
         if prompts is not None:

@@ -208,7 +208,7 @@ class StepOutput(Columns):
     token_ids: Int32
     """[rows that sampled] One token each, in row order."""
     received_ns: int = 0
-    """When rank 0 had the step's message."""
+    """When the rank that answers had the step's message."""
     launched_ns: int = 0
     """When it had queued the step's work on the device."""
     logprobs: UInt8 = field(default_factory=_no_bytes)
