@@ -196,6 +196,7 @@ def receive_masks(runner: Runner, steps: RingReader, drain: Drain) -> StepMasks:
     """The masks of the step that is being launched. They cannot come before the output of the step before has left."""
     while (message := steps.receive()) is None:
         wait_for_step(runner, steps, drain)
+    assert message[0] == Order.MASKS
     return StepMasks.decode(message[1])
 
 
