@@ -20,7 +20,7 @@ from sidestep.executor.worker import Failure, Order, Reply, WorkerProcArgs
 from sidestep.ipc.config import EngineConfig, available_cores
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.process import Child, spawn
-from sidestep.ipc.shm_ring import RingClosed, RingReader, RingSpec, RingWriter, create_ring
+from sidestep.ipc.shm_ring import DEFAULT_SLOTS, RingClosed, RingReader, RingSpec, RingWriter, create_ring
 from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 
 _PATIENCE_S = 0.5
@@ -43,7 +43,8 @@ class MultiprocExecutor(Executor):
         """Ranks that have ended without a word."""
 
     def start(self) -> WorkerReady:
-        steps = create_ring(self._world)
+        # The last stage of a pipeline reads a step long after the first one has.
+        steps = create_ring(self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size)
         with tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-") as folder:
             rendezvous = os.path.join(folder, "store") if self._world > 1 else None
             for rank in range(self._world):

@@ -2,9 +2,9 @@
 sampled from the last to the first, each rank having one partner in each stage.
 
 Steps go through each stage in their order, and both sides of a message know its size, so nothing else has to be said.
-The ids of a step come before the step that may need them, not before: that is told by the steps' beats (see ipc.step),
-and until then the first stage computes others. Nothing here waits for a device. A process whose device is its own CPU
-waits for what it is about to compute with.
+The ids of a step are received right before the first step that may need them, which is told by the steps' beats (see
+ipc.step); until then the first stage computes others. Nothing here waits for a GPU, whose own streams wait; on a CPU a
+rank waits for what it is about to compute with.
 
 Ids have a group, and so a queue, of their own: on a GPU those that are awaited must not hold up what is sent after
 them.
