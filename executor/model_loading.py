@@ -20,10 +20,12 @@ def pick_device(args: WorkerArgs) -> torch.device:
     have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
     if wanted == "cpu" or (wanted == "auto" and have == 0):
         return torch.device("cpu")
-    if have < args.parallel.tensor_parallel_size:
-        raise EngineStartError(f"tensor_parallel_size: {args.parallel.tensor_parallel_size} ranks need as many GPUs, "
-                               f"torch sees {have}; use device 'cpu' or fewer ranks")
-    return torch.device("cuda", args.rank)
+    ranks, replicas = args.parallel.tensor_parallel_size, args.parallel.data_parallel_size
+    if have < ranks * replicas:
+        many = f"{replicas} replicas of {ranks} ranks" if replicas > 1 else f"{ranks} ranks"
+        raise EngineStartError(f"{'data' if replicas > 1 else 'tensor'}_parallel_size: {many} need as many GPUs, "
+                               f"torch sees {have}; use device 'cpu' or fewer of them")
+    return torch.device("cuda", args.replica * ranks + args.rank)
 
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:

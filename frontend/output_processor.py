@@ -95,6 +95,11 @@ class RequestState:
         return self._finish_reason is not None or self._error is not None
 
     @property
+    def token_ids(self) -> list[int]:
+        """What has come so far."""
+        return self._token_ids.copy()
+
+    @property
     def has_failed(self) -> bool:
         """Whether its reader gets an exception."""
         return self._error is not None
@@ -110,7 +115,9 @@ class RequestState:
         self.metrics.queued_ts = time.monotonic()
 
     def started(self, message: Started) -> None:
-        """It was scheduled for the first time."""
+        """It was scheduled for the first time; or again, after the death of a replica."""
+        if self._token_ids:
+            return
         self._num_cached = message.num_cached_tokens
         self.metrics.scheduled_ts = message.scheduled
 
@@ -386,9 +393,18 @@ class OutputProcessor:
         if live:
             self._abort_at_core([state.handle for state in live])
 
+    def tokens_of(self, handle: int) -> list[int] | None:
+        """What has come for a request; None if it has ended."""
+        state = self._states.get(handle)
+        return None if state is None else state.token_ids
+
     def fail_all(self, error: Exception) -> None:
         """Every reader gets an exception like this one."""
-        for state in list(self._states.values()):
+        self.fail(list(self._states), error)
+
+    def fail(self, handles: Iterable[int], error: Exception) -> None:
+        """The readers of these, which have not ended, get one."""
+        for state in [self._states[handle] for handle in handles]:
             self.remove(state)
             # One each: an exception that is raised many times collects the frames of all who raised it.
             state.fail(type(error)(*error.args))

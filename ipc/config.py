@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
-from sidestep.ipc.registry import ATTENTION_BACKENDS
+from sidestep.ipc.registry import ATTENTION_BACKENDS, ROUTERS
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -195,10 +195,13 @@ class ParallelConfig:
     """Where the model runs, and how."""
 
     tensor_parallel_size: int = option(1, "Number of ranks that share each layer; one process each.")
+    data_parallel_size: int = option(
+        1, "Number of replicas of the model, each with its own cache, GPUs and processes; requests are spread over "
+        "them.")
     device: str = option("auto", "'auto' takes the GPU where there is one; 'fake' scripts tokens without a model.",
                          choices=DEVICES)
     cpu_threads: int | None = option(
-        None, "Threads of a CPU rank. Default: the cores, shared among the ranks.")
+        None, "Threads of a CPU rank. Default: the cores, shared among all ranks of all replicas.")
     attention_backend: str = option(
         "auto", "How attention is computed: 'auto' takes triton on a GPU and torch on a CPU; flashinfer needs its "
         "package.",
@@ -208,7 +211,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _require_choice(self, "device", "attention_backend")
-        _require_positive_int(self, "tensor_parallel_size", "cpu_threads")
+        _require_positive_int(self, "tensor_parallel_size", "data_parallel_size", "cpu_threads")
         _require(self.fake_step_ms >= 0, "fake_step_ms", "must not be negative")
         _require(self.fake_step_ms == 0 or self.device == "fake", "fake_step_ms",
                  f"has a meaning only with device 'fake', not {self.device!r}")
@@ -225,8 +228,13 @@ class FrontendConfig:
     max_num_queued_tokens: int | None = option(
         None, "Refuse a request whose prompt would bring the tokens of the prompts that wait above this. Default: no "
         "limit.")
+    routing: str = option(
+        "prefix", "With data_parallel_size: which replica takes a request. 'prefix' weighs what each has cached of the "
+        "prompt against how much it has to do (without prefix caching as least_loaded); 'least_loaded' looks at the "
+        "work in flight alone, 'round_robin' at nothing.", choices=tuple(ROUTERS))
 
     def __post_init__(self) -> None:
+        _require_choice(self, "routing")
         _require_positive_int(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")
 
 
