@@ -251,7 +251,7 @@ class AsyncLLM:
     async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
         """The flight recorder of one replica: the last steps that have come back, from number `since` on, oldest first.
         It holds some thousand; asking stops nothing."""
-        return unpack_steps((await self._replicas.client(replica).ask("step_records", since=since)).records)
+        return unpack_steps((await self._replicas.ask(replica, "step_records", since=since)).records)
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not, and what each of them waits for;

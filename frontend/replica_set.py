@@ -233,13 +233,18 @@ class ReplicaSet:
 
     # Questions.
 
-    def client(self, replica: int) -> EngineClient:
-        """The hold on one of them. Raises ValidationError, EngineDeadError."""
+    async def ask(self, replica: int, method: str, *, since: int = 0) -> Answer:
+        """Asks the busy loop of one. Raises ValidationError if there is no such replica, EngineDeadError."""
+        self.attach()
         if not 0 <= replica < self._size:
             raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
-        if replica in self._dead:
-            raise EngineDeadError(self.named(replica, self._dead[replica]))
-        return self._clients[replica]
+        if replica not in self._dead:
+            try:
+                return await self._clients[replica].ask(method, since=since)
+            except EngineDeadError:
+                if replica not in self._dead:  # it has been shut down
+                    raise
+        raise EngineDeadError(self.named(replica, self._dead[replica]))
 
     async def ask_all(self, method: str, *, limit: int | None = None,
                       timeout_s: float | None = None) -> dict[int, Answer]:

@@ -12,9 +12,9 @@ from sidestep.frontend.routing.seen_blocks import SeenBlocks, block_hashes
 _DEARER = 0.5
 """A replica with so much more than its share, as a part of that, counts as e times as dear."""
 _FEW_TOKENS = 8192
-"""Of work in flight: differences that are small beside this do not matter, since a step takes so much at once."""
+"""Differences of work that are small beside this do not matter, since a step takes so much at once."""
 _FEW_OF_CACHE = 1 / 16
-"""The same for what has been sent over time, as a share of a replica's cache."""
+"""Nor do those of what has been sent over time that are small beside this share of a replica's cache."""
 _HOME = 0.5
 """How much a prompt that nobody knows prefers the replica that its hash names."""
 
@@ -49,7 +49,7 @@ class PrefixRouter(Router):
         known = {replica: seen.match(hashes) for replica, seen in self._seen.items()}
         home = self._home(request, known)
         in_flight = _excess(self._loads, _FEW_TOKENS)
-        sent = _excess(self._sent, _FEW_OF_CACHE * self._cache_tokens)
+        sent = _excess(self._sent, max(_FEW_TOKENS, _FEW_OF_CACHE * self._cache_tokens))
         least, chosen, work = math.inf, -1, 0
         for replica, num_known in known.items():
             to_do = request.num_tokens - num_known * size + SEQUENCE_TOKENS * request.num_sequences

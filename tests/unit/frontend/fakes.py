@@ -97,13 +97,14 @@ def client_of(channel: FakeChannel) -> EngineClient:
     return EngineClient(channel, processor.handle, processor.fail_all)
 
 
-def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100) -> AsyncLLM:
-    """An AsyncLLM whose core is the test."""
+def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100, *others: FakeChannel) -> AsyncLLM:
+    """An AsyncLLM whose core is the test; or cores, one a replica."""
+    channels = dict(enumerate((channel, *others)))
     made = AsyncLLM.__new__(AsyncLLM)
     llm: Any = made
     llm._outputs = OutputProcessor(lambda handles: llm._replicas.abort(handles))
-    llm._config = EngineArgs(device="fake").create_engine_config()
-    llm._replicas = replicas_of({0: channel}, llm._outputs, llm._config, max_model_len)
+    llm._config = EngineArgs(device="fake", data_parallel_size=len(channels)).create_engine_config()
+    llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len)
     llm._finalizer = weakref.finalize(llm, llm._replicas.close)
     llm._tokenizer = tokenizer
     llm._inputs = input_processor(tokenizer, max_model_len)

@@ -124,7 +124,7 @@ async def test_cancelled_while_asking_the_core_nothing_is_left(llm: AsyncLLM, ch
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert llm._replicas.client(0)._calls == {}
+    assert llm._replicas._clients[0]._calls == {}
     (call,) = channel.sent
     assert isinstance(call, Call)
     channel.say(Answer(call_id=call.call_id, result={}))  # a late answer harms nobody
