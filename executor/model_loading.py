@@ -11,6 +11,7 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.weight_loader import DummyWeights, SafetensorsWeights
 from sidestep.ipc import registry
+from sidestep.ipc.config import cpu_has_bfloat16
 from sidestep.ipc.errors import EngineStartError
 
 
@@ -36,16 +37,6 @@ def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and not (dtype == torch.bfloat16 and cpu_has_bfloat16()):
         return torch.float32
     return dtype
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            flags = file.read()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:

@@ -238,6 +238,15 @@ class FrontendConfig:
         _require_positive_int(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")
 
 
+def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
+    """Raises ValidationError if a model cannot be shared by so many ranks."""
+    for name, value in (("attention heads", spec.num_heads), ("intermediate size", spec.intermediate_size)):
+        _require(value % size == 0, "tensor_parallel_size", f"{size} does not divide the model's {value} {name}")
+    kv = spec.num_kv_heads
+    _require(kv % size == 0 or size % kv == 0, "tensor_parallel_size",
+             f"{size} neither divides nor is divided by the model's {kv} KV heads")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All sections, checked against each other and against the model."""
@@ -255,11 +264,7 @@ class EngineConfig:
         limit, wanted = spec.max_position_embeddings, self.model.max_model_len
         if isinstance(wanted, int):
             _require(wanted <= limit, "max_model_len", f"{wanted} is more than the model's {limit} positions")
-        for name, value in (("attention heads", spec.num_heads), ("intermediate size", spec.intermediate_size)):
-            _require(value % tp == 0, "tensor_parallel_size", f"{tp} does not divide the model's {value} {name}")
-        kv = spec.num_kv_heads
-        _require(kv % tp == 0 or tp % kv == 0, "tensor_parallel_size",
-                 f"{tp} neither divides nor is divided by the model's {kv} KV heads")
+        check_tensor_parallel(spec, tp)
 
     @property
     def max_model_len(self) -> int:
@@ -306,6 +311,22 @@ def api_key_of_environment() -> str | None:
     """What this user shows to servers elsewhere. Never a key that a server here takes: those are no business of
     others."""
     return os.environ.get("SIDESTEP_API_KEY") or None
+
+
+def visible_gpus_of_environment() -> list[str] | None:
+    """The GPUs that CUDA programs may see, by number or UUID; None for all."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = file.read()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def available_cores() -> int:
