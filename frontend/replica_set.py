@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 """For the first word of all replicas together."""
+_OTHERS_S = 5.0
+"""For the first word of the other replicas to a frontend that joins: they run already, but one may have died."""
 _MOST_DEATHS = 2
 
 
@@ -100,8 +104,8 @@ class ReplicaSet:
     def wait_ready(self) -> None:
         """Waits until all replicas serve. Raises EngineStartError with the cause if one cannot; whoever joins does
         without those that have died meanwhile."""
-        waiting, failed = dict(self._clients), list[EngineStartError]()
-        while waiting:
+        waiting, failed, until = dict(self._clients), list[EngineStartError](), math.inf
+        while waiting and time.monotonic() < until:
             for replica, client in list(waiting.items()):
                 try:
                     ready = client.poll_ready(_POLL_S / len(waiting))
@@ -115,6 +119,8 @@ class ReplicaSet:
                 if ready is not None:
                     self._ready[replica] = ready
                     del waiting[replica]
+                    until = time.monotonic() + _OTHERS_S if self._joins else math.inf
+        self._dead |= dict.fromkeys(waiting, "has not answered when this frontend joined")
         if not self._ready:
             raise failed[0]
         self._alive = sorted(self._ready)
@@ -271,12 +277,20 @@ class ReplicaSet:
         return found
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
-        """Has the replicas serve another frontend too, which will listen there."""
-        clients = [(replica, self._clients[replica].connect(address), address)
-                   for replica, address in addresses.items()]
-        numbers = await asyncio.gather(*(number for _, number, _ in clients))
-        return tuple(Seat(replica, number, address)
-                     for (replica, _, address), number in zip(clients, numbers, strict=True))
+        """Has the replicas serve another frontend too, which will listen there; those that die meanwhile are left
+        out. Raises EngineDeadError if all have."""
+        numbers = await asyncio.gather(*(self._clients[replica].connect(address)
+                                         for replica, address in addresses.items()), return_exceptions=True)
+        seats: list[Seat] = []
+        for (replica, address), number in zip(addresses.items(), numbers, strict=True):
+            if isinstance(number, int):
+                seats.append(Seat(replica, number, address))
+            elif not isinstance(number, EngineDeadError):
+                raise number
+        if not seats:
+            self.attach()  # tells what they have died of
+            raise EngineDeadError("all replicas have died")
+        return tuple(seats)
 
     @property
     def alive(self) -> Sequence[int]:

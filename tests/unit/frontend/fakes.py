@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sidestep import AsyncLLM
+from sidestep.frontend.async_llm import _close
 from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor
 from sidestep.frontend.output_processor import OutputProcessor
@@ -105,7 +106,8 @@ def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100,
     llm._outputs = OutputProcessor(lambda handles: llm._replicas.abort(handles))
     llm._config = EngineArgs(device="fake", data_parallel_size=len(channels)).create_engine_config()
     llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len)
-    llm._finalizer = weakref.finalize(llm, llm._replicas.close)
+    llm._invited = []
+    llm._finalizer = weakref.finalize(llm, _close, llm._replicas, llm._invited)
     llm._tokenizer = tokenizer
     llm._inputs = input_processor(tokenizer, max_model_len)
     llm._handles = itertools.count()

@@ -17,18 +17,22 @@ from sidestep import (
     SamplingParams,
     ValidationError,
 )
+from sidestep.frontend import replica_set
 from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.replica_set import ReplicaSet
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.config import EngineArgs
+from sidestep.ipc.core_args import Invitation
 from sidestep.ipc.messages import (
     AddRequest,
     Answer,
     Call,
+    Connect,
     Dead,
     Finished,
     FinishReason,
     Outputs,
+    Ready,
     Started,
     pack_ids,
     unpack_ids,
@@ -270,6 +274,31 @@ def test_a_replica_that_cannot_start_names_itself(channels: list[FakeChannel]) -
     channels[1].say(Dead(cause="max_model_len: does not fit"))
     with pytest.raises(EngineStartError, match="^replica 1: max_model_len: does not fit$"):
         replicas.wait_ready()
+
+
+def test_who_joins_does_without_a_replica_that_has_just_died(
+        channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_OTHERS_S", 0.0)
+    config = EngineArgs(device="fake", data_parallel_size=3).create_engine_config()
+    replicas = ReplicaSet(config, OutputProcessor(lambda handles: None), {n: (channels[n], 4) for n in (0, 1)},
+                          joins=True)
+    channels[1].say(Ready(max_model_len=9, num_kv_blocks=9, block_size=16, device="fake", core_pid=1, worker_pids=[]))
+    replicas.wait_ready()
+    assert [status.dead for status in replicas.replicas] == [
+        "has not answered when this frontend joined", None, "had died before this frontend joined"]
+
+
+async def test_who_is_invited_while_a_replica_dies_is_invited_by_the_others(
+        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    inviting = asyncio.create_task(llm.invite())
+    await turns()
+    kill(channels[0])
+    for number in (1, 2):
+        (asked,) = [m for m in channels[number].sent if isinstance(m, Connect)]
+        channels[number].say(Answer(call_id=asked.call_id, result={"client": 5 + number}))
+    seats = Invitation.decode(await inviting).seats
+    assert [(seat.replica, seat.client) for seat in seats] == [(1, 6), (2, 7)]
+    llm.shutdown()
 
 
 @pytest.mark.parametrize(("options", "router"), [
