@@ -120,7 +120,7 @@ async def frontend_side(requests: int, messages: list[bytes], watch: Stopwatch) 
     states = []
     for handle in range(requests):
         request = ProcessedRequest(prompt=None, prompt_token_ids=[1] * PROMPT, sampling=params(9999), arrival=0.0,
-                                   priority=0, cache_salt=None, deadline=None)
+                                   priority=0, cache_salt=None, num_public_tokens=0, deadline=None)
         states.append(RequestState(handle, str(handle), request, tokenizer))
         processor.add(states[-1])
     readers = [asyncio.create_task(read(state, len(messages))) for state in states]
