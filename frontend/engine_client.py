@@ -42,9 +42,10 @@ class Channel(Protocol):
 class EngineClient:
     """One engine core and the way to it. All methods but `start_core` belong to the event loop's thread."""
 
-    def __init__(self, channel: Channel, on_outputs: Callable[[Outputs], None],
+    def __init__(self, channel: Channel, on_outputs: Callable[[Outputs, bool], None],
                  on_death: Callable[[EngineDeadError], None], client: int = _OWNER) -> None:
-        """client: this frontend's number at the core."""
+        """on_outputs: takes a step's tokens, and whether another's follow at once. client: this frontend's number at
+        the core."""
         self.client = client
         self._dead_error: EngineDeadError | None = None
         self._channel = channel
@@ -186,9 +187,12 @@ class EngineClient:
     def _on_readable(self) -> None:
         if self._closed:
             return
-        for message in self._channel.receive():
+        messages = self._channel.receive()
+        num_steps = sum(isinstance(message, Outputs) for message in messages)
+        for message in messages:
             if isinstance(message, Outputs):
-                self._on_outputs(message)
+                num_steps -= 1
+                self._on_outputs(message, num_steps > 0)
             elif isinstance(message, Answer):
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():

@@ -2,7 +2,8 @@
 
 A request's mailbox holds what its reader has not taken yet; tokens that come meanwhile are merged into it. So a slow
 reader costs neither memory nor wake-ups, and a fast one gets every token as it comes. A FINAL_ONLY request wakes
-nobody until it ends.
+nobody until it ends. A reader that only writes on what it gets can have its outputs pushed (`RequestState.push`): then
+no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
@@ -29,6 +30,16 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 8192
 """Deliveries that are remembered."""
 _ID_BYTES = 4
+
+
+class Sink(Protocol):
+    """Where outputs are pushed to."""
+
+    def ready(self) -> bool:
+        """Whether it can take one now; if not, outputs merge until its reader asks for them."""
+
+    def put(self, output: RequestOutput) -> None:
+        """Takes one."""
 
 
 class RequestState:
@@ -62,6 +73,7 @@ class RequestState:
         self._cumulative_logprob = 0.0
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._wake: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
         self.num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
@@ -103,21 +115,29 @@ class RequestState:
         self.metrics.scheduled_ts = message.scheduled
 
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
-        """One more token. True if its text completes a stop string, which ends the request here. `hidden`: it is a stop
-        token, which ends the output without being part of its text."""
+        """One more token. True if there is something to tell: enough are new, or its text completes a stop string,
+        which ends the request here. `hidden`: it is a stop token, which ends the output without being part of its
+        text."""
         self._token_ids.append(token)
         metrics = self.metrics
         metrics.last_token_ts = now
         if metrics.first_token_ts is None:
             metrics.first_token_ts = now
-        if hidden and not self._request.sampling.include_stop_str_in_output:
-            return False
-        stop = self._detokenizer.add(token) if self._detokenizer is not None else None
-        if stop is not None:
-            self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
-        if self._wake is not None and (len(self._token_ids) >= self._due_at or stop is not None):
+        if self._detokenizer is not None and not (hidden and not self._request.sampling.include_stop_str_in_output):
+            stop = self._detokenizer.add(token)
+            if stop is not None:
+                self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
+                return True
+        return len(self._token_ids) >= self._due_at
+
+    def tell(self) -> None:
+        """There is something new: pushes it, or wakes the reader."""
+        sink = self._sink
+        if sink is not None and not self.is_finished and sink.ready():
+            sink.put(self.take())
+        else:
+            self._sink = None
             self._wake_reader()
-        return stop is not None
 
     def finished(self, message: Finished) -> None:
         """The engine has ended it."""
@@ -165,12 +185,26 @@ class RequestState:
     async def next_output(self) -> RequestOutput:
         """The next output, as soon as there is something new. Raises what the request failed with."""
         while not self.has_news():
-            self._wake = asyncio.get_running_loop().create_future()
-            try:
-                await self._wake
-            finally:
-                self._wake = None
+            await self._news()
         return self.take()
+
+    async def push(self, sink: Sink) -> None:
+        """Has outputs pushed to `sink` from now on, in the callback in which they come; `next_output` has what did not
+        go that way. Returns when the sink is not ready for one, or the request has ended."""
+        if self.has_news():
+            return
+        self._sink = sink
+        try:
+            await self._news()
+        finally:
+            self._sink = None
+
+    async def _news(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
 
     def wake_on(self, wake: asyncio.Future[None] | None) -> None:
         """In the place of `next_output`, for a reader of several: this is done when there is something new."""
@@ -240,6 +274,8 @@ class OutputProcessor:
         self._states: dict[int, RequestState] = {}
         self._by_id: dict[str, list[RequestState]] = {}
         """Of each request, the choices that have not ended."""
+        self._news: dict[int, RequestState] = {}
+        """By handle, those whose readers are to be told of something."""
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._num_deliveries = 0
@@ -263,8 +299,9 @@ class OutputProcessor:
         self.num_waiting += 1
         self.num_waiting_tokens += state.num_prompt_tokens
 
-    def handle(self, outputs: Outputs) -> None:
-        """One step's news for all requests. Tokens for requests that have ended here are dropped."""
+    def handle(self, outputs: Outputs, more: bool = False) -> None:
+        """One step's news for all requests. Tokens for requests that have ended here are dropped. more: another step's
+        follow at once; readers are told of both together, so that a frontend that is late tells less often."""
         begin = time.monotonic_ns()
         for started in outputs.started:
             if (state := self._states.get(started.handle)) is not None:
@@ -275,7 +312,7 @@ class OutputProcessor:
         # The token that a request stops at comes in the same message as its end.
         hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP and not f.completes_grammar} \
             if outputs.finished else ()
-        now, ended, states = begin / 1e9, [], self._states
+        now, ended, states, news = begin / 1e9, list[int](), self._states, self._news
         for handle, token in zip(unpack_ids(outputs.handles).tolist(), unpack_ids(outputs.token_ids).tolist(),
                                  strict=True):
             state = states.get(handle)
@@ -287,12 +324,16 @@ class OutputProcessor:
             except Exception as error:  # whatever is wrong with one request's text, the others go on
                 logger.exception("request %r could not be detokenised", state.request_id)
                 state.fail(RequestError(f"its text could not be made: {error}"))
-            self.remove(state)
-            ended.append(handle)
+            news[handle] = state
+            if state.is_finished:
+                self.remove(state)
+                ended.append(handle)
         for finished in outputs.finished:
             if (state := states.get(finished.handle)) is not None:
                 self.remove(state)
                 state.finished(finished)
+        if not more:  # last, so that the tokens and the end that one message brings are one output
+            ended += self._tell()
         if ended:
             self._abort_at_core(ended)
         if outputs.handles:
@@ -300,6 +341,20 @@ class OutputProcessor:
             self.num_tokens += count
             self._deliveries.append(Delivery(self._num_deliveries, begin, time.monotonic_ns(), count))
             self._num_deliveries += 1
+
+    def _tell(self) -> list[int]:
+        """Tells readers what is new. Handles of the requests that this has ended."""
+        ended = []
+        for handle, state in self._news.items():
+            try:
+                state.tell()
+            except Exception as error:
+                logger.exception("an output of request %r could not be delivered", state.request_id)
+                self.remove(state)
+                ended.append(handle)
+                state.fail(RequestError(f"its output could not be delivered: {error}"))
+        self._news.clear()
+        return ended
 
     def _handle_logprobs(self, outputs: Outputs) -> None:
         for handle, _, rank, ids, values in each_token(outputs.logprobs):
