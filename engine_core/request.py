@@ -83,6 +83,8 @@ class Request:
     """Where its output is in its grammar, if it has one."""
     matcher_group: int = 0
     """Requests of one group have matchers of one compilation."""
+    mask_place: int = 0
+    """Of its last mask in the workers' tables; see engine_core/mask_table.py."""
     queued: float = 0.0
     scheduled: float | None = None
     first_token: float | None = None

@@ -22,6 +22,7 @@ import numpy as np
 from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.model_spec import resolve_model_path
+from sidestep.ipc.step import Int32
 from sidestep.ipc.structured_outputs import Grammar, first_line, grammar_limits
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ class Grammars:
         """Jobs whose end has not been heard yet."""
         self._num_threads = num_threads
         self._has_threads = False
-        self._words = -(-vocab_size // 32)
+        self._masks = np.empty((0, -(-vocab_size // 32)), np.int32)
+        """Where masks are computed, a row for each request of the largest step so far."""
 
     def __repr__(self) -> str:
         return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
@@ -240,14 +242,17 @@ class Grammars:
         if tokens:
             self._executor.consume_token_par(tokens)
 
-    def masks(self, requests: Sequence[Request]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """What each may sample next: `ceil(vocab_size / 32)` words for each, a bit a token, the lowest first."""
-        masks = np.zeros((len(requests), self._words), np.int32)
+    def masks(self, requests: Sequence[Request]) -> Int32:
+        """What each may sample next, [n, ceil(vocab_size / 32)]: a bit a token, the lowest first. Valid until the next
+        call."""
+        if len(self._masks) < len(requests):
+            self._masks = np.empty((len(requests), self._masks.shape[1]), np.int32)
+        masks = self._masks[:len(requests)]
         # Side by side, those that share a compilation are most often one thread's.
         order = sorted(range(len(requests)), key=lambda i: requests[i].matcher_group)
         if matchers := [(matcher, i) for i in order if (matcher := requests[i].matcher) is not None]:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, self._words * 4, len(requests))
-        return masks.reshape(-1)
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        return masks
 
 
 def problem_of(matcher: LLMatcher) -> str | None:
