@@ -26,7 +26,7 @@ from sidestep.ipc.step import Int32
 from sidestep.ipc.structured_outputs import Grammar, first_line, grammar_limits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 COMPILE_S = 10.0
 """Seconds after which a request no longer waits for its grammar."""
@@ -37,6 +37,10 @@ _SHARERS = 8
 computed one after the other, so that with more requests there are more compilations, up to one for each thread."""
 _CHEAP_S = 0.05
 """Seconds of compiling beyond which all share one."""
+_STRING = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)), f"{_STRING}+"]
+"""Kinds of tokens that the library looks at as one where all of a kind may follow. A string that may go on for n
+characters allows all shorter tokens, so that with many lengths few of the tokens are looked at one by one."""
 _USES = 256
 """Requests after which a compilation is made anew, because what it has learnt only grows."""
 
@@ -106,6 +110,7 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._clock = clock
         self._tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
         self._problem = "the engine has not loaded the tokenizer"
         """Why there is no tokenizer."""
         self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
@@ -136,8 +141,9 @@ class Grammars:
         try:
             file = Path(resolve_model_path(self._folder)) / "tokenizer.json"
             self._tokenizer = LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=self._vocab_size,
-                                          eos_token=self._eos)
-            self._executor = LLExecutor(self._num_workers)
+                                          eos_token=self._eos, slices=_SLICES)
+            # With one thread there is nothing to share out, and to wake it takes longer than most masks.
+            self._executor = LLExecutor(self._num_workers) if self._num_workers > 1 else None
         except Exception as error:  # the library raises nothing more special
             self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
 
@@ -239,8 +245,11 @@ class Grammars:
 
     def advance(self, tokens: list[tuple[LLMatcher, int]]) -> None:
         """Takes one sampled token of each."""
-        if tokens:
+        if self._executor is not None and tokens:  # it takes no empty list
             self._executor.consume_token_par(tokens)
+            return
+        for matcher, token in tokens:
+            matcher.consume_token(token)
 
     def masks(self, requests: Sequence[Request]) -> Int32:
         """What each may sample next, [n, ceil(vocab_size / 32)]: a bit a token, the lowest first. Valid until the next
@@ -250,8 +259,13 @@ class Grammars:
         masks = self._masks[:len(requests)]
         # Side by side, those that share a compilation are most often one thread's.
         order = sorted(range(len(requests)), key=lambda i: requests[i].matcher_group)
-        if matchers := [(matcher, i) for i in order if (matcher := requests[i].matcher) is not None]:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        matchers = [(matcher, i) for i in order if (matcher := requests[i].matcher) is not None]
+        start, size = masks.ctypes.data, masks.shape[1] * 4
+        if self._executor is not None and matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, start, size, len(masks))
+        else:
+            for matcher, i in matchers:
+                matcher.unsafe_compute_mask_ptr(start + i * size, size)
         return masks
 
 
