@@ -125,8 +125,9 @@ class Request:
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
-        if self.matcher is not None and self.matcher.is_stopped():
-            return FinishReason.STOP, None  # all that could follow is the end
+        # All that could follow is the end; unless the next mask could not be computed, which the next token will tell.
+        if self.matcher is not None and self.matcher.is_stopped() and not self.matcher.is_error():
+            return FinishReason.STOP, None
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
         detection = self.sampling.repetition_detection

@@ -279,21 +279,25 @@ def problem_of(matcher: LLMatcher) -> str | None:
 def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
                  done: queue.SimpleQueue[_Compilation], bell: _Bell) -> None:
     """A compiling thread's work, until the process ends."""
-    from llguidance import LLMatcher
-
-    limits = grammar_limits()
     while True:
         job = jobs.get()
         if any(w.waits for w in job.waiting):
-            begin = time.perf_counter()
-            try:
-                matcher = LLMatcher(tokenizer, job.text, limits=limits, log_level=0)
-                matcher.compute_bitmask()  # the first mask takes longest
-                job.error = problem_of(matcher) or ""
-            except BaseException as error:  # a panic of the library is one, and this thread must go on
-                job.error = f"{type(error).__name__}: {error}"
-            job.seconds = time.perf_counter() - begin
-            if not job.error:
-                job.matcher = matcher
+            _compile(tokenizer, job)
         done.put(job)
         bell.ring()
+
+
+def _compile(tokenizer: LLTokenizer, job: _Compilation) -> None:
+    """Gives the job its matcher, or its error."""
+    from llguidance import LLMatcher
+
+    begin = time.perf_counter()
+    try:
+        matcher = LLMatcher(tokenizer, job.text, limits=grammar_limits(), log_level=0)
+        matcher.compute_bitmask()  # the first mask takes longest
+        job.error = problem_of(matcher) or ""
+    except BaseException as error:  # a panic of the library is one, and this thread must go on
+        job.error = f"{type(error).__name__}: {error}"
+    job.seconds = time.perf_counter() - begin
+    if not job.error:
+        job.matcher = matcher
