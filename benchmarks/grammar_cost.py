@@ -89,7 +89,7 @@ class Wire:
         ring = create_ring(1)
         self._writer, self._reader = RingWriter(ring), RingReader(ring, 0)
         none, slots = np.empty(0, np.int32), np.arange(count, dtype=np.int32)
-        self._step = StepInput(0, slots, slots, *([none] * 17))
+        self._step = StepInput(0, slots, slots, *([none] * 18))
 
     def send(self, masks: StepMasks) -> StepMasks:
         """As the worker reads it."""

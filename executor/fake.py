@@ -148,9 +148,10 @@ class FakeRunner(Runner):
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
     def _enter(self, step: StepInput) -> None:
-        ends, controls = np.cumsum(step.new_num_known).tolist(), np.cumsum(step.new_control_sizes).tolist()
+        ends, controls = np.cumsum(step.new_num_sent).tolist(), np.cumsum(step.new_control_sizes).tolist()
         for i, (slot, end) in enumerate(zip(step.new_slots.tolist(), ends, strict=True)):
-            self._known[slot] = step.new_token_ids[end - int(step.new_num_known[i]):end].tolist()
+            known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
+            self._known[slot] = [-1] * (known - sent) + step.new_token_ids[end - sent:end].tolist()
             self._num_computed[slot] = int(step.new_num_computed[i])
             self._seed[slot] = int(step.new_seed[i])
             control = step.new_controls[controls[i] - int(step.new_control_sizes[i]):controls[i]].tobytes()

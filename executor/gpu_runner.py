@@ -389,7 +389,7 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int, contro
     return StepInput(
         step_id=0, slots=slots, num_tokens=counts, num_new_blocks=blocks, block_ids=np.zeros(blocks.sum(), np.int32),
         new_slots=slots, new_num_known=counts, new_num_prompt=counts, new_num_computed=zeros,
-        new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
+        new_num_sent=counts, new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
         new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
         new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
         new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros + len(asked),

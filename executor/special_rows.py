@@ -126,11 +126,11 @@ class SpecialRows:
         """Takes in the requests of a step, and forgets those that had their slots before."""
         if not (self._count or len(step.new_controls)):
             return
-        known, sizes = np.cumsum(step.new_num_known), np.cumsum(step.new_control_sizes)
+        sent, sizes = np.cumsum(step.new_num_sent), np.cumsum(step.new_control_sizes)
         for i, slot in enumerate(step.new_slots.tolist()):
             self._leave(slot)
             if size := int(step.new_control_sizes[i]):
-                tokens = step.new_token_ids[known[i] - step.new_num_known[i]:known[i]].copy()
+                tokens = step.new_token_ids[sent[i] - step.new_num_sent[i]:sent[i]].copy()
                 prompt = int(step.new_num_prompt[i])
                 self._enter(EnteringRequest(
                     slot=slot, controls=decode_controls(step.new_controls[sizes[i] - size:sizes[i]].tobytes()),
@@ -194,7 +194,7 @@ class SpecialRows:
         self._num_logprobs[slot] = request.controls.logprobs
         self._num_prompt_logprobs[slot] = request.controls.prompt_logprobs
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
-            accepted[slot] = processor.enter(request)
+            accepted[slot] = not request.controls.is_beam and processor.enter(request)
         self._special[slot] = self._accepted[:-1, slot].any() or self._num_logprobs[slot] >= 0
         self._masked[slot] = self._accepted[-1, slot] and not self._special[slot]
 

@@ -108,9 +108,12 @@ class StepInput(Columns):
     new_num_prompt: Int32
     """[N] The prompt alone; `min_tokens` counts from here."""
     new_num_computed: Int32
-    """[N] Tokens whose KV is already in the cache (a prefix hit). All known tokens are sent nevertheless."""
+    """[N] Tokens whose KV is already in the cache: a prefix hit, or what a beam has from another."""
+    new_num_sent: Int32
+    """[N] How many of the last known tokens are sent: those that are not in the cache, or all of a request that has
+    controls and is no beam, since controls may look at what came before."""
     new_token_ids: Int32
-    """[sum(new_num_known)]"""
+    """[sum(new_num_sent)]"""
     new_temperature: Float32
     new_top_p: Float32
     new_min_p: Float32
