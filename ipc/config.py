@@ -141,6 +141,11 @@ class StepLimits:
     target_itl_s: float
     """Seconds that a step with decodes should last at most, prompts permitting; 0: any."""
 
+    @property
+    def num_masks(self) -> int:
+        """Masks of grammars that a worker keeps: some grammars' worth, and those of any two steps."""
+        return max(1024, 2 * self.max_num_seqs)
+
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 8192)
 """Default max_num_seqs and max_num_batched_tokens."""
