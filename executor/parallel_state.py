@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sidestep.executor.peer_sums import Part, PeerSums, Place, open_peer_sums
+
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -19,6 +21,8 @@ class Parallel:
         self.size = size
         self._cuda = cuda
         self._dist: Any = None
+        self._group: Any = None
+        self._peers: PeerSums | None = None
         if size > 1:
             import torch.distributed as dist
 
@@ -28,6 +32,11 @@ class Parallel:
 
     def __repr__(self) -> str:
         return f"Parallel(rank {self.rank} of {self.size})"
+
+    def part(self, place: Place, rows: int) -> Part | None:
+        """Where to write what this rank adds to a sum of so many rows of the stream, for the other ranks to read; None
+        where the ranks sum with all_reduce."""
+        return None if self._peers is None else self._peers.part(place, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -43,6 +52,12 @@ class Parallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1, out=out)
+
+    def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
+        """For sums of up to so many rows [.., width]. On all ranks, of which all or none can do so afterwards."""
+        if self._dist is not None and self._cuda:
+            self._peers = open_peer_sums(self.rank, self.size, self._group, width, dtype, most_rows, device,
+                                         lambda so: self.minimum(int(so)) == 1)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""

@@ -157,13 +157,15 @@ def _sum_of(spaces, offset, hidden, at, inside, counter, epoch, RANKS: tl.conste
     dtype: tl.constexpr = hidden.dtype.element_ty
     parts = ()
     for peer in tl.static_range(RANKS):
-        parts = parts + (tl.load(_rows_at(spaces[peer], offset, dtype) + at, mask=inside, other=0.0),)
+        part = tl.load(_rows_at(spaces[peer], offset, dtype) + at, mask=inside, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]
     if ADD:
-        parts = parts + (tl.load(hidden + at, mask=inside, other=0.0),)
+        part = tl.load(hidden + at, mask=inside, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]
     one = _one(counter, epoch)
-    total = parts[0].to(tl.float32) * one
-    for part in tl.static_range(1, RANKS + ADD):
-        total += parts[part].to(tl.float32) * one
+    total = parts[0].to(tl.float32) * one  # type: ignore[misc]
+    for index in tl.static_range(1, RANKS + ADD):
+        total += parts[index].to(tl.float32) * one
     return total.to(dtype)
 
 
@@ -227,8 +229,9 @@ def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D:
             # Each rank begins with another one.
             peer = (rank + turn) % RANKS
             at = tl.cast(first + peer, tl.int64) * D + columns
-            values = values + (tl.load(_rows_at(_space_of(spaces, peer, RANKS), offset, dtype) + at,
-                                       mask=inside & (at < end), other=0.0),)
+            value = tl.load(_rows_at(_space_of(spaces, peer, RANKS), offset, dtype) + at, mask=inside & (at < end),
+                            other=0.0)
+            values = values + (value,)  # type: ignore[assignment]
         one = _one(counters + program, epoch)
         for turn in tl.static_range(1, RANKS):
             row = first + (rank + turn) % RANKS

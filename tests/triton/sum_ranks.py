@@ -1,4 +1,6 @@
-"""Ranks that sum through one another's memory, in Triton's interpreter. `python -m tests.triton.sum_ranks RANKS`.
+"""Ranks that sum through one another's memory, in Triton's interpreter.
+
+`python -m tests.triton.sum_ranks RANKS sums|model`: sums of all kinds, or a small model of several layers.
 
 Each rank is a process, and the spaces are memory that all of them share, so flags and parts really pass between them.
 In most sums one rank is slow, as slow as it can be: either it is the last to come, or it goes on to read only when all
@@ -19,13 +21,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
+from sidestep.executor.layers.linear import Linear
+from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.peer_sums import PeerSums
+from sidestep.executor.weight_loader import DummyWeights
 from sidestep.kernels import all_reduce_triton
-from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PLACES, PeerMemory, SumConfig, space_bytes, sum_parts
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, SumConfig, space_bytes, sum_parts
+from sidestep.kernels.rms_norm import RmsNorm, Stream
+from tests.fakes import SPEC
 from tests.triton.support import (
     PoisonedAllocations,
     Values,
@@ -141,14 +150,64 @@ class Rank:
             assert normed is None
 
 
-def run_rank(rank: int, spaces: list[Tensor], digests: Tensor) -> int:
+class Attention:
+    """In place of a backend: each token's queries."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def attend(self, layer: int, qkv: Tensor, norms: object) -> Tensor:
+        return qkv[:, :self._width]
+
+
+def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
+    """What a model gives for batches of several sizes, in the last layer of all tokens or of some."""
+    spec = msgspec.structs.replace(SPEC, num_layers=2, windows=(0, 0), num_heads=4, num_kv_heads=2, vocab_size=37,
+                                   hidden_size=24, intermediate_size=20, attention_output_bias=True, mlp_bias=True)
+    parallel = Parallel()
+    parallel.rank, parallel.size, parallel._peers = rank, ranks, peers
+    model = DecoderForCausalLM(spec, DummyWeights(0, torch.float32, torch.device("cpu")), parallel)
+    attention: Any = Attention(spec.num_heads * spec.head_dim // ranks)
+    for tokens, rows in ((1, None), (9, torch.tensor([2, 8])), (1, None), (5, None)):
+        yield model.states(torch.arange(tokens) * 7 % 37, attention, rows)
+
+
+def run_model(rank: int, spaces: list[Tensor]) -> int:
+    """A whole model whose layers sum through one another's memory gives what one rank gives."""
+    ranks = len(spaces)
+    # One row in one shot, several in two.
+    all_reduce_triton.SUMS.update({ranks: ((24 * 4, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))})
+    memory = PeerMemory(rank, tuple(space.data_ptr() for space in spaces), spaces[rank],
+                        torch.zeros(MAX_PROGRAMS, dtype=torch.int64), PLACE_BYTES, programs=3)
+    product = Linear.__call__
+
+    def call(self: Linear, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+        return product(self, x) if out is None else out.copy_(product(self, x))
+
+    setattr(Linear, "__call__", call)  # noqa: B010 (as on a GPU, where a product writes to `out`)
+    digest = 0
+    for got, expected in zip(states(rank, ranks, PeerSums(memory, 24, torch.float32)), states(0, 1, None), strict=True):
+        assert got.done is not None and expected.done is None
+        torch.testing.assert_close(got.hidden, expected.hidden, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.normed(), expected.normed(), rtol=1e-4, atol=1e-5)
+        digest = zlib.crc32(got.normed().numpy().tobytes(), digest)
+    return digest
+
+
+def run_sums(rank: int, spaces: list[Tensor]) -> int:
+    """The plan; what this rank has got, as one number."""
+    process = Rank(rank, spaces)
+    for s in plan(len(spaces)):
+        process.run(s)
+    return process.digest
+
+
+def run_rank(rank: int, spaces: list[Tensor], digests: Tensor, what: str) -> int:
     """The exit status."""
     try:
         torch.set_num_threads(1)
-        process = Rank(rank, spaces)
-        for s in plan(len(spaces)):
-            process.run(s)
-        digests[rank] = process.digest
+        with torch.inference_mode():
+            digests[rank] = {"sums": run_sums, "model": run_model}[what](rank, spaces)
         return 0
     except BaseException:
         traceback.print_exc()
@@ -160,7 +219,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def main(ranks: int) -> None:
+def main(ranks: int, what: str) -> None:
     size = space_bytes(ranks, PLACE_BYTES)
     shared = torch.frombuffer(mmap.mmap(-1, ranks * size + 8 * ranks), dtype=torch.uint8)
     spaces, digests = list(shared[:ranks * size].view(ranks, size)), shared[ranks * size:].view(torch.int64)
@@ -169,7 +228,7 @@ def main(ranks: int) -> None:
         child = os.fork()
         if not child:
             _die_with_parent()
-            os._exit(run_rank(rank, spaces, digests))
+            os._exit(run_rank(rank, spaces, digests, what))
         children[child] = rank
     while children:
         child, status = os.wait()
@@ -178,9 +237,9 @@ def main(ranks: int) -> None:
             for other in children:
                 os.kill(other, signal.SIGKILL)
             raise SystemExit(f"rank {rank} failed")
-    assert len(set(digests.tolist())) == 1, "ranks have different bits"
-    print(f"{sum(1 for _ in plan(ranks))} sums of {PLACES} places by {ranks} ranks")
+    assert len(set(digests.tolist())) == 1 and digests[0], "ranks have different bits"
+    print(f"{what} of {ranks} ranks: the same bits")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

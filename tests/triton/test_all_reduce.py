@@ -18,14 +18,24 @@ from sidestep.kernels.tuned_all_reduce import SUMS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_have_the_same_bits_however_slow_one_of_them_is(ranks: int) -> None:
+def run_ranks(ranks: int, what: str) -> None:
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "tests.triton.sum_ranks", str(ranks)], cwd=ROOT, env=env,
+    done = subprocess.run([sys.executable, "-m", "tests.triton.sum_ranks", str(ranks), what], cwd=ROOT, env=env,
                           capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.startswith("28 sums")
+    assert done.stdout == f"{what} of {ranks} ranks: the same bits\n"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_have_the_same_bits_however_slow_one_of_them_is(ranks: int) -> None:
+    run_ranks(ranks, "sums")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_sums_its_layers_so(ranks: int) -> None:
+    """Its KV heads are shared out, or there are more ranks than heads."""
+    run_ranks(ranks, "model")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
