@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sidestep.executor.peer_sums import Part, PeerSums, Place, open_peer_sums
+from sidestep.executor.peer_sums import Part, PeerSums, Place, open_peer_memory
+
+if TYPE_CHECKING:
+    from sidestep.kernels.all_reduce_triton import PeerMemory
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -54,10 +57,20 @@ class Parallel:
         return torch.cat(parts, -1, out=out)
 
     def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
-        """For sums of up to so many rows [.., width]. On all ranks, of which all or none can do so afterwards."""
-        if self._dist is not None and self._cuda:
-            self._peers = open_peer_sums(self.rank, self.size, self._group, width, dtype, most_rows, device,
-                                         lambda so: self.minimum(int(so)) == 1)
+        """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none can do so then."""
+        if self._dist is None:
+            return
+        from sidestep.kernels.all_reduce_triton import most_place_bytes
+
+        place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize)
+        memory = self.open_peer_memory(place_bytes, width, dtype, device) if place_bytes else None
+        self._peers = None if memory is None else PeerSums(memory, width, dtype)
+
+    def open_peer_memory(self, place_bytes: int, width: int, dtype: torch.dtype,
+                         device: torch.device) -> PeerMemory | None:
+        """See executor.peer_sums."""
+        return open_peer_memory(self.rank, self.size, self._group, place_bytes, width, dtype, device,
+                                self.minimum)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""

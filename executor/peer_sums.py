@@ -87,53 +87,59 @@ class PeerSums:
         return Part(self._memory.part(place, rows, self._width, self._dtype), self._memory, place, config)
 
 
-def open_peer_sums(rank: int, size: int, group: Any, width: int, dtype: torch.dtype, most_rows: int,
-                   device: torch.device, all_agree: Callable[[bool], bool]) -> PeerSums | None:
-    """Memory that the GPUs of a group share, tried out; None, with a word in the log, where it cannot be had. All ranks
-    call this, and all get the same. all_agree: whether something is so on every rank; it returns when all have come.
+def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: int, dtype: torch.dtype,
+                     device: torch.device, minimum: Callable[[int], int]) -> PeerMemory | None:
+    """Memory that the GPUs of a group share, tried out with rows of this width and type; None, with one line in the
+    log, where it cannot be had. All ranks call this, and all get the same.
+
+    minimum: of the ranks' values; it returns when all have come. No rank goes on to what all must do before it is known
+    that all can.
     """
-    from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, most_bytes, space_bytes
+    from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, space_bytes
 
-    row = width * dtype.itemsize
-    place_bytes = -(-min(most_bytes(size), most_rows * row) // 256) * 256
-    reason, space, addresses = _missing(rank, size, device), None, tuple[int, ...]()
-    if place_bytes == 0:
-        reason = f"the table has no kernel for {size} ranks"
-    if reason is None:
-        try:
-            space = _allocate(space_bytes(size, place_bytes), device)
-        except Exception as error:  # the library raises its own and the driver's
-            reason = str(error).splitlines()[0]
-    if all_agree(reason is None):
+    space: Tensor | None = None
+    memory: PeerMemory | None = None
+
+    def allocate() -> None:
+        nonlocal space
+        space = _allocate(space_bytes(size, place_bytes), device)
+
+    def exchange() -> None:
+        nonlocal memory
         assert space is not None
+        addresses = _exchange(space, rank, size, group)
+        space.zero_()  # before any rank writes a flag
+        torch.cuda.synchronize(device)
+        memory = PeerMemory(rank, addresses, space, torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
+                            place_bytes, min(MAX_PROGRAMS, num_processors(device)))
+
+    def try_out() -> None:
+        assert memory is not None
+        if not check(memory, width, dtype):
+            raise RuntimeError("it gives wrong sums")
+
+    for act in (lambda: _require_access(rank, size, device), allocate, exchange, try_out):
+        reason = None
         try:
-            addresses = _exchange(space, rank, size, group)
-        except Exception as error:
-            reason = str(error).splitlines()[0]
-        if all_agree(reason is None):
-            space.zero_()
-            torch.cuda.synchronize(device)
-            counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device)
-            memory = PeerMemory(rank, addresses, space, counters, place_bytes,
-                                min(MAX_PROGRAMS, num_processors(device)))
-            all_agree(True)  # nobody's flags are written before all are zero
-            right = check(memory, width, dtype)
-            if all_agree(right):
-                return PeerSums(memory, width, dtype)
-            reason = None if right else "it gives wrong sums"
-    if reason is not None or rank == 0:
-        logger.warning("rank %d: ranks add up through torch.distributed, not through one another's memory: %s", rank,
-                       reason or "another rank could not")
-    return None
+            act()
+        except EngineStartError:
+            raise
+        except Exception as error:  # the library raises its own and the driver's
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        failed = minimum(size if reason is None else rank)
+        if failed < size:
+            if failed == rank:
+                logger.warning("ranks sum through torch.distributed, not through one another's memory: %s", reason)
+            return None
+    return memory
 
 
-def _missing(rank: int, size: int, device: torch.device) -> str | None:
-    """Why this rank's GPU cannot read the others'."""
+def _require_access(rank: int, size: int, device: torch.device) -> None:
+    """Raises RuntimeError if this rank's GPU cannot read the others'."""
     first = device.index - rank
     for other in range(first, first + size):
         if other != device.index and not torch.cuda.can_device_access_peer(device, other):
-            return f"GPU {device.index} has no access to GPU {other}"
-    return None
+            raise RuntimeError(f"GPU {device.index} has no access to GPU {other}")
 
 
 def _allocate(num_bytes: int, device: torch.device) -> Tensor:

@@ -103,10 +103,11 @@ def choose(ranks: int, num_bytes: int) -> SumConfig | None:
     return None if found is None else SumConfig(found[1], found[2])
 
 
-def most_bytes(ranks: int) -> int:
-    """Up to which size of a part `choose` finds a kernel."""
+def most_place_bytes(ranks: int, num_bytes: int) -> int:
+    """Size of a place for parts of up to so many bytes; 0 where `choose` has no kernel."""
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
-    return 0 if known is None or not SUMS[known] else SUMS[known][-1][0]
+    most = 0 if known is None or not SUMS[known] else SUMS[known][-1][0]
+    return -(-min(most, num_bytes) // _ALIGNED) * _ALIGNED
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, choose, most_bytes, space_bytes
+from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, choose, most_place_bytes, space_bytes
 from sidestep.kernels.tuned_all_reduce import SUMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,15 +27,14 @@ def run_ranks(ranks: int, what: str) -> None:
     assert done.stdout == f"{what} of {ranks} ranks: the same bits\n"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_have_the_same_bits_however_slow_one_of_them_is(ranks: int) -> None:
     run_ranks(ranks, "sums")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_model_sums_its_layers_so(ranks: int) -> None:
-    """Its KV heads are shared out, or there are more ranks than heads."""
-    run_ranks(ranks, "model")
+def test_a_model_of_four_ranks_sums_its_layers_so() -> None:
+    """It has two KV heads, which are each two ranks'."""
+    run_ranks(4, "model")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
@@ -60,9 +59,10 @@ def test_the_table_rises_and_ends() -> None:
         for size, kind, programs in entries:
             found = choose(ranks, size)
             assert found is not None and (found.kind, found.programs) == (kind, programs)
-        assert most_bytes(ranks) == sizes[-1] and choose(ranks, sizes[-1] + 1) is None
+        assert most_place_bytes(ranks, 1 << 40) == sizes[-1] and choose(ranks, sizes[-1] + 1) is None
+        assert most_place_bytes(ranks, 4000) == 4096
 
 
 def test_a_number_of_ranks_that_was_not_measured_takes_the_next_larger() -> None:
     assert choose(3, 4096) == choose(4, 4096)
-    assert choose(max(SUMS) + 1, 4096) is None and most_bytes(max(SUMS) + 1) == 0
+    assert choose(max(SUMS) + 1, 4096) is None and most_place_bytes(max(SUMS) + 1, 4096) == 0
