@@ -144,7 +144,7 @@ def _require_access(rank: int, size: int, device: torch.device) -> None:
 
 def _allocate(num_bytes: int, device: torch.device) -> Tensor:
     # Multicast is not used, and setting it up may do harm where GPUs are shared with other machines.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch._C._distributed_c10d import _SymmetricMemory
 
     # An allocation of its own: `symmetric_memory.empty` takes it from a pool, at an offset that handles do not tell in
