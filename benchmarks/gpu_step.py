@@ -92,7 +92,7 @@ class Steps:
         step = StepInput(
             step_id=self._count, slots=slots, num_tokens=np.ones(rows, np.int32),
             num_new_blocks=np.full(rows, needed, np.int32), block_ids=ids, new_slots=slots[:new], new_num_known=known,
-            new_num_prompt=known, new_num_computed=known - 1,
+            new_num_prompt=known, new_num_computed=known - 1, new_num_sent=known,
             new_token_ids=np.random.default_rng(0).integers(0, self._vocab, int(known.sum())).astype(np.int32),
             new_temperature=np.full(new, 0.6, np.float32), new_top_p=np.ones(new, np.float32),
             new_min_p=np.zeros(new, np.float32), new_top_k=np.zeros(new, np.int32), new_seed=np.arange(new),
@@ -137,7 +137,7 @@ def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
 
 def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
     """What the device does in so many steps, each with another queued behind it; microseconds."""
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import DeviceType, ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         flying = [runner.execute(next(steps))]
@@ -146,7 +146,7 @@ def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
             flying.pop(0).wait()
         flying.pop().wait()
     return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in profiled.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA]
+            if event.device_type == DeviceType.CUDA]
 
 
 def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]:

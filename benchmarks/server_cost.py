@@ -1,10 +1,11 @@
 """CPU that `sidestep serve` spends on a streamed token: all of its process, from the engine's message to the socket.
 
-    python benchmarks/server_cost.py [--clients 1 16 64 192] [--step-ms 2 20] [--tokens 400]
+    python benchmarks/server_cost.py [--clients 1 16 64 192] [--step-ms 2 20] [--tokens 400] [--bare]
 
 The fake device gives every client a token each step. Each client reads its stream from a connection of its own, in this
 process. Microseconds of CPU time (user and system) of the server's process per token; where it cannot keep up with the
-steps, tokens of one request go out together, so events are counted too.
+steps, tokens of one request go out together, so events are counted too. With --bare the server is a loop that does
+nothing but send each client an event of the same size a step: what the system takes of the figure.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import asyncio
 import json
 import re
+import select
+import socket
 import subprocess
 import sys
 import time
@@ -33,11 +36,34 @@ async def read_stream(port: int, number: int, tokens: int) -> int:
     return events
 
 
-async def measure(clients: int, step_ms: float, tokens: int) -> dict[str, float]:
+EVENT = b"fa\r\ndata: " + b"x" * 242 + b"\n\n\r\n"
+
+
+def serve_bare(step_ms: float) -> None:
+    """The loop; each client gets as many events as it asks for."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
+    print(f"serving events at :{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+    listener.setblocking(False)
+    left: dict[socket.socket, int] = {}
+    while True:
+        time.sleep(step_ms / 1e3)
+        while select.select([listener], [], [], 0)[0]:
+            client, _ = listener.accept()
+            client.setblocking(True)
+            left[client] = json.loads(client.recv(1 << 16).partition(b"\r\n\r\n")[2])["max_tokens"]
+        for client in list(left):
+            client.send(EVENT)
+            left[client] -= 1
+            if not left[client]:
+                client.close()
+                del left[client]
+
+
+async def measure(clients: int, step_ms: float, tokens: int, bare: bool = False) -> dict[str, float]:
     """One load on a fresh server."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "sidestep", "serve", "--port", "0", "--device", "fake", "--fake-step-ms", str(step_ms)],
-        stderr=subprocess.PIPE, text=True)
+    words = [__file__, "--serve-bare"] if bare else ["-m", "sidestep", "serve", "--port", "0", "--device", "fake",
+                                                     "--fake-step-ms"]
+    server = subprocess.Popen([sys.executable, *words, str(step_ms)], stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     try:
         port = next(int(found[1]) for line in server.stderr if (found := re.match(r"serving .*:(\d+)", line)))
@@ -60,11 +86,15 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64, 192])
     parser.add_argument("--step-ms", type=float, nargs="+", default=[2.0, 20.0])
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--serve-bare", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve_bare is not None:
+        serve_bare(args.serve_bare)
     print(f"{'clients':>8}{'step ms':>9}{'tokens/s':>10}{'tokens/event':>14}{'us/token':>10}")
     for step_ms in args.step_ms:
         for clients in args.clients:
-            row = asyncio.run(measure(clients, step_ms, args.tokens))
+            row = asyncio.run(measure(clients, step_ms, args.tokens, args.bare))
             print(f"{clients:8}{step_ms:9.1f}{row['tokens/s']:10.0f}{row['tokens/event']:14.2f}{row['us/token']:10.1f}")
 
 

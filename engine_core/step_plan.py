@@ -45,8 +45,9 @@ class _Rows:
 class StepBuilder:
     """Collects rows in any order; in the step those of one token come first, as `StepInput` promises."""
 
-    def __init__(self, step_id: int) -> None:
+    def __init__(self, step_id: int, block_size: int) -> None:
         self._step_id = step_id
+        self._block_size = block_size
         self._single = _Rows()
         self._chunks = _Rows()
         self._copies: list[tuple[int, int]] = []
@@ -75,19 +76,26 @@ class StepBuilder:
         return rows
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """The first row of a request that has just got its slot and blocks."""
+        """The first row of a request that has just got its slot and blocks, with the block that it goes on from."""
         num_cached = request.num_computed
+        if request.copy_source >= 0:
+            self._copies.append((request.copy_source, request.block_ids[num_cached // self._block_size]))
+            request.copy_source = -1
         rows = self.add(request, num_tokens, request.block_ids)
         rows.entering.append(request)
         rows.num_cached.append(num_cached)
+        request.is_new = False
+        if request.group is not None and request.group.parks_after_rows:
+            request.parked = request.num_placeholders > 0
 
     def force(self, request: Request) -> None:
         """The row of one token that was added last computes the last known token, which it has not sampled."""
         self._single.forced.append((request.slot, request.token_ids[-1]))
 
-    def copy(self, source: int, target: int) -> None:
-        """A block to be copied before the step writes anything."""
-        self._copies.append((source, target))
+    @property
+    def copied(self) -> list[int]:
+        """Blocks to be copied before the step writes anything; held until the step has been put together."""
+        return [source for source, _ in self._copies]
 
     def build(self) -> tuple[StepInput, StepPlan]:
         """The message for the workers and the scheduler's own note of it."""
@@ -104,7 +112,7 @@ class StepBuilder:
             num_tokens=np.array(first.num_tokens + then.num_tokens, np.int32),
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
-            copy_sources=np.array([source for source, _ in self._copies], np.int32) if self._copies else _NONE,
+            copy_sources=np.array(self.copied, np.int32) if self._copies else _NONE,
             copy_targets=np.array([target for _, target in self._copies], np.int32) if self._copies else _NONE,
             forced_slots=np.array([slot for slot, _ in first.forced], np.int32) if first.forced else _NONE,
             forced_tokens=np.array([token for _, token in first.forced], np.int32) if first.forced else _NONE,
@@ -117,13 +125,16 @@ class StepBuilder:
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
     """The `new_` columns of a StepInput."""
+    # A hit may be of a hundred thousand tokens, and a beam forks in most steps.
+    sent = [r.token_ids if r.has_past_sent else r.token_ids[cached:] for r, cached in zip(new, num_cached, strict=True)]
     stops = [sorted(r.stop_ids) if r.sampling.min_tokens > 0 else [] for r in new]
     return {
         "new_slots": np.array([r.slot for r in new], np.int32),
         "new_num_known": np.array([len(r.token_ids) for r in new], np.int32),
         "new_num_prompt": np.array([r.num_prompt for r in new], np.int32),
         "new_num_computed": np.array(num_cached, np.int32),
-        "new_token_ids": np.fromiter(chain.from_iterable(r.token_ids for r in new), np.int32),
+        "new_num_sent": np.array(list(map(len, sent)), np.int32),
+        "new_token_ids": np.fromiter(chain.from_iterable(sent), np.int32),
         "new_temperature": np.array([r.sampling.temperature for r in new], np.float32),
         "new_top_p": np.array([r.sampling.top_p for r in new], np.float32),
         "new_min_p": np.array([r.sampling.min_p for r in new], np.float32),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.output_processor import RequestState
 from sidestep.frontend.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from sidestep.frontend.request_state import RequestState, Sink
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import SamplingParams
 
@@ -26,11 +27,21 @@ class CallOptions:
     deadline_s: float | None
 
 
-class Call(Protocol):
-    """One request to the engine; the first choice that is read sends it."""
+class Reader(Protocol):
+    """What gives the outputs of one choice; see RequestState."""
 
-    def read(self, place: int) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one choice. Raises what AsyncLLM's methods raise."""
+    async def next_output(self) -> RequestOutput:
+        """The next one. Raises what the request failed with."""
+
+    async def push(self, sink: Sink) -> None:
+        """Pushes outputs until the sink is not ready or the request has ended."""
+
+
+class Call(Protocol):
+    """One request to the engine; the first choice that is opened sends it."""
+
+    def open(self, place: int) -> AbstractAsyncContextManager[Reader]:
+        """The reader of one choice; leaving it ends the choice. Raises what AsyncLLM's methods raise."""
 
 
 def make_call(llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, beam_search: BeamSearchParams | None,
@@ -47,10 +58,16 @@ class _PlainCall:
     """Of one choice."""
 
     def __init__(self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions) -> None:
-        self._open = partial(llm.generate, prompt, params, **vars(options))
+        self._llm = llm
+        self._start = partial(llm.start, prompt, params, **vars(options))
 
-    def read(self, place: int) -> AsyncGenerator[RequestOutput, None]:
-        return self._open()
+    @asynccontextmanager
+    async def open(self, place: int) -> AsyncGenerator[Reader, None]:
+        (state,) = await self._start()
+        try:
+            yield state
+        finally:
+            self._llm.leave(state)
 
 
 class _SharedCall:
@@ -61,17 +78,13 @@ class _SharedCall:
         self._start = partial(llm.start, prompt, params, **vars(options))
         self._sending: asyncio.Task[list[RequestState]] | None = None
 
-    async def read(self, place: int) -> AsyncGenerator[RequestOutput, None]:
+    @asynccontextmanager
+    async def open(self, place: int) -> AsyncGenerator[Reader, None]:
         if self._sending is None:
             self._sending = asyncio.create_task(self._start())
         sending = self._sending
         try:
-            state = (await asyncio.shield(sending))[place]  # for the others it goes on
-            finished = False
-            while not finished:
-                output = await state.next_output()
-                finished = output.finished
-                yield output
+            yield (await asyncio.shield(sending))[place]  # for the others it goes on
         finally:
             if sending.done():
                 self._leave(place, sending)
@@ -91,17 +104,31 @@ class _WholeCall:
         self._running: asyncio.Task[RequestOutput] | None = None
         self._num_readers = 0
 
-    async def read(self, place: int) -> AsyncGenerator[RequestOutput, None]:
+    @asynccontextmanager
+    async def open(self, place: int) -> AsyncGenerator[Reader, None]:
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         self._num_readers += 1
         try:
-            output = await asyncio.shield(self._running)
+            yield _WholeReader(self._running, place)
         finally:
             self._num_readers -= 1
             if not self._num_readers:
                 self._running.cancel()
-        yield _choice_of(output, place)
+
+
+class _WholeReader:
+    """Has one output, the last."""
+
+    def __init__(self, running: asyncio.Task[RequestOutput], place: int) -> None:
+        self._running = running
+        self._place = place
+
+    async def next_output(self) -> RequestOutput:
+        return _choice_of(await asyncio.shield(self._running), self._place)
+
+    async def push(self, sink: Sink) -> None:
+        raise AssertionError("nothing follows the last output")
 
 
 def _choice_of(output: RequestOutput, place: int) -> RequestOutput:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Any, cast
 
 import msgspec
@@ -31,10 +30,12 @@ from sidestep.frontend.server.chat_protocol import (
     template_messages,
     tools_in_use,
 )
+from sidestep.frontend.server.choice_stream import Encode, events_of, writer_of
 from sidestep.frontend.server.connection import DONE, EventStream, merged, while_connected
 from sidestep.frontend.server.encoding import EventEncoder, usage_event
 from sidestep.frontend.server.errors import refused
-from sidestep.frontend.server.fields import refuse_not_yet, sampling_params
+from sidestep.frontend.server.fields import StreamOptions, refuse_not_yet, sampling_params
+from sidestep.frontend.server.http_protocol import BodyWriter
 from sidestep.frontend.server.logprobs import Entries, content_logprobs, prompt_logprobs
 from sidestep.frontend.server.protocol import (
     AnswerMessage,
@@ -91,8 +92,8 @@ class ChatRoute:
         answer = ChatAnswer(service, name, model, choices, parsers, self._tools)
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
-        include_usage = request.stream_options is not None and request.stream_options.include_usage
-        return EventStream(answer.events(include_usage), {"x-request-id": name})
+        events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
+        return EventStream(events, {"x-request-id": name})
 
     def _form(self, request: ChatRequest, prompt: str) -> Form | None:
         """What the answer must be. Raises ApiError."""
@@ -211,52 +212,53 @@ class ChatAnswer:
             message.tool_calls = calls
         return message
 
-    def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    def events(self, options: StreamOptions, writer: BodyWriter | None) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
         head: dict[str, object] = {"id": self._name, "object": "chat.completion.chunk", "created": self._created,
                                    "model": self._model}
-        encoders = [EventEncoder(i, head, "delta", include_usage) for i in range(len(self._choices))]
+        encoders = [EventEncoder(i, head, "delta", options.include_usage) for i in range(len(self._choices))]
 
         def end() -> bytes:
             outputs = cast(list[RequestOutput], self._last)
-            return usage_event(head, usage_of(outputs, len(outputs))) + DONE if include_usage else DONE
+            return usage_event(head, usage_of(outputs, len(outputs))) + DONE if options.include_usage else DONE
 
         if len(encoders) == 1:
-            return self._stream(0, encoders[0], end)
-        return merged([self._stream(i, encoder) for i, encoder in enumerate(encoders)], end)
+            return events_of(self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer)
+        return merged([events_of(self._service, self._choices[i], self._encode(i, encoder, options))
+                       for i, encoder in enumerate(encoders)], end)
 
-    async def _stream(self, index: int, encoder: EventEncoder,
-                      end: Callable[[], bytes] | None = None) -> AsyncGenerator[bytes, None]:
-        """The events of one choice; `end` gives what follows the last of them."""
-        choice = self._choices[index]
+    def _encode(self, index: int, encoder: EventEncoder, options: StreamOptions,
+                end: Callable[[], bytes] | None = None) -> Encode:
+        """What makes the events of one choice; `end` gives what follows the last of them."""
         parser = self._parsers[index]
         deltas = None if parser is None else _Deltas(self._tools)
-        event, untold = encoder.delta(Delta(role="assistant", content="")), list[Entries]()
-        with self._service.tally(choice) as tally:
-            async with aclosing(self._service.generate(choice)) as outputs:
-                async for output in outputs:
-                    tally.note(output)
-                    completion = output.outputs[0]
-                    untold += completion.logprobs or ()
-                    if deltas is None or parser is None:
-                        if completion.text:
-                            event += encoder.content(completion.text, self._logprobs(index, untold))
-                            untold.clear()
-                    else:
-                        found = parser.feed(completion.text) + (parser.finish() if output.finished else [])
-                        for delta in deltas.of(found):
-                            # Those of a token go with the first that comes of it.
-                            event += encoder.delta(delta, self._logprobs(index, untold))
-                            untold.clear()
-                    if output.finished:
-                        word = _finish_word(completion.finish_reason, deltas is not None and deltas.num_calls > 0)
-                        event += encoder.end(b"{}", word, completion.stop_reason, self._logprobs(index, untold))
-                        self._last[index] = output
-                        if end is not None:
-                            event += end()
-                    if event:
-                        yield event
-                    event = b""
+        untold, has_begun = list[Entries](), False
+
+        def encode(output: RequestOutput) -> bytes:
+            nonlocal has_begun
+            if options.continuous_usage_stats:
+                encoder.set_usage(usage_of([output], 1))
+            event = b"" if has_begun else encoder.delta(Delta(role="assistant", content=""))
+            has_begun, completion = True, output.outputs[0]
+            untold.extend(completion.logprobs or ())
+            if deltas is None or parser is None:
+                if completion.text:
+                    event += encoder.content(completion.text, self._logprobs(index, untold))
+                    untold.clear()
+            else:
+                for delta in deltas.of(parser.feed(completion.text) + (parser.finish() if output.finished else [])):
+                    # Those of a token go with the first that comes of it.
+                    event += encoder.delta(delta, self._logprobs(index, untold))
+                    untold.clear()
+            if output.finished:
+                word = _finish_word(completion.finish_reason, deltas is not None and deltas.num_calls > 0)
+                event += encoder.end(b"{}", word, completion.stop_reason, self._logprobs(index, untold))
+                self._last[index] = output
+                if end is not None:
+                    event += end()
+            return event
+
+        return encode
 
 
 class _Deltas:

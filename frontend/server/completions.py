@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -13,10 +12,20 @@ from starlette.responses import Response
 
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.body import decode
+from sidestep.frontend.server.choice_stream import Encode, events_of, writer_of
 from sidestep.frontend.server.connection import DONE, EventStream, merged, while_connected
 from sidestep.frontend.server.encoding import EventEncoder, usage_event
 from sidestep.frontend.server.errors import refused
-from sidestep.frontend.server.fields import MAX_N, Natural, NumLogprobs, SamplingFields, refuse_not_yet, sampling_params
+from sidestep.frontend.server.fields import (
+    MAX_N,
+    Natural,
+    NumLogprobs,
+    SamplingFields,
+    StreamOptions,
+    refuse_not_yet,
+    sampling_params,
+)
+from sidestep.frontend.server.http_protocol import BodyWriter
 from sidestep.frontend.server.logprobs import CompletionLogprobWriter, joined, prompt_logprobs
 from sidestep.frontend.server.protocol import Completion, CompletionChoice, CompletionLogprobs, FinishWord
 from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
@@ -92,8 +101,8 @@ class CompletionRoute:
         answer = CompletionAnswer(service, name, model, choices, n, echo, wants_prompt)
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
-        include_usage = request.stream_options is not None and request.stream_options.include_usage
-        return EventStream(answer.events(include_usage), {"x-request-id": name})
+        events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
+        return EventStream(events, {"x-request-id": name})
 
     async def _read(self, request: CompletionRequest) -> list[list[int]]:
         """Token ids of each prompt. Raises ApiError."""
@@ -196,46 +205,47 @@ class CompletionAnswer:
             return None
         return CompletionLogprobWriter(self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n]))
 
-    def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    def events(self, options: StreamOptions, writer: BodyWriter | None) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
         head: dict[str, object] = {"id": self._name, "object": "text_completion", "created": self._created,
                                    "model": self._model}
-        encoders = [EventEncoder(i, head, "text", include_usage) for i in range(len(self._choices))]
+        encoders = [EventEncoder(i, head, "text", options.include_usage) for i in range(len(self._choices))]
 
         def end() -> bytes:
-            usage = usage_of(cast(list[RequestOutput], self._last), self._n) if include_usage else None
-            return DONE if usage is None else usage_event(head, usage) + DONE
+            outputs = cast(list[RequestOutput], self._last)
+            return usage_event(head, usage_of(outputs, self._n)) + DONE if options.include_usage else DONE
 
         if len(encoders) == 1:
-            return self._stream(0, encoders[0], end)
-        return merged([self._stream(i, encoder) for i, encoder in enumerate(encoders)], end)
+            return events_of(self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer)
+        return merged([events_of(self._service, self._choices[i], self._encode(i, encoder, options))
+                       for i, encoder in enumerate(encoders)], end)
 
-    async def _stream(self, index: int, encoder: EventEncoder,
-                      end: Callable[[], bytes] | None = None) -> AsyncGenerator[bytes, None]:
-        """The events of one choice; `end` gives what follows the last of them."""
-        choice = self._choices[index]
+    def _encode(self, index: int, encoder: EventEncoder, options: StreamOptions,
+                end: Callable[[], bytes] | None = None) -> Encode:
+        """What makes the events of one choice; `end` gives what follows the last of them."""
         echo, logprobs = self._echo[index // self._n], self._writer(index)
-        event = encoder.text(echo) if echo and logprobs is None else b""
         untold: CompletionLogprobs | None = None
-        with self._service.tally(choice) as tally:
-            async with aclosing(self._service.generate(choice)) as outputs:
-                async for output in outputs:
-                    tally.note(output)
-                    completion = output.outputs[0]
-                    text = completion.text
-                    if logprobs is not None:
-                        # The prompt's come with the first output, and the prompt with them.
-                        text, echo = echo + text, ""
-                        untold = joined(untold, logprobs.write(output))
-                    if text:
-                        event += encoder.text(text, untold)
-                        untold = None
-                    if output.finished:
-                        event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason,
-                                             untold)
-                        self._last[index] = output
-                        if end is not None:
-                            event += end()
-                    if event:
-                        yield event
-                    event = b""
+
+        def encode(output: RequestOutput) -> bytes:
+            nonlocal echo, untold
+            if options.continuous_usage_stats:
+                encoder.set_usage(usage_of([output], 1))
+            event, completion = b"", output.outputs[0]
+            text = completion.text
+            if logprobs is not None:
+                # The prompt's come with the first output, and the prompt with them.
+                text, echo = echo + text, ""
+                untold = joined(untold, logprobs.write(output))
+            elif echo:
+                event, echo = encoder.text(echo), ""
+            if text:
+                event += encoder.text(text, untold)
+                untold = None
+            if output.finished:
+                event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason, untold)
+                self._last[index] = output
+                if end is not None:
+                    event += end()
+            return event
+
+        return encode

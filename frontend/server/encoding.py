@@ -17,9 +17,16 @@ class EventEncoder:
         """head: what each event has besides its choice. slot: the choice's key for what is new: 'delta' or 'text'."""
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (_encode(head)[:-1], index, slot.encode())
+        self._set_tail(tail)
+
+    def _set_tail(self, tail: bytes) -> None:
         self._rest = b',"finish_reason":null}]' + tail
         self._after = b',"logprobs":null' + self._rest
         self._tail = tail
+
+    def set_usage(self, usage: Usage) -> None:
+        """The events from here on have these counts."""
+        self._set_tail(b',"usage":%b}\n\n' % _encode(usage))
 
     def content(self, text: str, logprobs: ChatLogprobs | None = None) -> bytes:
         """New text of a chat."""

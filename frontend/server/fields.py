@@ -72,6 +72,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     include_usage: bool = False
     """A last event with the counts of tokens."""
+    continuous_usage_stats: bool = False
+    """With include_usage: every event of a choice has that choice's counts so far."""
     include_obfuscation: Any = None
 
 
@@ -131,6 +133,8 @@ def refuse_not_yet(request: msgspec.Struct, table: Mapping[str, tuple[Any, ...]]
     if isinstance(options, StreamOptions):
         if not getattr(request, "stream", False):
             raise refused("stream_options", "has a meaning only with stream: true")
+        if options.continuous_usage_stats and not options.include_usage:
+            raise refused("stream_options.continuous_usage_stats", "has a meaning only with include_usage: true")
         refuse_unless("stream_options.include_obfuscation", options.include_obfuscation, False)
 
 

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _MAX_HEAD = 64 << 10
 """Bytes of a request's target and headers."""
+
+
+WRITER = "sidestep.writer"
+"""Where in a request's scope its `BodyWriter` is."""
+
+
+class BodyWriter:
+    """Writes pieces of a chunked body without a task: for streams whose pieces come from a callback."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def ready(self) -> bool:
+        """Whether the client takes what is written: the answer's head is out, and not too much waits to be sent."""
+        cycle = self._cycle
+        return bool(not self._flow.write_paused and cycle.chunked_encoding and not cycle.disconnected)
+
+    def write(self, body: bytes) -> None:
+        """One piece; not empty. Only when ready."""
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -46,6 +68,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         super().on_headers_complete()
+        cast(dict[str, Any], self.scope)[WRITER] = BodyWriter(self.cycle)
 
     def _grow(self, size: int) -> None:
         self._head_size += size

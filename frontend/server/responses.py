@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from sidestep.frontend.chat_template import Message
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.parsers.events import AnswerParser, Content, Event, Reasoning, ReasoningParser
 from sidestep.frontend.server.body import decode
+from sidestep.frontend.server.choice_stream import Encode, events_of, writer_of
 from sidestep.frontend.server.connection import EventStream, while_connected
 from sidestep.frontend.server.errors import ApiError, refused
 from sidestep.frontend.server.fields import refuse_not_yet, sampling_params
@@ -79,7 +79,9 @@ class ResponsesRoute:
         parser = AnswerParser(self._make_reasoning(prompt) if self._make_reasoning else None, None)
         if request.stream:
             events = _Events()
-            return EventStream(_stream(service, choice, answer, parser, events), {"x-request-id": name}, events.error)
+            encode = _encode_events(service, choice, answer, parser, events)
+            stream = events_of(service, choice, encode, writer_of(http))
+            return EventStream(stream, {"x-request-id": name}, events.error)
         return await while_connected(_whole(service, choice, answer, parser), http.receive)
 
 
@@ -197,33 +199,37 @@ class _Events:
         return self.make("error", code=detail.code, message=detail.message, param=detail.param)
 
 
-async def _stream(service: Service, choice: Choice, answer: ResponsesAnswer, parser: AnswerParser,
-                  events: _Events) -> AsyncGenerator[bytes, None]:
+def _encode_events(service: Service, choice: Choice, answer: ResponsesAnswer, parser: AnswerParser,
+                   events: _Events) -> Encode:
+    """What makes the events of each output."""
     items, untold = _Items(), list[ContentLogprob]()
-    data = events.make("response.created", response=answer) + events.make("response.in_progress", response=answer)
-    async with AsyncExitStack() as stack:
-        tally = stack.enter_context(service.tally(choice))
-        outputs = await stack.enter_async_context(aclosing(service.generate(choice)))
-        async for output in outputs:
-            tally.note(output)
-            untold += _logprobs(service, choice, output)
-            found = parser.feed(output.outputs[0].text) + (parser.finish() if output.finished else [])
-            for event in found:
-                assert isinstance(event, Content | Reasoning)
-                if items.opens(event):
-                    data += _closing(items, events)
-                    items.add(event)
-                    data += _opening(items, events)
-                else:
-                    items.add(event)
-                more = _of_text(items, untold)
-                _add_logprobs(items, untold)
-                untold = []
-                data += events.make(f"response.{_kind(items.made[-1])}.delta", delta=event.text, **more,
-                                    **_place(items))
-            if data:
-                yield data
-            data = b""
+    before = events.make("response.created", response=answer) + events.make("response.in_progress", response=answer)
+
+    def encode(output: RequestOutput) -> bytes:
+        nonlocal before
+        data, before = before, b""
+        untold.extend(_logprobs(service, choice, output))
+        for event in parser.feed(output.outputs[0].text) + (parser.finish() if output.finished else []):
+            assert isinstance(event, Content | Reasoning)
+            if items.opens(event):
+                data += _closing(items, events)
+                items.add(event)
+                data += _opening(items, events)
+            else:
+                items.add(event)
+            data += events.make(f"response.{_kind(items.made[-1])}.delta", delta=event.text,
+                                **_of_text(items, untold), **_place(items))
+            _add_logprobs(items, untold)
+            untold.clear()
+        return data + _ending(answer, items, untold, events, output) if output.finished else data
+
+    return encode
+
+
+def _ending(answer: ResponsesAnswer, items: _Items, untold: list[ContentLogprob], events: _Events,
+            output: RequestOutput) -> bytes:
+    """The events after the last text."""
+    data = b""
     if not items.made or not isinstance(items.made[-1], MessageItem):
         data += _closing(items, events)
         items.made.append(_new_item(False))
@@ -232,7 +238,7 @@ async def _stream(service: Service, choice: Choice, answer: ResponsesAnswer, par
     data += _closing(items, events)
     items.close(answer)
     _complete(answer, output)
-    yield data + events.make(f"response.{answer.status}", response=answer)
+    return data + events.make(f"response.{answer.status}", response=answer)
 
 
 def _kind(item: Item) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
-from sidestep.frontend.server.call import Call, CallOptions, make_call
+from sidestep.frontend.server.call import Call, CallOptions, Reader, make_call
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
 from sidestep.frontend.server.figures import Figures
 from sidestep.frontend.server.guard import CACHE_SALT, TENANT
@@ -26,7 +26,7 @@ from sidestep.frontend.server.protocol import PromptDetails, Usage
 from sidestep.frontend.server.public_prefixes import PublicPrefixes
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.errors import EngineStalledError, QueueFullError
-from sidestep.ipc.sampling_params import SamplingParams
+from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from sidestep.frontend.server.tracing import RequestTrace, Tracing
@@ -54,6 +54,10 @@ class Choice:
     """Whose it is, for the counts."""
     trace: RequestTrace | None
 
+    def open(self) -> AbstractAsyncContextManager[Reader]:
+        """What reads its outputs, within its `tally`. Raises what AsyncLLM.generate raises."""
+        return self.call.open(self.place)
+
 
 class Tally:
     """The counts of one choice while it runs, from `with` to its end, however that comes."""
@@ -66,6 +70,7 @@ class Tally:
         self._last: RequestOutput | None = None
         self._last_ts = 0.0
         self._told = 0
+        self._is_streamed = choice.params.output_kind == RequestOutputKind.DELTA
 
     def __enter__(self) -> Self:
         self._service.choice_begins(self._choice)
@@ -76,9 +81,10 @@ class Tally:
         self._last, metrics = output, output.metrics
         if (now := metrics.last_token_ts) is not None:
             new = metrics.num_generation_tokens - self._told
-            if not self._told:
+            if not self._told:  # the first output may bring several tokens
                 self._last_ttfts.add(metrics.first_token_latency or 0.0)
-            elif new > 0:
+                self._last_ts, new = metrics.first_token_ts or now, new - 1
+            if new > 0 and self._is_streamed:
                 gap = (now - self._last_ts) / new
                 self._gaps.observe(gap, new)
                 self._last_gaps.add(gap)
@@ -177,10 +183,6 @@ class Service:
 
     # Running.
 
-    def generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one choice, to be read within its `tally`. Raises what AsyncLLM.generate raises."""
-        return choice.call.read(choice.place)
-
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
         return Tally(self, choice)
@@ -214,16 +216,16 @@ class Service:
 
     async def _last(self, choice: Choice) -> RequestOutput:
         with self.tally(choice) as tally:
-            async with aclosing(self.generate(choice)) as outputs:
-                async for output in outputs:
-                    tally.note(output)
+            async with choice.open() as reader:
+                output = await reader.next_output()
+            tally.note(output)
         return output
 
-    async def stats(self) -> dict[str, float]:
-        """What the engine counts. Raises EngineStalledError, so that nobody waits for an engine that hangs."""
+    async def stats(self) -> dict[int, dict[str, float]]:
+        """What each replica that lives counts. Raises EngineStalledError, so that nobody waits for one that hangs."""
         try:
             async with asyncio.timeout(_STATS_S):
-                return await self.llm.get_stats()
+                return await self.llm.get_stats_by_replica()
         except TimeoutError:
             raise EngineStalledError(f"the engine core has not answered for {_STATS_S:g} s") from None
 

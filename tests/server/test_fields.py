@@ -56,6 +56,7 @@ def test_its_neutral_values_are_taken(path: str, name: str, fake: LiveServer) ->
     ({"min_tokens": 5}, "min_tokens"), ({"seed": -1}, "seed"), ({"stop": [""]}, "stop[0]"),
     ({"stop": ["x"] * 17}, "stop"), ({"stop": "x" * 1025}, "stop"), ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stream_options": {"include_usage": True}}, "stream_options"), ({"priority": 2**40}, "priority"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"stream": True, "stream_options": {"hm": 1}}, "stream_options.hm"), ({"deadline_ms": 0}, "deadline_ms"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"cache_salt": ""}, "cache_salt"), ({"top_k": -2}, "top_k"), ({"min_p": 2}, "min_p")], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from typing import Any
 
 import msgspec
@@ -71,6 +72,20 @@ def test_a_stream_is_events_and_nothing_else(path: str, body: dict[str, Any], ki
         assert chunks[-1].usage.completion_tokens == 60 * n
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "hi"})])
+def test_counts_so_far_are_those_of_the_event_s_choice(path: str, body: dict[str, Any], n: int,
+                                                       fake: LiveServer) -> None:
+    options = {"n": n, "max_tokens": 30, "ignore_eos": True, "seed": 2,
+               "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *found, last = [json.loads(event) for event in events(stream(fake, path, {**body, **options})[1])]
+    for index in range(n):
+        counts = [event["usage"]["completion_tokens"] for event in found if event["choices"][0]["index"] == index]
+        assert counts == sorted(counts) and counts[-1] == 30 and len(set(counts)) > 1
+    assert last["usage"]["completion_tokens"] == 30 * n and last["choices"] == []
+    assert {event["usage"]["prompt_tokens"] for event in found} == {last["usage"]["prompt_tokens"]}
+
+
 def test_text_that_looks_like_an_event_is_none(make_server: Any, tmp_path: Any) -> None:
     """Line ends and quotes are escaped: the prompt comes back within the data of its event."""
     server = make_server()
@@ -99,3 +114,22 @@ def test_a_slow_reader_gets_all_of_the_text(n: int, fake: LiveServer) -> None:
         choice = json.loads(event)["choices"][0]
         texts[choice["index"]] += choice["text"]
     assert texts == [choice["text"] for choice in whole]
+
+
+def test_what_a_client_is_too_slow_for_comes_in_fewer_events(make_server: Any) -> None:
+    """More than the system keeps for a connection: from there on tokens merge, and the server keeps no events."""
+    name = "m" * 8000  # is in each event
+    server = make_server("--served-model-name", name)
+    body = {"model": name, "prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "seed": 1}
+    whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode(),
+                                       Connection="close"))
+        while server.metrics()["sidestep:frontend_tokens_total"] < 2 * 1900:
+            pass
+        data = read_all(connection)
+    found = re.findall(rb"data: (\{.*\})\n\n", re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data))
+    texts = [json.loads(event)["choices"][0]["text"] for event in found]
+    assert "".join(texts) == whole and len(texts) < 1500 and b"data: [DONE]" in data

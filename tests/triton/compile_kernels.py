@@ -126,8 +126,8 @@ def launch_common(model: Model, page: int, window: int) -> None:
     silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
     block_copy_triton.copy_blocks(bf16(28, BLOCKS, 2 * model.kv_heads, page, model.dim), i32(5), i32(5))
     mask_logits_triton.mask_logits(bf16(ROWS, 128_256), i32(10_000), i32(2))
-    places = torch.empty(ROWS, dtype=torch.int64, device="meta")
-    token_masks_triton.mask_tokens(f32(ROWS, 151_936), places, places, i32(ROWS, 4748))
+    for logits in (bf16(ROWS, 151_936), f32(ROWS, 151_936)):
+        token_masks_triton.mask_tokens(logits, i32(ROWS), i32(1024, 4748))
     layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
     sampling = {name: kind(SLOTS) for name, kind in {
         "temperature": f32, "top_k": i32, "top_p": f32, "min_p": f32, "last_sampled": i32}.items()}

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from sidestep import EngineDeadError, RequestError, RequestOutputKind, SamplingParams
-from sidestep.frontend.output_processor import OutputProcessor, RequestState
+from sidestep.frontend.output_processor import OutputProcessor
+from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.request_state import RequestState
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.messages import Finished, FinishReason, Outputs, pack_ids
 from tests.unit.frontend.fakes import input_processor
@@ -199,3 +201,84 @@ async def test_a_request_that_ends_within_an_interval_is_told_at_once(desk: Desk
     await settle()
     desk.say((0, 2), reason=FinishReason.STOP)
     assert (await waiting).outputs[0].token_ids == [2]
+
+
+class Shelf:
+    """A sink that can be closed."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.outputs: list[list[int]] = []
+        self.error: Exception | None = None
+
+    def ready(self) -> bool:
+        return self.is_open
+
+    def put(self, output: RequestOutput) -> None:
+        if self.error is not None:
+            raise self.error
+        self.outputs.append(output.outputs[0].token_ids)
+
+
+async def test_outputs_are_pushed_until_the_sink_is_full_and_then_merge(desk: Desk) -> None:
+    state, shelf = await desk.add(output_kind=RequestOutputKind.DELTA), Shelf()
+    pushing = asyncio.create_task(state.push(shelf))
+    await settle()
+    desk.say((0, 70))
+    desk.say((0, 71))
+    assert shelf.outputs == [[70], [71]], "in the call itself, without a task"
+    shelf.is_open = False
+    desk.say((0, 72))
+    shelf.is_open = True
+    desk.say((0, 73))  # its reader has not been asked yet: nothing may overtake token 72
+    await pushing
+    assert shelf.outputs == [[70], [71]] and (await state.next_output()).outputs[0].token_ids == [72, 73]
+    desk.say((0, 74))
+    await state.push(shelf)  # returns at once: there is something to take first
+    assert (await state.next_output()).outputs[0].token_ids == [74]
+    pushing = asyncio.create_task(state.push(shelf))
+    await settle()
+    desk.say((0, 75), reason=FinishReason.LENGTH)
+    await pushing
+    last = await state.next_output()
+    assert shelf.outputs == [[70], [71]] and last.finished and last.outputs[0].token_ids == [75]
+
+
+async def test_a_pushing_reader_that_leaves_gets_nothing_more(desk: Desk) -> None:
+    state, shelf = await desk.add(output_kind=RequestOutputKind.DELTA), Shelf()
+    pushing = asyncio.create_task(state.push(shelf))
+    await settle()
+    pushing.cancel()
+    await asyncio.gather(pushing, return_exceptions=True)
+    desk.say((0, 70))
+    desk.processor.drop([state])
+    assert shelf.outputs == [] and desk.aborted == [0]
+
+
+async def test_steps_that_come_together_are_told_together(desk: Desk) -> None:
+    state, shelf = await desk.add(output_kind=RequestOutputKind.DELTA), Shelf()
+    pushing = asyncio.create_task(state.push(shelf))
+    await settle()
+    for token, more in ((70, True), (71, True), (72, False), (73, False)):
+        desk.processor.handle(Outputs(handles=pack_ids([0]), token_ids=pack_ids([token])), more)
+    assert shelf.outputs == [[70, 71, 72], [73]]
+    pushing.cancel()
+    await asyncio.gather(pushing, return_exceptions=True)
+
+
+async def test_a_sink_that_fails_ends_its_request_alone(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    states = [await desk.add(output_kind=RequestOutputKind.DELTA) for _ in range(3)]
+    shelves = [Shelf() for _ in states]
+    tasks = [asyncio.create_task(state.push(shelf)) for state, shelf in zip(states, shelves, strict=True)]
+    await settle()
+    shelves[1].error = ValueError("no room")
+    desk.say((0, 70), (1, 71), (2, 72))
+    await tasks[1]
+    with pytest.raises(RequestError, match="no room"):
+        await states[1].next_output()
+    assert desk.aborted == [1] and len(desk.processor) == 2 and "could not be delivered" in caplog.text
+    desk.say((0, 73), (1, 74), (2, 75))
+    assert [shelf.outputs for shelf in shelves] == [[[70], [73]], [], [[72], [75]]]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
