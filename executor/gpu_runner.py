@@ -27,8 +27,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, D
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
 from sidestep.executor.device_clock import DeviceClock
-from sidestep.executor.grammar_masks import launch_masks
-from sidestep.executor.input_batch import HostBatch, make_batch
+from sidestep.executor.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.logprobs import Logprobs, encode_logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
@@ -134,6 +133,9 @@ class GpuRunner(Runner):
     def load(self) -> WorkerReady:
         backend = pick_attention(self._args, self._device)
         try:
+            if not self._args.parallel.disable_custom_all_reduce:
+                self._parallel.open_peer_sums(self._args.spec.hidden_size, self._dtype,
+                                              self._limits.max_num_batched_tokens, self._device)
             self._model = load_model(self._args, self._parallel, self._dtype, self._device)
             self._rotary = load_rotary(self._args, self._device)
             self._make_tables()
@@ -185,6 +187,9 @@ class GpuRunner(Runner):
         self._host_ids = self._out_ids.numpy()
         self._special_ids = torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_special_ids = self._special_ids.numpy()
+        self._pinned_marks = torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
+        self._host_marks = self._pinned_marks.numpy()
+        self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
     def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
         return backend(AttentionSetup(
@@ -242,9 +247,10 @@ class GpuRunner(Runner):
             if not self._stage.is_last:
                 return
             column = torch.zeros(4, dtype=torch.int32, device=self._device)
-            self._sample(torch.zeros(1, self._args.spec.vocab_size, device=self._device), column, column, column,
-                         column, self._special_ids)
-            launch_masks(self._args.spec.vocab_size, self._device)
+            wide = torch.zeros(1, self._args.spec.vocab_size, device=self._device)
+            self._sample(wide, column, column, column, column, self._special_ids)
+            for logits in (self._logits[:1, :self._args.spec.vocab_size], wide):
+                self._special.masks.mask(logits, column)
 
     def _decode_sizes(self) -> list[int]:
         return decode_ladder(self._limits.max_num_seqs)
@@ -273,12 +279,12 @@ class GpuRunner(Runner):
         # 1. What is new, and how this step's tokens lie.
         self._state.apply(step)
         batch = make_batch(self._state, step, self._block_size)
-        special, prompts = self._find_special(step, batch)
+        apart, prompts = self._find_special(step, batch)
         rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
         found = self._graphs.find(rows, tokens) if self._graphs is not None and prompts is None else None
         layout = found.layout if found is not None else self._layout
         # 2. One message to the device.
-        used = self._packer.pack(position, layout, batch, step, special)
+        used = self._packer.pack(position, layout, batch, step, apart)
         started, done = self._events[position]
         started.record()
         self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
@@ -299,8 +305,10 @@ class GpuRunner(Runner):
         more: SpecialOutput | None = None
         if self._stage.is_last:
             if step.awaits_masks and receive_masks is not None:
-                self._special.take_masks(step, receive_masks())
-            more = self._run_special(batch, special, position, about_prompts)
+                self._special.masks.take(step, receive_masks())
+            if apart is not None and len(apart.masked):
+                self._sample_masked(batch, apart.masked, position, layout)
+            more = self._run_special(batch, apart, position, about_prompts)
         done.record()
         # 6. What goes to another stage.
         if not self._stage.is_last:
@@ -314,18 +322,31 @@ class GpuRunner(Runner):
     def settle(self) -> None:
         self._pipeline.settle()
 
-    def _find_special(self, step: StepInput, batch: HostBatch) -> tuple[Int64 | None, PromptTokens | None]:
+    def _find_special(self, step: StepInput, batch: HostBatch) -> tuple[Apart | None, PromptTokens | None]:
         """Rows that are sampled apart, and tokens of prompts that are asked about; both are the last stage's."""
         if not self._stage.is_last:
             return None, None
         self._special.enter(step)
         return self._special.find(batch), self._special.find_prompts(batch)
 
-    def _run_special(self, batch: HostBatch, rows: Int64 | None, position: int,
+    def _sample_masked(self, batch: HostBatch, rows: Int64, position: int, layout: StepLayout) -> None:
+        """Samples plain rows that had to wait for their masks, by what the step's message still says of them: one small
+        copy and three kernels. A mark says both which mask a row has and that it samples."""
+        count, message = len(batch.slots), self._message
+        marks, on_device = self._host_marks[position], self._marks[:count]
+        marks[:count] = 0
+        marks[rows] = self._special.masks.marks(batch.slots[rows])
+        on_device.copy_(self._pinned_marks[position, :count], non_blocking=True)
+        logits = self._logits[:count, :self._args.spec.vocab_size]
+        self._special.masks.mask(logits, on_device)
+        slots, seq_lens = (message[layout.at(name):layout.at(name) + count] for name in ("slots", "seq_lens"))
+        self._sample(logits, message[SAMPLING:], slots, seq_lens, on_device, self._out_ids)
+
+    def _run_special(self, batch: HostBatch, apart: Apart | None, position: int,
                      about_prompts: list[Logprobs]) -> SpecialOutput | None:
-        if rows is None and not about_prompts:
+        rows, logprobs = np.empty(0, np.int64) if apart is None else apart.special, list[Logprobs]()
+        if not len(rows) and not about_prompts:
             return None
-        rows, logprobs = np.empty(0, np.int64) if rows is None else rows, list[Logprobs]()
         if len(rows):
             logits = self._logits[:len(batch.slots), :self._args.spec.vocab_size]
             logprobs = self._special.run(logits, batch, rows, rows,
@@ -427,7 +448,7 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int, contro
     return StepInput(
         step_id=0, slots=slots, num_tokens=counts, num_new_blocks=blocks, block_ids=np.zeros(blocks.sum(), np.int32),
         new_slots=slots, new_num_known=counts, new_num_prompt=counts, new_num_computed=zeros,
-        new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
+        new_num_sent=counts, new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
         new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
         new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
         new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros + len(asked),

@@ -164,9 +164,9 @@ def main(raw: bytes) -> None:
     except Exception:
         report(replies, failure_text())
         raise
-    replies.send([msgspec.json.encode(ready)], Reply.READY)
-    freeze_heap()
     try:
+        replies.send([msgspec.json.encode(ready)], Reply.READY)
+        freeze_heap()
         run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.answers)
     except RingClosed:
         pass  # the core has ended

@@ -152,8 +152,10 @@ class Engine:
         """Runs the oldest step and gives its output to the scheduler."""
         step = StepInput.decode(self._in_flight.popleft())
         output = self.runner.execute(step, lambda: StepMasks.decode(self._masks.popleft())).wait()
-        self._note(self.scheduler.update(StepOutput.decode(_on_the_wire(output))))
+        output = StepOutput.decode(_on_the_wire(output))
+        self.scheduler.follow(output)
         self._take_masks()
+        self._note(self.scheduler.update(output))
         self.scheduler.check_invariants()
 
     def _take_masks(self) -> None:

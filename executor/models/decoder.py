@@ -15,6 +15,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionShape
 from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.peer_sums import Place
 from sidestep.executor.weight_loader import Weights
 from sidestep.ipc.layer_split import Stage, stage_of
 from sidestep.ipc.model_spec import ModelSpec
@@ -47,8 +48,7 @@ def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
 class Attention:
     """Self-attention of one layer. following: the norm after it."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm | None,
-                 parallel: Parallel) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel) -> None:
         self._following = following
         heads, kv_heads = parallel.share(spec.num_heads), parallel.kv_heads(spec.num_kv_heads)
         q_rows, kv_rows = rows_of_heads(heads, spec.head_dim), rows_of_heads(kv_heads, spec.head_dim)
@@ -58,7 +58,7 @@ class Attention:
                       (f"{name}.v_proj", total_kv, kv_rows)], spec.hidden_size, bias=spec.attention_bias)
         self._width = len(q_rows)
         self._out = RowParallelLinear(weights, f"{name}.o_proj", spec.hidden_size, total_q, q_rows, parallel,
-                                      bias=spec.attention_output_bias)
+                                      Place.ATTENTION, bias=spec.attention_output_bias)
         self._head_norms = (weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
                             weights.get(f"{name}.k_norm.weight", (spec.head_dim,))) if spec.qk_norm else None
 
@@ -80,15 +80,14 @@ class Attention:
 class Mlp:
     """The gated MLP of one layer. following: the norm after it."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm | None,
-                 parallel: Parallel) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel) -> None:
         self._following = following
         width, part = spec.intermediate_size, parallel.share(spec.intermediate_size)
         self._gate_up = column_parallel(
             weights, [(f"{name}.gate_proj", width, part), (f"{name}.up_proj", width, part)], spec.hidden_size,
             bias=spec.mlp_bias)
         self._down = RowParallelLinear(weights, f"{name}.down_proj", spec.hidden_size, width, part, parallel,
-                                       bias=spec.mlp_bias)
+                                       Place.MLP, bias=spec.mlp_bias)
 
     def __call__(self, stream: Stream) -> Stream:
         return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)
@@ -103,11 +102,11 @@ class Layer:
     """One decoder layer. Both halves take the residual stream [T, D], which they may write over, and return it with
     their part added, on its way through the norm that comes after them.
 
-    following: the norm after the layer, which is the next layer's first or the model's last; None where the next layer
-    is another stage's. place: among the layers of this rank.
+    following: the norm after the layer, which is the next layer's first or the model's last. place: among the layers of
+    this rank.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, index: int, place: int, following: RmsNorm | None,
+    def __init__(self, spec: ModelSpec, weights: Weights, index: int, place: int, following: RmsNorm,
                  parallel: Parallel) -> None:
         name = f"model.layers.{index}"
         self._place = place
@@ -138,7 +137,9 @@ class DecoderForCausalLM:
         self._embedding = VocabParallelEmbedding(embedded, parallel) if embedded is not None else None
         norms = [hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in stage.layers]
         self._first_norm = norms[0]
-        following = [*norms[1:], hidden_norm(spec, weights, "model.norm") if stage.is_last else None]
+        # What a stage sends on is the stream itself. The norm that its last product is told of is looked at by nobody,
+        # so any will do: the right one is another stage's.
+        following = [*norms[1:], hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0]]
         self._windows = spec.windows[stage.layers.start:stage.layers.stop]
         self._layers = [Layer(spec, weights, index, place, following[place], parallel)
                         for place, index in enumerate(stage.layers)]
@@ -183,7 +184,8 @@ class DecoderForCausalLM:
         """The residual stream after the last layer of this rank, of the tokens at `rows` (int [R]; None for all).
         inputs: token ids int [T]; what the stage before has sent, [T, D], where there is one, which may be written
         over."""
-        stream = Stream(inputs if self._embedding is None else self._embedding(inputs), self._first_norm)
+        norm = self._first_norm
+        stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
         for layer in self._layers[:-1]:
             stream = layer(stream, attention)
         return self._layers[-1](stream, attention, rows)
