@@ -13,6 +13,7 @@ import msgspec
 from sidestep.frontend.machine import Machine
 from sidestep.ipc.config import CacheConfig, SchedulerConfig, check_tensor_parallel
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.layer_split import split_layers
 from sidestep.ipc.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -72,7 +73,7 @@ def _size(spec: ModelSpec, machine: Machine, tp: int, pp: int, dp: int, item: in
           cache: CacheConfig) -> Size:
     """item: bytes of a number."""
     stages = [Stage(spec, tp, layers, first=i == 0, last=i == pp - 1) for i, layers in
-              enumerate(split_layers(spec.num_layers, pp))]
+              enumerate(split_layers(spec, pp))]
     working = _working_bytes(spec, tp, item) if machine.gpus else 0
     tokens = max(0, min((_room(machine, cache) - stage.weights * item - working) // (stage.kv_per_token * item)
                         for stage in stages))
@@ -106,11 +107,6 @@ class Stage:
         self.read = layers + last * (hidden + table)
         """What a step reads at least: of the embedding only the rows of its tokens."""
         self.kv_per_token = 2 * num_layers * kv_heads * dim
-
-
-def split_layers(num_layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as even as can be; the last ones, of which one has the output head too, have the fewest."""
-    return [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
 
 
 def _room(machine: Machine, cache: CacheConfig) -> int:

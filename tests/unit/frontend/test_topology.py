@@ -18,9 +18,10 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import DummyWeights
 from sidestep.frontend.cli import main
 from sidestep.frontend.machine import Gpu, Machine, bandwidth_of, count_links
-from sidestep.frontend.topology import Size, Stage, sizes, split_layers
+from sidestep.frontend.topology import Size, Stage, sizes
 from sidestep.ipc import registry
 from sidestep.ipc.config import CacheConfig
+from sidestep.ipc.layer_split import split_layers, stage_of
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec
 from tests.fakes import SPEC
 
@@ -66,16 +67,20 @@ def test_weights_and_cache_are_those_that_a_rank_of_the_real_model_takes(ranks: 
     registry.load(registry.MODELS[spec.architecture])(spec, weights, parallel)
     stage = Stage(spec, ranks, spec.num_layers, first=True, last=True)
     assert stage.weights == weights.count
-    assert stage.kv_per_token * 4 == attention_shape(spec, parallel).bytes_per_token(torch.float32)
+    whole = stage_of((spec.num_layers,), 0)
+    assert stage.kv_per_token * 4 == attention_shape(spec, parallel, whole).bytes_per_token(torch.float32)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_of_a_pipeline_hold_the_model_together(tied: bool) -> None:
-    spec = msgspec.structs.replace(SPEC, num_layers=7, tie_word_embeddings=tied)
+    spec = msgspec.structs.replace(SPEC, num_layers=7, windows=(0,) * 7, tie_word_embeddings=tied)
     whole = Stage(spec, 1, 7, first=True, last=True)
-    layers = split_layers(7, 3)
-    assert layers == [3, 2, 2]
+    layers = split_layers(spec, 3)
     stages = [Stage(spec, 1, count, first=i == 0, last=i == 2) for i, count in enumerate(layers)]
+    for index, stage in enumerate(stages):
+        weights = Counting()
+        registry.load(registry.MODELS[spec.architecture])(spec, weights, Parallel(), stage_of(layers, index))
+        assert stage.weights == weights.count
     table = spec.vocab_size * spec.hidden_size
     assert sum(s.weights for s in stages) == whole.weights + (table if tied else 0), "both ends need the table"
     assert sum(s.read for s in stages) == whole.read
