@@ -29,7 +29,7 @@ from triton.runtime.interpreter import interpreter_builder
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel_state import Parallel
-from sidestep.executor.peer_sums import PeerSums
+from sidestep.executor.peer_sums import PeerSums, try_sums
 from sidestep.executor.weight_loader import DummyWeights
 from sidestep.kernels import all_reduce_triton
 from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, SumConfig, space_bytes, sum_parts
@@ -179,6 +179,8 @@ def run_model(rank: int, spaces: list[Tensor]) -> int:
     all_reduce_triton.SUMS.update({ranks: ((24 * 4, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))})
     memory = PeerMemory(rank, tuple(space.data_ptr() for space in spaces), spaces[rank],
                         torch.zeros(MAX_PROGRAMS, dtype=torch.int64), PLACE_BYTES, programs=3)
+    for dtype in (torch.float32, torch.float16):
+        assert try_sums(memory, 24, dtype), "the trial at the start finds right what is right"
     product = Linear.__call__
 
     def call(self: Linear, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
