@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.structured_outputs import SCHEMA, write_tokenizer
 from sidestep.engine_core.mask_table import MaskTable
 from sidestep.engine_core.request import Request
+from sidestep.engine_core.step_plan import StepBuilder
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.grammar_masks import GrammarMasks
 from sidestep.executor.logits_processor import ProcessorSetup
@@ -42,7 +44,7 @@ from sidestep.ipc.config import StepLimits
 from sidestep.ipc.messages import AddRequest, pack_ids
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.shm_ring import RingReader, RingWriter, create_ring
-from sidestep.ipc.step import Int32, StepInput, StepMasks
+from sidestep.ipc.step import Int32, StepMasks
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 
 PARTS = ("follow", "masks", "place", "send", "table", "all sent")
@@ -88,8 +90,8 @@ class Wire:
         self._worker = GrammarMasks(setup, limits.num_masks)
         ring = create_ring(1)
         self._writer, self._reader = RingWriter(ring), RingReader(ring, 0)
-        none, slots = np.empty(0, np.int32), np.arange(count, dtype=np.int32)
-        self._step = StepInput(0, slots, slots, *([none] * 18))
+        slots = np.arange(count, dtype=np.int32)
+        self._step = replace(StepBuilder(0, block_size=16).build()[0], slots=slots, num_tokens=np.ones_like(slots))
 
     def send(self, masks: StepMasks) -> StepMasks:
         """As the worker reads it."""

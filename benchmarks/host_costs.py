@@ -28,8 +28,9 @@ from sidestep.engine_core.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
-from sidestep.frontend.output_processor import OutputProcessor, RequestState
+from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.request_state import RequestState
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.config import SchedulerConfig
 from sidestep.ipc.messages import AddRequest, Outputs, decode_to_frontend, encode, pack_ids

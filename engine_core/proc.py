@@ -28,7 +28,7 @@ def main(raw: bytes) -> None:
     """Entry point of the process. Whatever ends it, its frontends are told why, and the exit status is not 0."""
     args = decode_args(raw, CoreArgs)
     channel = CoreChannel(args.clients)
-    executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(args.config)
+    executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(args.config, args.replica)
     try:
         core, ready = start(args.config, executor)
         channel.broadcast(ready)

@@ -17,12 +17,15 @@ class WorkerArgs:
     """All that a worker needs to know; sent to its process as JSON."""
 
     rank: int
+    """Within its replica."""
     spec: ModelSpec
     model: ModelConfig
     cache: CacheConfig
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     max_model_len: int
+    replica: int = 0
+    """Which data-parallel replica; its GPUs follow those of the replicas before it."""
     rendezvous: str | None = None
     """A file for torch.distributed to meet in; None with one rank."""
 

@@ -140,9 +140,9 @@ def main(raw: bytes) -> None:
     except Exception:
         replies.send([failure_text().encode()], Reply.START_FAILED)
         raise
-    replies.send([msgspec.json.encode(ready)], Reply.READY)
-    freeze_heap()
     try:
+        replies.send([msgspec.json.encode(ready)], Reply.READY)
+        freeze_heap()
         run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.rank == 0)
     except RingClosed:
         pass  # the core has ended
