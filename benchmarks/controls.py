@@ -162,7 +162,7 @@ def report(name: str, runner: GpuRunner | ModelRunner, rows: int, context: int) 
         ("after others", 0): case.after_others}
     for kind, controls in KINDS.items():
         for column, asking in enumerate((max(1, rows // 8), rows)):
-            measured[kind, column] = lambda c=controls, n=asking: case.seconds(c, n)  # type: ignore[misc]
+            measured[kind, column] = lambda c=controls, n=asking: case.seconds(c, n)
     best = dict.fromkeys(measured, float("inf"))
     for _ in range(ROUNDS):
         for key, measure in measured.items():
