@@ -122,6 +122,9 @@ class GpuRunner(Runner):
     def load(self) -> WorkerReady:
         backend = pick_attention(self._args, self._device)
         try:
+            if not self._args.parallel.disable_custom_all_reduce:
+                self._parallel.open_peer_sums(self._args.spec.hidden_size, self._dtype,
+                                              self._limits.max_num_batched_tokens, self._device)
             self._model = load_model(self._args, self._parallel, self._dtype, self._device)
             self._rotary = load_rotary(self._args, self._device)
             self._make_tables()

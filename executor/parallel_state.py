@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from sidestep.executor.peer_sums import Part, PeerSums, Place, open_peer_memory
+
+if TYPE_CHECKING:
+    from sidestep.kernels.all_reduce_triton import PeerMemory
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -19,6 +24,8 @@ class Parallel:
         self.size = size
         self._cuda = cuda
         self._dist: Any = None
+        self._group: Any = None
+        self._peers: PeerSums | None = None
         if size > 1:
             import torch.distributed as dist
 
@@ -28,6 +35,11 @@ class Parallel:
 
     def __repr__(self) -> str:
         return f"Parallel(rank {self.rank} of {self.size})"
+
+    def part(self, place: Place, rows: int) -> Part | None:
+        """Where to write what this rank adds to a sum of so many rows of the stream, for the other ranks to read; None
+        where the ranks sum with all_reduce."""
+        return None if self._peers is None else self._peers.part(place, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -43,6 +55,22 @@ class Parallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1, out=out)
+
+    def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
+        """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none can do so then."""
+        if self._dist is None:
+            return
+        from sidestep.kernels.all_reduce_triton import most_place_bytes
+
+        place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize)
+        memory = self.open_peer_memory(place_bytes, width, dtype, device) if place_bytes else None
+        self._peers = None if memory is None else PeerSums(memory, width, dtype)
+
+    def open_peer_memory(self, place_bytes: int, width: int, dtype: torch.dtype,
+                         device: torch.device) -> PeerMemory | None:
+        """See executor.peer_sums."""
+        return open_peer_memory(self.rank, self.size, self._group, place_bytes, width, dtype, device,
+                                self.minimum)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""

@@ -212,6 +212,8 @@ class ParallelConfig:
         "package.",
         choices=("auto", *ATTENTION_BACKENDS))
     enforce_eager: bool = option(False, "Launch each kernel by itself instead of whole steps as CUDA graphs.")
+    disable_custom_all_reduce: bool = option(
+        False, "Ranks on GPUs sum through torch.distributed (NCCL) alone, not through one another's memory.")
     fake_step_ms: float = option(0.0, "Device 'fake' only: how long a step keeps the device busy, in milliseconds.")
 
     def __post_init__(self) -> None:

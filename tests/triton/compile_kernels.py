@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sidestep.kernels import (
+    all_reduce_triton,
     block_copy_triton,
     decode_attention_triton,
     gated_gemm_triton,
@@ -145,6 +146,18 @@ def launch_common(model: Model, page: int, window: int) -> None:
                                      page)
 
 
+def launch_sums(model: Model, page: int, window: int) -> None:
+    """Over as many ranks as one host has, and over an odd number of them."""
+    norm = RmsNorm(bf16(model.hidden), 1e-6)
+    counters = torch.empty(all_reduce_triton.MAX_PROGRAMS, dtype=torch.int64, device="meta")
+    for ranks in (8, 3):
+        memory = all_reduce_triton.PeerMemory(1, tuple((i + 1) << 40 for i in range(ranks)), bf16(1), counters,
+                                              1 << 24, all_reduce_triton.MAX_PROGRAMS)
+        for kind in ("one_shot", "two_shot"):
+            config = all_reduce_triton.SumConfig(kind, 64)
+            all_reduce_triton.sum_parts(memory, 1, bf16(ROWS, model.hidden), norm, config, add=ranks == 8)
+
+
 def launch_attention(model: Model, page: int, window: int) -> None:
     norms = (bf16(model.dim), bf16(model.dim)) if model.normed else None
     qkv_rope_triton.qkv_rope(
@@ -223,15 +236,22 @@ def usage_of(kernel: Any) -> dict[str, int]:
     return {name.lower(): int(count) for name, count in re.findall(r"\b(REG|STACK):(\d+)", said)}
 
 
+def meetings_of(ptx: str) -> dict[str, int]:
+    """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16 bytes."""
+    return {"releases": len(re.findall(r"\batom\S*\.sys\S*\.release\.|\batom\S*\.release\S*\.sys\.", ptx)),
+            "acquires": len(re.findall(r"\batom\S*\.sys\S*\.acquire\.|\batom\S*\.acquire\S*\.sys\.", ptx)),
+            "barriers": ptx.count("bar.sync"), "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))}
+
+
 def describe(kernel: Any) -> dict[str, Any]:
     """shared: bytes of a program. wgmma: instructions of the tensor cores that only Hopper has."""
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     return {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
-            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), **usage_of(kernel)}
+            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), **meetings_of(kernel.asm["ptx"]), **usage_of(kernel)}
 
 
 GROUPS: dict[str, Callable[[Model, int, int], None]] = {
-    "common": launch_common, "attention": launch_attention, "products": launch_products}
+    "common": launch_common, "sums": launch_sums, "attention": launch_attention, "products": launch_products}
 
 
 def main(capability: int, model: Model, page: int, window: int, groups: list[str]) -> None:
