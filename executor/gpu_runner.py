@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,7 @@ from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, 
 from sidestep.executor.device_clock import DeviceClock
 from sidestep.executor.grammar_masks import launch_masks
 from sidestep.executor.input_batch import HostBatch, make_batch
+from sidestep.executor.kernel_compiler import wait_for_compiler
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.logprobs import Logprobs, encode_logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
@@ -34,7 +37,7 @@ from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, wit
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.executor.special_rows import SpecialBatch, make_special_rows
-from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
+from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits, message_size
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
 from sidestep.ipc.controls import Controls, encode_controls
@@ -42,7 +45,8 @@ from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.sampling_params import MAX_LOGPROBS
 from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
-from sidestep.kernels.launch import compiling_only, has_pdl
+from sidestep.kernels.compiling import CompilerThreads, compiling_only
+from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
 from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
 from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
@@ -105,14 +109,18 @@ class GpuRunner(Runner):
     """A torch model on one NVIDIA GPU."""
 
     def __init__(self, args: WorkerArgs) -> None:
+        self._prepare(args, pick_device(args))
+        torch.cuda.set_device(self._device)
+        self._parallel = Parallel(args.rank, args.parallel.tensor_parallel_size, rendezvous=args.rendezvous, cuda=True)
+
+    def _prepare(self, args: WorkerArgs, device: torch.device) -> None:
+        """What needs no GPU."""
         self._args = args
-        self._device = pick_device(args)
-        self._dtype = pick_dtype(args, self._device)
+        self._device = device
+        self._dtype = pick_dtype(args, device)
         self._block_size = args.cache.block_size or _BLOCK_SIZE
         if self._block_size % 16:
             raise EngineStartError(f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}")
-        torch.cuda.set_device(self._device)
-        self._parallel = Parallel(args.rank, args.parallel.tensor_parallel_size, rendezvous=args.rendezvous, cuda=True)
         self._limits = args.scheduler.limits("cuda")
         self._num_steps = 0
         self._graphs: CudaGraphs | None = None
@@ -123,12 +131,10 @@ class GpuRunner(Runner):
     def load(self) -> WorkerReady:
         backend = pick_attention(self._args, self._device)
         try:
-            self._model = load_model(self._args, self._parallel, self._dtype, self._device)
-            self._rotary = load_rotary(self._args, self._device)
-            self._make_tables()
+            self._load_model()
+            self._make_buffers()
             num_blocks = self._size_cache(backend)
             self._attention = self._make_attention(backend, num_blocks)
-            self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))  # compiled now, not later
             self._reset()
             if backend.graph_safe and not self._args.parallel.enforce_eager:
                 self._graphs = self._capture()
@@ -141,13 +147,18 @@ class GpuRunner(Runner):
         return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cuda",
                            device=torch.cuda.get_device_name(self._device))
 
+    def _load_model(self) -> None:
+        """All that kernels read and write, but the cache."""
+        self._model = load_model(self._args, self._parallel, self._dtype, self._device)
+        self._rotary = load_rotary(self._args, self._device)
+        self._make_tables()
+
     def _make_tables(self) -> None:
         args, limits, device = self._args, self._limits, self._device
         slots = limits.num_slots
         max_blocks = -(-args.max_model_len // self._block_size)
         self._layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._packer = StepPacker(self._layout, max_blocks)
-        self._message = torch.zeros(self._packer.capacity, dtype=torch.int32, device=device)
+        self._message = torch.zeros(message_size(self._layout, max_blocks), dtype=torch.int32, device=device)
         self._tables = SlotTables(
             block_tables=torch.zeros(slots, max_blocks, dtype=torch.int32, device=device),
             last_sampled=torch.zeros(slots, dtype=torch.int32, device=device),
@@ -156,12 +167,17 @@ class GpuRunner(Runner):
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
-        self._special = make_special_rows(args, limits, device)
         self._logits = self._model.new_logits(limits.max_num_seqs)
-        self._out_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
-        self._host_ids = self._out_ids.numpy()
-        self._special_ids = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
-        self._host_special_ids = self._special_ids.numpy()
+        pinned: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {"device": device}
+        self._out_ids, self._special_ids = (
+            torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, **pinned) for _ in range(2))
+
+    def _make_buffers(self) -> None:
+        """What lies in the host's memory."""
+        args, limits, device = self._args, self._limits, self._device
+        self._packer = StepPacker(self._layout, self._tables.block_tables.shape[1])
+        self._special = make_special_rows(args, limits, device)
+        self._host_ids, self._host_special_ids = self._out_ids.numpy(), self._special_ids.numpy()
         self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
                         for _ in range(ROTATION)]
         self._clock = DeviceClock()
@@ -182,7 +198,10 @@ class GpuRunner(Runner):
         shape = attention_shape(self._args.spec, self._parallel)
         self._attention = self._make_attention(backend, 1)
         if backend.graph_safe:
-            self._compile()
+            wait_for_compiler(self._args.compiled)
+            # What it has not compiled is compiled here, all kernels side by side.
+            with CompilerThreads(max(1, available_cores() // self._parallel.size)) as threads:
+                self._compile(threads)
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
         # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
@@ -205,19 +224,37 @@ class GpuRunner(Runner):
         self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size, controls)).wait()
         return torch.cuda.max_memory_allocated() - before
 
-    def _compile(self) -> None:
-        """Compiles what any step may need, all kernels side by side: one after the other they take several times as
-        long."""
+    @classmethod
+    @torch.inference_mode()
+    def compile_without_gpu(cls, args: WorkerArgs, parallel: Parallel, compiler: Executor, *, device: str = "meta",
+                            num_blocks: int = 1) -> None:
+        """Compiles what `load` does, on any machine: with tensors on a device where they stand for those on a GPU (see
+        kernels.compiling.compile_for), and a cache of any size. Raises EngineStartError where `load` would."""
+        runner = cls.__new__(cls)
+        runner._prepare(args, torch.device(device))
+        runner._parallel = parallel
+        backend = pick_attention(args, runner._device)
+        if backend.graph_safe:
+            runner._load_model()
+            runner._attention = runner._make_attention(backend, num_blocks)
+            runner._compile(compiler)
+
+    def _compile(self, compiler: Executor) -> None:
+        """Compiles what any step may need."""
         most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
-        kinds = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
-        kinds += [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
-        with compiling_only(max(1, available_cores() // self._parallel.size)), self._model.kinds_of_layers():
-            for sizes in kinds:
-                self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
+        # What takes longest comes first: the sampler, which the special rows have in a form of its own, and attention.
+        kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
+        kinds += [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
+        with compiling_only(compiler), self._model.kinds_of_layers():
             column = torch.zeros(4, dtype=torch.int32, device=self._device)
             self._sample(torch.zeros(1, self._args.spec.vocab_size, device=self._device), column, column, column,
                          column, self._special_ids)
+            for sizes in kinds:
+                self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
+            # Of tokens of prompts, whose logits are asked for, there may be any number.
+            self._model.warm_up((1, 2, 16, 32, 64), with_head=True)
             launch_masks(self._args.spec.vocab_size, self._device)
+            self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
 
     def _decode_sizes(self) -> list[int]:
         return decode_ladder(self._limits.max_num_seqs)

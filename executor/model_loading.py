@@ -9,7 +9,7 @@ from sidestep.executor.layers.rotary import RotaryTable
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.runner import WorkerArgs
-from sidestep.executor.weight_loader import DummyWeights, SafetensorsWeights
+from sidestep.executor.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
 from sidestep.ipc import registry
 from sidestep.ipc.errors import EngineStartError
 
@@ -62,6 +62,8 @@ def load_model(args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device:
     """The model with its weights. Raises EngineStartError naming what is wrong with them."""
     spec = args.spec
     build = registry.load(registry.MODELS[spec.architecture])
+    if device.type == "meta":
+        return build(spec, NoWeights(dtype, device), parallel)
     if args.model.load_format == "dummy":
         return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel)
     with SafetensorsWeights(spec.path, dtype, device) as weights:

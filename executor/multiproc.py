@@ -13,6 +13,8 @@ import tempfile
 import msgspec
 
 from sidestep.executor.base import Executor, WorkerReady
+from sidestep.executor.cuda_driver import has_driver
+from sidestep.executor.kernel_compiler import CompilerArgs
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.worker import Reply, WorkerProcArgs
 from sidestep.ipc.config import EngineConfig, available_cores
@@ -32,15 +34,19 @@ class MultiprocExecutor(Executor):
         self._replies: list[RingReader] = []
         self._selector = selectors.DefaultSelector()
         self._steps: RingWriter | None = None
+        self._compiler: Child | None = None
 
     def start(self) -> WorkerReady:
         steps = create_ring(self._world)
         with tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-") as folder:
             rendezvous = os.path.join(folder, "store") if self._world > 1 else None
+            compiled, compiling = os.pipe()
             for rank in range(self._world):
-                self._spawn(rank, steps, rendezvous)
-            for bell in steps.bells_in:
+                self._spawn(rank, steps, rendezvous, compiled)
+            for bell in (*steps.bells_in, compiled):
                 os.close(bell)
+            self._spawn_compiler(compiling)
+            os.close(compiling)
             self._steps = RingWriter(steps)
             ready = [self._wait_ready(rank) for rank in range(self._world)]
         return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), block_size=ready[0].block_size,
@@ -80,27 +86,34 @@ class MultiprocExecutor(Executor):
         return [child.pid for child in self._children]
 
     def shutdown(self) -> None:
-        for child in self._children:
+        for child in (*self._children, *([self._compiler] if self._compiler is not None else [])):
             child.stop()
 
-    def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None) -> None:
+    def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None, compiled: int) -> None:
         replies = create_ring(1)
-        args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous), steps=steps, reader=rank, replies=replies,
-                              cpu_threads=self._cpu_threads())
+        args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous, compiled), steps=steps, reader=rank,
+                              replies=replies, cpu_threads=self._cpu_threads())
         child = spawn(f"worker {rank}", "sidestep.executor.worker:main", args, env=self._environment(),
-                      pass_fds=(*steps.reader_fds(rank), *replies.writer_fds()))
+                      pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled))
         for bell in replies.bells_out:
             os.close(bell)  # so that the last writer's end closes with the worker
         self._children.append(child)
         self._replies.append(RingReader(replies, 0))
         self._selector.register(replies.bells_in[0], selectors.EVENT_READ)
 
-    def _worker_args(self, rank: int, rendezvous: str | None) -> WorkerArgs:
+    def _spawn_compiler(self, compiling: int) -> None:
+        """Beside the workers, where there may be a GPU. The end of the process closes this end of the pipe."""
+        if self._config.parallel.device in ("auto", "cuda") and has_driver():
+            args = CompilerArgs(worker=self._worker_args(0, None, None), num_processes=available_cores())
+            self._compiler = spawn("kernel compiler", "sidestep.executor.kernel_compiler:main", args,
+                                   env={"OMP_NUM_THREADS": "1"}, pass_fds=(compiling,))
+
+    def _worker_args(self, rank: int, rendezvous: str | None, compiled: int | None) -> WorkerArgs:
         config = self._config
         return WorkerArgs(
             rank=rank, spec=config.spec,
             model=config.model, cache=config.cache, parallel=config.parallel, scheduler=config.scheduler,
-            max_model_len=config.max_model_len, rendezvous=rendezvous)
+            max_model_len=config.max_model_len, rendezvous=rendezvous, compiled=compiled)
 
     def _cpu_threads(self) -> int:
         return self._config.parallel.cpu_threads or max(1, available_cores() // self._world)
@@ -118,6 +131,8 @@ class MultiprocExecutor(Executor):
             # On a GPU that the KV cache fills: steps of ever new sizes must not end in a search for free pieces, for
             # which the device would have to stop.
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            # As torch would say later: the context is made before (executor/worker.py).
+            "CUDA_MODULE_LOADING": "LAZY",
         }
 
     def _wait_ready(self, rank: int) -> WorkerReady:

@@ -63,3 +63,16 @@ class Parallel:
             return self.share(total)
         head = self.rank * total // self.size
         return range(head, head + 1)
+
+
+class Apart(Parallel):
+    """A rank without its group, which nothing is computed in: for shapes alone."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if self.size == 1:
+            return x
+        return torch.cat([x] * self.size, -1) if out is None else out

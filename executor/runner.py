@@ -25,6 +25,8 @@ class WorkerArgs:
     max_model_len: int
     rendezvous: str | None = None
     """A file for torch.distributed to meet in; None with one rank."""
+    compiled: int | None = None
+    """Reads end-of-file when the process that compiles kernels ahead has ended (executor/kernel_compiler.py)."""
 
 
 class PendingOutput(abc.ABC):

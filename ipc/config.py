@@ -300,6 +300,11 @@ def api_key_of_environment() -> str | None:
     return os.environ.get("SIDESTEP_API_KEY") or None
 
 
+def triton_environment() -> dict[str, str]:
+    """What a user has told Triton."""
+    return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+
+
 def available_cores() -> int:
     """Cores this process may run on, which in a container is often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

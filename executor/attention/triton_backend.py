@@ -15,6 +15,7 @@ from sidestep.kernels.decode_attention_triton import (
     decode_config,
     plan_attention,
 )
+from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.qkv_rope_triton import qkv_rope
 
@@ -30,7 +31,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        return None if device.type == "cuda" or triton.knobs.runtime.interpret else "it needs a GPU"
+        return None if gpu_of(device) is not None or triton.knobs.runtime.interpret else "it needs a GPU"
 
     def __init__(self, setup: AttentionSetup) -> None:
         shape = self._shape = setup.shape
