@@ -50,9 +50,9 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
             for config, rows in itertools.product(decode_configs(), (1, 8, 64, 256)):
                 yield lambda m=model, c=config, r=rows: Decode(m, [65] * r, copies=1).calls(c)[0]()
         if "prefill" in sections:
-            for config in prefill_configs():
+            for tiles in prefill_configs():
                 for lengths in ([8192], [512] * 16):
-                    yield lambda m=model, c=config, n=lengths: Prefill(m, n).calls(c)[0]()
+                    yield lambda m=model, c=tiles, n=lengths: Prefill(m, n).calls(c)[0]()
         for rows in GATED_ROWS[1:] if "gated" in sections else ():  # the first are as the second
             for gated in gated_configs(rows):
                 yield lambda m=model, r=rows, c=gated: compile_gated(m, r, c)

@@ -67,7 +67,8 @@ def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
         before: list[Configs] = [{}]
         if (beginner := NORM_BEGUN_BY.get(name)) is not None:
             by_block = {c.block_n: c for c in product_configs(linears[beginner], rows)}
-            before = [{beginner: None}, *({beginner: c} for c in by_block.values())]
+            before = [{beginner: None}]
+            before += [{beginner: c} for c in by_block.values()]
         for others, product in itertools.product(before, product_configs(shape, rows)):
             yield {**others, name: product}
 

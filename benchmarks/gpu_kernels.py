@@ -201,7 +201,7 @@ def main() -> None:
     for name in sections:
         begin = time.perf_counter()
         result = SECTIONS[name](table, ceilings, options.tune)
-        if name == "layers" and options.write:
+        if result is not None and options.write:
             write_products(options.write, result)
         print(f"{name}: {time.perf_counter() - begin:.0f} s")
         torch.cuda.empty_cache()

@@ -95,7 +95,7 @@ def line(name: str, report: Report) -> str:
     return (
         f"{model} at {rate}/s: TTFT p50/p99 {r['ttft_ms_p50']:.1f}/{r['ttft_ms_p99']:.1f} ms, ITL p50/p99 "
         f"{r['itl_ms_p50']:.2f}/{r['itl_ms_p99']:.1f} ms, {r['output_tokens_per_s']:.0f} tok/s, failed "
-        f"{r['failed']:.0f} ({PEER.get((model, float(rate)), 'vLLM: not measured')})\n"
+        f"{r['failed']:.0f} ({PEER.get((model, int(float(rate))), 'vLLM: not measured')})\n"
         f"    behind {r['behind']:.1%} (tail {r['tail']:.1%}), send lag p99 {r['send_lag_ms_p99']:.1f} ms, frontend "
         f"{r['frontend_us_per_token']:.1f} us a token\n"
         f"    GPU idle {r['device_idle_share']:.2%} with work (result {r['device_idle_share_result']:.2%}, schedule "

@@ -137,7 +137,7 @@ def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
 
 def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
     """What the device does in so many steps, each with another queued behind it; microseconds."""
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import DeviceType, ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         flying = [runner.execute(next(steps))]
@@ -146,7 +146,7 @@ def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
             flying.pop(0).wait()
         flying.pop().wait()
     return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in profiled.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA]
+            if event.device_type == DeviceType.CUDA]
 
 
 def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]:

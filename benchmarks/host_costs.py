@@ -28,8 +28,9 @@ from sidestep.engine_core.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.input_processor import ProcessedRequest
-from sidestep.frontend.output_processor import OutputProcessor, RequestState
+from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.request_state import RequestState
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.config import SchedulerConfig
 from sidestep.ipc.messages import AddRequest, Outputs, decode_to_frontend, encode, pack_ids
@@ -120,7 +121,7 @@ async def frontend_side(requests: int, messages: list[bytes], watch: Stopwatch) 
     states = []
     for handle in range(requests):
         request = ProcessedRequest(prompt=None, prompt_token_ids=[1] * PROMPT, sampling=params(9999), arrival=0.0,
-                                   priority=0, cache_salt=None, deadline=None)
+                                   priority=0, cache_salt=None, num_public_tokens=0, deadline=None)
         states.append(RequestState(handle, str(handle), request, tokenizer))
         processor.add(states[-1])
     readers = [asyncio.create_task(read(state, len(messages))) for state in states]

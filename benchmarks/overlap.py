@@ -24,7 +24,7 @@ from typing import Any
 
 from sidestep import DEFAULT_MODEL, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
 from sidestep.frontend.load_report import percentile
-from sidestep.frontend.output_processor import RequestState
+from sidestep.frontend.request_state import RequestState
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Result:
 @contextmanager
 def one_by_one() -> Iterator[None]:
     """Readers get each token in an output of its own."""
-    take = RequestState._take
+    take = RequestState.take
 
     def take_one(state: RequestState) -> RequestOutput:
         tokens, finish = state._token_ids, state._finish_reason
@@ -71,11 +71,11 @@ def one_by_one() -> Iterator[None]:
         state._finish_reason = finish
         return output
 
-    RequestState._take = take_one  # type: ignore[method-assign]
+    RequestState.take = take_one  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        RequestState._take = take  # type: ignore[method-assign]
+        RequestState.take = take  # type: ignore[method-assign]
 
 
 async def run_load(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[int]]]:

@@ -12,7 +12,6 @@ however it comes, closes a pipe that the workers wait for (WorkerArgs.compiled).
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import select
@@ -103,6 +102,8 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
                    spec=msgspec.structs.replace(args.spec, path=""),
                    model=replace(args.model, model="", tokenizer=None, revision=None, load_format="auto", dummy_seed=0,
                                  logits_processors=None))
+    import importlib.metadata  # the core imports this file, and has no time for it
+
     found = hashlib.sha256(msgspec.json.encode((same, gpu, sys.version)))
     for package in ("torch", "triton"):
         found.update(importlib.metadata.version(package).encode())

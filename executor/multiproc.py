@@ -36,18 +36,21 @@ class MultiprocExecutor(Executor):
         self._steps: RingWriter | None = None
         self._compiler: Child | None = None
 
-    def start(self) -> WorkerReady:
+    def launch(self) -> None:
         steps = create_ring(self._world)
-        with tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-") as folder:
-            rendezvous = os.path.join(folder, "store") if self._world > 1 else None
-            compiled, compiling = os.pipe()
-            for rank in range(self._world):
-                self._spawn(rank, steps, rendezvous, compiled)
-            for bell in (*steps.bells_in, compiled):
-                os.close(bell)
-            self._spawn_compiler(compiling)
-            os.close(compiling)
-            self._steps = RingWriter(steps)
+        self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
+        rendezvous = os.path.join(self._folder.name, "store") if self._world > 1 else None
+        compiled, compiling = os.pipe()
+        for rank in range(self._world):
+            self._spawn(rank, steps, rendezvous, compiled)
+        for bell in (*steps.bells_in, compiled):
+            os.close(bell)
+        self._spawn_compiler(compiling)
+        os.close(compiling)
+        self._steps = RingWriter(steps)
+
+    def start(self) -> WorkerReady:
+        with self._folder:
             ready = [self._wait_ready(rank) for rank in range(self._world)]
         return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), block_size=ready[0].block_size,
                            device_type=ready[0].device_type, device=ready[0].device)
@@ -59,7 +62,7 @@ class MultiprocExecutor(Executor):
         self._send(masks)
 
     def _send(self, message: Columns) -> None:
-        assert self._steps is not None, "start() comes first"
+        assert self._steps is not None, "launch() comes first"
         try:
             self._steps.send(message.encode())
         except RingClosed as closed:

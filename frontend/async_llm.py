@@ -15,8 +15,9 @@ from sidestep.frontend.choices import Choices
 from sidestep.frontend.controls import check_text
 from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
-from sidestep.frontend.output_processor import Delivery, OutputProcessor, RequestState
+from sidestep.frontend.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
+from sidestep.frontend.request_state import RequestState
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.channels import FrontendChannel, new_address, remove_address

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sidestep.frontend.input_processor import BestOf
-from sidestep.frontend.output_processor import RequestState
 from sidestep.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sidestep.frontend.request_state import RequestState
 from sidestep.ipc.sampling_params import RequestOutputKind
 
 

@@ -62,7 +62,7 @@ class EngineClient:
 
     def start_core(self, config: EngineConfig) -> None:
         """Starts the core's process and returns at once."""
-        self._core = spawn("engine core", "sidestep.engine_core.proc:main",
+        self._core = spawn("engine core", "sidestep.engine_core.entry:main",
                            CoreArgs(config=config, clients=(self._channel.address,)))
 
     def wait_ready(self) -> Ready:

@@ -128,6 +128,8 @@ def decode_args(raw: bytes, cls: type[T]) -> T:
 def run_child(job: dict[str, Any]) -> None:
     """The main function of every child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Service managers send it to every process of a service; while the program's own drains, the engine is needed.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, name="lifeline", daemon=True).start()
     module, _, function = job["target"].partition(":")
     getattr(importlib.import_module(module), function)(job["args"].encode())

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.output_processor import RequestState, Sink
 from sidestep.frontend.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+from sidestep.frontend.request_state import RequestState, Sink
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import SamplingParams
 

@@ -57,6 +57,18 @@ def test_running_requests_end_before_the_server_does(make_server: Make) -> None:
     assert server.wait() == 0
 
 
+def test_service_managers_may_signal_every_process(make_server: Make) -> None:
+    """As systemd does to a unit's whole control group."""
+    server = make_server(step_ms=2)
+    stream, data = begin(server, {**LONG, "max_tokens": 300})
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        process.terminate()
+    server.process.terminate()
+    data += rest(stream)
+    assert b'"finish_reason":"length"' in data and b"data: [DONE]" in data
+    assert server.wait() == 0
+
+
 def test_requests_that_take_too_long_are_ended_and_told(make_server: Make) -> None:
     server = make_server("--shutdown-timeout", "0.1", step_ms=5)
     stream, data = begin(server, {**LONG, "max_tokens": 2000})

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +138,6 @@ def test_senseless_flags_are_refused_by_name(words: tuple[str, ...], message: st
 
 # In this process, to look at the engine meanwhile.
 
-class Watched(AsyncLLM):
-    """Counts the requests that run."""
-
-    running = most = 0
-
-    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            async for output in super().generate(*args, **options):
-                yield output
-        finally:
-            self.running -= 1
-
-
 def requests(*bodies: dict[str, Any]) -> list[BatchRequest]:
     return [BatchRequest(str(i), "POST", TEXT, msgspec.Raw(msgspec.json.encode({"prompt": "hi", **body})))
             for i, body in enumerate(bodies)]
@@ -161,9 +145,9 @@ def requests(*bodies: dict[str, Any]) -> list[BatchRequest]:
 
 async def test_as_many_run_at_once_as_may(fake_model: str) -> None:
     results: list[BatchResult] = []
-    async with Watched.from_engine_args(EngineArgs(model=fake_model, device="fake", fake_step_ms=1)) as llm:
+    async with AsyncLLM.from_engine_args(EngineArgs(model=fake_model, device="fake", fake_step_ms=1)) as llm:
         await answer_all(llm, ServerArgs(), ("fake",), requests(*[{"max_tokens": 20}] * 10), 3, results.append)
-        assert llm.most == 3 and llm.running == 0
+        assert max(step.num_rows for step in await llm.get_step_records()) == 3
     assert sorted(result.custom_id or "" for result in results) == [str(i) for i in range(10)]
     assert all(result.succeeded for result in results)
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from sidestep import EngineDeadError, RequestError, RequestOutputKind, SamplingParams
-from sidestep.frontend.output_processor import OutputProcessor, RequestState
+from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.request_state import RequestState
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.messages import Finished, FinishReason, Outputs, pack_ids
 from tests.unit.frontend.fakes import input_processor
