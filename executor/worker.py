@@ -119,7 +119,7 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     device = args.worker.parallel.device
     if device != "fake":
         if device != "cpu" and has_driver():
-            _begin_beside_torch(args.worker.rank)
+            begin_beside_torch(args.worker.rank)
         import torch
 
         from sidestep.executor.model_loading import pick_device
@@ -130,7 +130,7 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     return runner
 
 
-def _begin_beside_torch(rank: int) -> None:
+def begin_beside_torch(rank: int) -> None:
     """What takes long in C, begun in threads while this one imports torch."""
     threading.Thread(target=begin_context, args=(rank,), daemon=True).start()
     threading.Thread(target=_know_triton, daemon=True).start()
