@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -125,8 +126,10 @@ def main() -> None:
     parser.add_argument("--processors", type=int, default=132)
     parser.add_argument("--by-kernel", action="store_true", help="one line for all variants of a kernel")
     args = parser.parse_args()
-    for model in args.models:
-        print_table(model, compile_model(model, args.capability, args.processors), args.by_kernel)
+    if len(args.models) == 1:
+        print_table(args.models[0], compile_model(args.models[0], args.capability, args.processors), args.by_kernel)
+    for model in args.models if len(args.models) > 1 else ():  # in a process of its own, which has compiled nothing yet
+        subprocess.run([sys.executable, *sys.argv, "--models", model], check=True)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,6 @@ _LAUNCH_LAYER_S = 450e-6
 _FLOPS = 5e14
 """Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast one: 130e-6);
 operations a second of large products."""
-_MOST_GRAPHED = 2048
-"""Tokens: more graphs would take their time at the start."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
 _EVERYTHING = Controls(logit_bias={0: 1.0}, allowed_token_ids=[0, 1], bad_words=[[0, 1]], logprobs=MAX_LOGPROBS,
@@ -264,8 +262,7 @@ class GpuRunner(Runner):
         limits = self._limits
         graphs = CudaGraphs(self._launch)
         decode = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
-        most = min(limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec))
-        mixed = mixed_ladder(limits.max_num_seqs, most)
+        mixed = mixed_ladder(limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec))
         for sizes in [*mixed[-1:], *mixed[:1], *decode]:
             self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
         torch.cuda.synchronize()
@@ -389,7 +386,7 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads) \
         + 3 * spec.hidden_size * spec.intermediate_size
-    return min(_MOST_GRAPHED, int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer)))
+    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer))
 
 
 def largest_step(limits: StepLimits, max_model_len: int, block_size: int, controls: Controls) -> StepInput:
