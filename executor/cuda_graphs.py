@@ -14,7 +14,6 @@ import torch
 
 from sidestep.kernels.prepare_step_triton import StepLayout
 
-
 _MOST_GRAPHED = 2048
 """Tokens up to which the ladder is fine: more graphs would take their time at the start."""
 _FINE = 256
@@ -56,8 +55,8 @@ def decode_ladder(max_rows: int) -> list[int]:
 
 def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSizes]:
     """Sizes of graphs for steps with prompts, the largest last. max_rows, max_tokens: of any step; worthwhile: tokens
-    up to which a graph pays. Where it does for the largest step, that has one too: while prompts wait, most steps are as
-    large as they may be."""
+    up to which a graph pays. Where it does for the largest step, that has one too: while prompts wait, most steps are
+    as large as they may be."""
     most = min(max_tokens, worthwhile, _MOST_GRAPHED)
     tokens = [n for n in (*range(128, 1024, 128), *range(1024, most + 1, _FINE)) if n <= most]
     if max_tokens <= worthwhile and max_tokens not in tokens:
