@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PARTS = {"_load_model": "model and tables", "_make_buffers": "buffers of the host", "_compile": "kernels: cache, or "
-         "compiling", "_make_attention": "attention and its cache", "_working_bytes": "largest steps",
-         "_capture": "graphs"}
+PARTS = {"_make_tables": "tables", "_make_buffers": "buffers of the host", "_load_model": "model",
+         "_make_attention": "attention and its cache", "_compile": "kernels from the cache, or compiled",
+         "_working_bytes": "largest steps", "_capture": "graphs"}
 
 
 def worker_args(model: str, folder: str) -> WorkerArgs:

@@ -129,8 +129,9 @@ class GpuRunner(Runner):
     def load(self) -> WorkerReady:
         backend = pick_attention(self._args, self._device)
         try:
-            self._load_model()
+            self._make_tables()
             self._make_buffers()
+            self._load_model()
             num_blocks = self._size_cache(backend)
             self._attention = self._make_attention(backend, num_blocks)
             self._reset()
@@ -146,10 +147,9 @@ class GpuRunner(Runner):
                            device=torch.cuda.get_device_name(self._device))
 
     def _load_model(self) -> None:
-        """All that kernels read and write, but the cache."""
         self._model = load_model(self._args, self._parallel, self._dtype, self._device)
         self._rotary = load_rotary(self._args, self._device)
-        self._make_tables()
+        self._logits = self._model.new_logits(self._limits.max_num_seqs)
 
     def _make_tables(self) -> None:
         args, limits, device = self._args, self._limits, self._device
@@ -165,7 +165,6 @@ class GpuRunner(Runner):
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
-        self._logits = self._model.new_logits(limits.max_num_seqs)
         pinned: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {"device": device}
         self._out_ids, self._special_ids = (
             torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, **pinned) for _ in range(2))
@@ -233,6 +232,9 @@ class GpuRunner(Runner):
         runner._parallel = parallel
         backend = pick_attention(args, runner._device)
         if backend.graph_safe:
+            runner._make_tables()
+            with compiling_only(compiler):
+                runner._launch_samplers()  # which take longest
             runner._load_model()
             runner._attention = runner._make_attention(backend, num_blocks)
             runner._compile(compiler)
@@ -240,19 +242,25 @@ class GpuRunner(Runner):
     def _compile(self, compiler: Executor) -> None:
         """Compiles what any step may need."""
         most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
-        # What takes longest comes first: the sampler, which the special rows have in a form of its own, and attention.
+        # What takes longest comes first: the samplers, then attention.
         kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
         kinds += [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
         with compiling_only(compiler), self._model.kinds_of_layers():
-            column = torch.zeros(4, dtype=torch.int32, device=self._device)
-            self._sample(torch.zeros(1, self._args.spec.vocab_size, device=self._device), column, column, column,
-                         column, self._special_ids)
+            self._launch_samplers()
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
             # Of tokens of prompts, whose logits are asked for, there may be any number.
             self._model.warm_up((1, 2, 16, 32, 64), with_head=True)
             launch_masks(self._args.spec.vocab_size, self._device)
             self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+    def _launch_samplers(self) -> None:
+        """That of special rows, which are float32, and that of all others."""
+        vocab, size = self._args.spec.vocab_size, self._parallel.size
+        column = torch.zeros(4, dtype=torch.int32, device=self._device)
+        for width, dtype in ((vocab, torch.float32), (-(-vocab // size) * size, self._dtype)):
+            logits = torch.zeros(1, width, dtype=dtype, device=self._device)[:, :vocab]
+            self._sample(logits, column, column, column, column, self._special_ids)
 
     def _decode_sizes(self) -> list[int]:
         return decode_ladder(self._limits.max_num_seqs)

@@ -84,6 +84,7 @@ class Note:
 
     def write(self, files: Sequence[str]) -> None:
         """files: of each kernel."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps(files))
         new.replace(self._path)
