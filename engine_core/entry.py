@@ -11,7 +11,7 @@ from sidestep.ipc.process import decode_args
 def main(raw: bytes) -> None:
     """Entry point of the process."""
     args = decode_args(raw, CoreArgs)
-    executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(args.config)
+    executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(args.config, args.replica)
     executor.launch()
     # What the core itself needs is imported while they import torch.
     from sidestep.engine_core import proc

@@ -96,13 +96,14 @@ class Request:
     @classmethod
     def from_message(cls, message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int]) -> Self:
         """A waiting request."""
-        tokens: list[int] = unpack_ids(message.prompt_token_ids).tolist()
+        prompt, outputs = unpack_ids(message.prompt_token_ids), unpack_ids(message.output_token_ids)
+        tokens: list[int] = [*prompt.tolist(), *outputs.tolist()]
         sampling = message.sampling
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
-        wanted = max_model_len if sampling.max_tokens is None else len(tokens) + sampling.max_tokens
+        wanted = max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
         return cls(
             client=message.client, handle=message.handle, request_id=message.request_id, token_ids=tokens,
-            num_prompt=len(tokens), sampling=sampling, max_total=min(wanted, max_model_len),
+            num_prompt=len(prompt), sampling=sampling, max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
             priority=message.priority, cache_salt=message.cache_salt,
             num_public_tokens=message.num_public_tokens, deadline=message.deadline, controls=message.controls,

@@ -211,6 +211,8 @@ class Grammars:
         if least.uses >= _SHARERS and least.is_cheap and len(known) < self._num_workers:
             return False
         request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
+        if request.num_outputs:  # given by a replica that has died
+            request.matcher.consume_tokens(request.token_ids[request.num_prompt:])
         least.uses += 1
         self._cache.move_to_end(text)
         if least.uses >= _USES:

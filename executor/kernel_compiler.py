@@ -11,13 +11,15 @@ however it comes, closes a pipe that the workers wait for (WorkerArgs.compiled).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import select
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +50,7 @@ def main(raw: bytes) -> None:
     """Entry point of the process. Its failure is no fault of the engine, which goes on without it."""
     args = decode_args(raw, CompilerArgs)
     try:
-        gpu = find_gpu(args.worker.rank)
+        gpu = find_gpu(args.worker.gpu_index)
         if gpu is not None:
             compile_ahead(args.worker, gpu, args.num_processes)
     except Exception as error:
@@ -65,8 +67,11 @@ def wait_for_compiler(compiled: int | None) -> None:
 def compile_ahead(args: WorkerArgs, gpu: Gpu, num_processes: int) -> None:
     """Leaves in Triton's cache what workers with these arguments will look for there."""
     note = Note(args, gpu)
-    if not note.holds():
-        note.write(compile_all(args, gpu, num_processes))
+    if note.holds():
+        return
+    with note.lock():  # of several replicas' processes one compiles
+        if not note.holds():
+            note.write(compile_all(args, gpu, num_processes))
 
 
 class Note:
@@ -82,9 +87,16 @@ class Note:
         except (OSError, ValueError):
             return False
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Nobody else has it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def write(self, files: Sequence[str]) -> None:
         """files: of each kernel."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps(files))
         new.replace(self._path)
@@ -99,7 +111,7 @@ def cache_folder() -> Path:
 
 def _digest(args: WorkerArgs, gpu: Gpu) -> str:
     """Of what kernels may depend on, or more than that: too little would only have the worker compile."""
-    same = replace(args, rank=0, rendezvous=None, compiled=None,
+    same = replace(args, rank=0, replica=0, rendezvous=None, compiled=None,
                    spec=msgspec.structs.replace(args.spec, path=""),
                    model=replace(args.model, model="", tokenizer=None, revision=None, load_format="auto", dummy_seed=0,
                                  logits_processors=None))

@@ -11,6 +11,7 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
 from sidestep.ipc import registry
+from sidestep.ipc.config import cpu_has_bfloat16
 from sidestep.ipc.errors import EngineStartError
 
 
@@ -20,10 +21,12 @@ def pick_device(args: WorkerArgs) -> torch.device:
     have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
     if wanted == "cpu" or (wanted == "auto" and have == 0):
         return torch.device("cpu")
-    if have < args.parallel.tensor_parallel_size:
-        raise EngineStartError(f"tensor_parallel_size: {args.parallel.tensor_parallel_size} ranks need as many GPUs, "
-                               f"torch sees {have}; use device 'cpu' or fewer ranks")
-    return torch.device("cuda", args.rank)
+    ranks, replicas = args.parallel.tensor_parallel_size, args.parallel.data_parallel_size
+    if have < ranks * replicas:
+        many = f"{replicas} replicas of {ranks} ranks" if replicas > 1 else f"{ranks} ranks"
+        raise EngineStartError(f"{'data' if replicas > 1 else 'tensor'}_parallel_size: {many} need as many GPUs, "
+                               f"torch sees {have}; use device 'cpu' or fewer of them")
+    return torch.device("cuda", args.gpu_index)
 
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
@@ -34,16 +37,6 @@ def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and not (dtype == torch.bfloat16 and cpu_has_bfloat16()):
         return torch.float32
     return dtype
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            flags = file.read()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:

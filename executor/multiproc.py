@@ -27,8 +27,9 @@ from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 class MultiprocExecutor(Executor):
     """Runs each rank in a process of its own."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, replica: int = 0) -> None:
         self._config = config
+        self._replica = replica
         self._world = config.parallel.tensor_parallel_size
         self._children: list[Child] = []
         self._replies: list[RingReader] = []
@@ -114,12 +115,13 @@ class MultiprocExecutor(Executor):
     def _worker_args(self, rank: int, rendezvous: str | None, compiled: int | None) -> WorkerArgs:
         config = self._config
         return WorkerArgs(
-            rank=rank, spec=config.spec,
+            rank=rank, replica=self._replica, spec=config.spec,
             model=config.model, cache=config.cache, parallel=config.parallel, scheduler=config.scheduler,
             max_model_len=config.max_model_len, rendezvous=rendezvous, compiled=compiled)
 
     def _cpu_threads(self) -> int:
-        return self._config.parallel.cpu_threads or max(1, available_cores() // self._world)
+        return self._config.parallel.cpu_threads or \
+            max(1, available_cores() // (self._world * self._config.parallel.data_parallel_size))
 
     def _environment(self) -> dict[str, str]:
         """What a rank's libraries must know before they are loaded."""

@@ -17,16 +17,24 @@ class WorkerArgs:
     """All that a worker needs to know; sent to its process as JSON."""
 
     rank: int
+    """Within its replica."""
     spec: ModelSpec
     model: ModelConfig
     cache: CacheConfig
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     max_model_len: int
+    replica: int = 0
+    """Which data-parallel replica; its GPUs follow those of the replicas before it."""
     rendezvous: str | None = None
     """A file for torch.distributed to meet in; None with one rank."""
     compiled: int | None = None
     """Reads end-of-file when the process that compiles kernels ahead has ended (executor/kernel_compiler.py)."""
+
+    @property
+    def gpu_index(self) -> int:
+        """Which of the GPUs that this process sees is the rank's, if it has one."""
+        return self.replica * self.parallel.tensor_parallel_size + self.rank
 
 
 class PendingOutput(abc.ABC):

@@ -119,7 +119,7 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     device = args.worker.parallel.device
     if device != "fake":
         if device != "cpu" and has_driver():
-            begin_beside_torch(args.worker.rank)
+            begin_beside_torch(args.worker.gpu_index)
         import torch
 
         from sidestep.executor.model_loading import pick_device
@@ -130,9 +130,9 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     return runner
 
 
-def begin_beside_torch(rank: int) -> None:
+def begin_beside_torch(gpu_index: int) -> None:
     """What takes long in C, begun in threads while this one imports torch."""
-    threading.Thread(target=begin_context, args=(rank,), daemon=True).start()
+    threading.Thread(target=begin_context, args=(gpu_index,), daemon=True).start()
     threading.Thread(target=_know_triton, daemon=True).start()
 
 
@@ -155,9 +155,9 @@ def main(raw: bytes) -> None:
     except Exception:
         replies.send([failure_text().encode()], Reply.START_FAILED)
         raise
-    replies.send([msgspec.json.encode(ready)], Reply.READY)
-    freeze_heap()
     try:
+        replies.send([msgspec.json.encode(ready)], Reply.READY)
+        freeze_heap()
         run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.rank == 0)
     except RingClosed:
         pass  # the core has ended

@@ -10,13 +10,15 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from sidestep.frontend.beam_search import beam_search_output
 from sidestep.frontend.choices import Choices
 from sidestep.frontend.controls import check_text
-from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from sidestep.frontend.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
+from sidestep.frontend.replica_set import ReplicaSet, ReplicaStatus
 from sidestep.frontend.request_state import RequestState
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.beam_search_params import BeamSearchParams
@@ -30,7 +32,7 @@ from sidestep.ipc.errors import (
     QueueFullError,
     ValidationError,
 )
-from sidestep.ipc.messages import AbortRequests, AddRequest, pack_ids
+from sidestep.ipc.messages import AddRequest, pack_ids
 from sidestep.ipc.model_spec import resolve_model_path
 from sidestep.ipc.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 from sidestep.ipc.sampling_params import SamplingParams
@@ -51,20 +53,19 @@ class AsyncLLM:
         self._config = config
         self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
-        self._client = EngineClient(FrontendChannel(), self._outputs.handle, self._outputs.fail_all) \
-            if invitation is None else EngineClient(FrontendChannel(invitation.address), self._outputs.handle,
-                                                    self._outputs.fail_all, invitation.client)
-        self._finalizer = weakref.finalize(self, _close, self._client, self._invited)
+        self._replicas = ReplicaSet(config, self._outputs, _open_channels(config, invitation),
+                                    joins=invitation is not None)
+        self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
         try:
             if invitation is None:
-                self._client.start_core(config)
-            self._tokenizer = _load_tokenizer(config)  # while the core starts
-            self._ready = self._client.wait_ready()
+                self._replicas.start_cores()
+            self._tokenizer = _load_tokenizer(config)  # while the cores start
+            self._replicas.wait_ready()
         except BaseException:
             self._finalizer()
             raise
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
-                                      max_model_len=self._ready.max_model_len,
+                                      max_model_len=self._replicas.max_model_len,
                                       processors=config.model.processor_names)
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
@@ -86,13 +87,14 @@ class AsyncLLM:
 
     async def invite(self) -> str:
         """Text with which one further program can `join` this engine."""
-        address = new_address()
-        self._invited.append(address)
-        return Invitation(await self._client.connect(address), address, self._config).encode()
+        self._replicas.attach()
+        addresses = {replica: new_address() for replica in self._replicas.alive}
+        self._invited += addresses.values()
+        return Invitation(await self._replicas.seats(addresses), self._config).encode()
 
     def __repr__(self) -> str:
         state = "dead" if self.errored else "running" if self.is_running else "shut down"
-        return f"AsyncLLM({state}, {len(self._outputs)} requests, {self._ready.device})"
+        return f"AsyncLLM({state}, {len(self._outputs)} requests, {self.device})"
 
     # Requests.
 
@@ -142,7 +144,7 @@ class AsyncLLM:
                     beam_search: BeamSearchParams | None = None) -> list[RequestState]:
         """Sends a request whose choices are read one by one, each by its own reader: `next_output` of what this
         returns. Whoever calls it must `leave` each of them in the end. Arguments and errors as of `generate`."""
-        self._client.attach()
+        self._replicas.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
         self._preparing[request_id] = True
@@ -152,7 +154,7 @@ class AsyncLLM:
                 num_public_tokens=num_public_tokens, deadline_s=deadline_s)
         finally:
             wanted = self._preparing.pop(request_id)
-        self._client.attach()
+        self._replicas.attach()
         num = request.sampling.n
         self._check_queue(num if beam_search is None else beam_search.beam_width, len(request.prompt_token_ids))
         # One after the other: the engine is told the first's handle alone.
@@ -213,38 +215,52 @@ class AsyncLLM:
         return self._tokenizer
 
     async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Returns if the engine makes progress. Raises EngineDeadError if a process of it has died, EngineStalledError
-        if the core does not answer within `timeout_s` or a step takes longer than `max_stall_s`."""
+        """Returns if the engine makes progress. Raises EngineDeadError if it has died, which with several replicas it
+        has when all have (`replicas` tells of each); EngineStalledError if a core that lives does not answer within
+        `timeout_s` or a step of it takes longer than `max_stall_s`."""
         try:
-            answer = await self._client.call("ping", timeout_s)
-        except TimeoutError:
-            raise EngineStalledError(f"the engine core has not answered for {timeout_s} s") from None
-        stalled = answer["seconds_since_progress"]
-        if stalled > max_stall_s:
-            raise EngineStalledError(f"the steps in flight have made no progress for {stalled:.1f} s")
+            answers = await self._replicas.ask_all("ping", timeout_s=timeout_s)
+        except TimeoutError as late:
+            raise EngineStalledError(f"{late} has not answered for {timeout_s} s") from None
+        for replica, answer in answers.items():
+            stalled = (answer.result or {})["seconds_since_progress"]
+            if stalled > max_stall_s:
+                raise EngineStalledError(self._replicas.named(
+                    replica, f"the steps in flight have made no progress for {stalled:.1f} s"))
 
     async def wait_dead(self) -> EngineDeadError:
-        """Returns when the engine has died, with what it died of; never after a shutdown."""
-        return await self._client.wait_dead()
+        """Returns when the engine has died, with what it died of; never after a shutdown. With several replicas: when
+        all have."""
+        return await self._replicas.wait_dead()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; running requests go on."""
-        return bool((await self._client.call("reset_prefix_cache"))["done"])
+        """Forgets all cached prefixes, of all replicas; running requests go on."""
+        answers = await self._replicas.ask_all("reset_prefix_cache")
+        return all((answer.result or {})["done"] for answer in answers.values())
 
     async def get_stats(self) -> dict[str, float]:
         """Counts of the scheduler and the KV cache, and the device's busy and idle seconds by cause; see
-        engine_core.scheduler and engine_core.flight_recorder."""
-        return await self._client.call("stats")
+        engine_core.scheduler and engine_core.flight_recorder. Of several replicas the sums; of the KV cache's usage
+        the mean."""
+        return sum_stats((await self.get_stats_by_replica()).values())
 
-    async def get_step_records(self, since: int = 0) -> list[StepRecord]:
-        """The flight recorder: the last steps that have come back, from number `since` on, oldest first. It holds some
-        thousand; asking stops nothing."""
-        return unpack_steps((await self._client.ask("step_records", since=since)).records)
+    async def get_stats_by_replica(self) -> dict[int, dict[str, float]]:
+        """The same of each replica that lives, by its number."""
+        answers = await self._replicas.ask_all("stats")
+        return {replica: answer.result or {} for replica, answer in answers.items()}
+
+    async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
+        """The flight recorder of one replica: the last steps that have come back, from number `since` on, oldest first.
+        It holds some thousand; asking stops nothing."""
+        return unpack_steps((await self._replicas.ask(replica, "step_records", since=since)).records)
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not, and what each of them waits for.
-        With a limit at most so many that have ended, that run and that wait, which bounds what asking costs."""
-        return unpack_requests((await self._client.ask("request_records", limit=limit)).records)
+        """The last requests that have ended, oldest first, then all that have not, and what each of them waits for;
+        replica by replica. With a limit at most so many of each that have ended, that run and that wait, which bounds
+        what asking costs."""
+        answers = await self._replicas.ask_all("request_records", limit=limit)
+        return [msgspec.structs.replace(record, replica=replica) if replica else record
+                for replica, answer in answers.items() for record in unpack_requests(answer.records)]
 
     def get_deliveries(self) -> list[Delivery]:
         """When this frontend took the last steps' tokens in, oldest first."""
@@ -254,7 +270,7 @@ class AsyncLLM:
         """Ends the engine and every request. May be called twice; also happens when the program ends."""
         error = EngineDeadError("the engine has been shut down")
         self._outputs.fail_all(error)
-        self._client.fail_calls(error)
+        self._replicas.fail_calls(error)
         self._finalizer()
 
     async def __aenter__(self) -> Self:
@@ -271,44 +287,56 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether it has died."""
-        return self._client.dead_error is not None
+        """Whether it has died: no replica lives."""
+        return self._replicas.dead_error is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
         """What it died of."""
-        return self._client.dead_error
+        return self._replicas.dead_error
+
+    @property
+    def replicas(self) -> list[ReplicaStatus]:
+        """The data-parallel replicas, which of them live, and what the others have died of."""
+        return self._replicas.replicas
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""
-        return self._ready.max_model_len
+        return self._replicas.max_model_len
 
     @property
     def num_kv_blocks(self) -> int:
-        """Size of the KV cache, in blocks."""
-        return self._ready.num_kv_blocks
+        """Size of the KV cache, in blocks; of all replicas together."""
+        return sum(ready.num_kv_blocks for ready in self._replicas.ready)
 
     @property
     def block_size(self) -> int:
         """Tokens that a KV block holds."""
-        return self._ready.block_size
+        return self._replicas.ready[0].block_size
 
     @property
     def device(self) -> str:
         """What it runs on, for people."""
-        return self._ready.device
+        size, device = self._config.parallel.data_parallel_size, self._replicas.ready[0].device
+        return device if size == 1 else f"{size} x {device}"
 
     @property
     def core_pid(self) -> int:
-        """Process id of the engine core."""
-        return self._ready.core_pid
+        """Process id of the engine core; with several replicas, of the first."""
+        return self._replicas.ready[0].core_pid
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids: this frontend's, the core's and each worker's."""
-        workers = {f"worker_{rank}": pid for rank, pid in enumerate(self._ready.worker_pids)}
-        return {"frontend": os.getpid(), "core": self._ready.core_pid, **workers}
+        """Process ids: this frontend's, the core's and each worker's. With several replicas the names of those begin
+        with 'replica_N_'."""
+        pids = {"frontend": os.getpid()}
+        for status in self.replicas:
+            if status.ready is not None:
+                prefix = f"replica_{status.number}_" if len(self.replicas) > 1 else ""
+                pids[f"{prefix}core"] = status.ready.core_pid
+                pids |= {f"{prefix}worker_{rank}": pid for rank, pid in enumerate(status.ready.worker_pids)}
+        return pids
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
@@ -330,8 +358,8 @@ class AsyncLLM:
     def _send(self, states: Sequence[RequestState], request: ProcessedRequest,
               beam_search: BeamSearchParams | None) -> None:
         first = states[0]
-        self._client.send(AddRequest(
-            client=self._client.client, handle=first.handle, request_id=first.request_id,
+        self._replicas.add(AddRequest(
+            client=0, handle=first.handle, request_id=first.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
             priority=request.priority, cache_salt=request.cache_salt,
             num_public_tokens=request.num_public_tokens, deadline=request.deadline,
@@ -351,12 +379,35 @@ def _load_tokenizer(config: EngineConfig) -> Tokenizer:
         raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None
 
 
-def _close(client: EngineClient, invited: list[ClientAddress]) -> None:
-    client.close()
+def _open_channels(config: EngineConfig, invitation: Invitation | None) -> dict[int, tuple[FrontendChannel, int]]:
+    """To each replica, with this frontend's number there. The one that starts an engine is number 0."""
+    if invitation is None:
+        return {replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)}
+    channels: dict[int, tuple[FrontendChannel, int]] = {}
+    try:
+        for seat in invitation.seats:
+            channels[seat.replica] = FrontendChannel(seat.address), seat.client
+    except EngineStartError:
+        for channel, _ in channels.values():
+            channel.close()
+        raise
+    return channels
+
+
+def sum_stats(each: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Of all replicas together."""
+    stats = list(each)
+    total = {name: sum(one[name] for one in stats) for name in stats[0]}
+    total["kv_cache_usage"] /= len(stats)
+    return total
+
+
+def _close(replicas: ReplicaSet, invited: list[ClientAddress]) -> None:
+    replicas.close()
     for address in invited:  # of those who never came
         remove_address(address)
 
 
 def _abort(llm: weakref.ref[AsyncLLM], handles: list[int]) -> None:
     if (alive := llm()) is not None:
-        alive._client.send(AbortRequests(client=alive._client.client, handles=handles))
+        alive._replicas.abort(handles)

@@ -13,6 +13,7 @@ from sidestep.frontend.cli_args import (
     add_http_flags,
     add_sampling_flags,
     add_serve_flags,
+    add_topology_flags,
     add_url_flags,
 )
 from sidestep.ipc.errors import SidestepError
@@ -62,6 +63,9 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     add_serve_flags(serve)
     add_engine_flags(serve, positional_model=True)
 
+    add_topology_flags(commands.add_parser(
+        "topology", help="what this machine has, and which parallel sizes fit a model", allow_abbrev=False))
+
     trace = commands.add_parser("trace", help="run a load and write what the engine did, for Perfetto",
                                 allow_abbrev=False)
     trace.add_argument("--output", metavar="FILE", default="trace.json", help="the file (default: trace.json)")
@@ -86,6 +90,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             return run_serve(parsed, version)
         elif parsed.command == "run-batch":
             from sidestep.frontend.cli_run_batch import run_run_batch as run
+        elif parsed.command == "topology":
+            from sidestep.frontend.cli_topology import run_topology as run
         elif parsed.command == "trace":
             from sidestep.frontend.cli_trace import run_trace as run
         elif parsed.bench == "serve":

@@ -7,6 +7,7 @@ import ast
 import enum
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -17,14 +18,15 @@ from typing import Any
 import msgspec
 
 from sidestep.frontend.server.options import ServerArgs
-from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs, parse_bytes
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import SamplingParams
 
-_ALIASES = {"tensor_parallel_size": ["-tp"], "model": ["-m"]}
+_ALIASES = {"tensor_parallel_size": ["-tp"], "data_parallel_size": ["-dp"], "model": ["-m"]}
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
                    "max_tokens", "min_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty",
                    "repetition_penalty")
+_TOPOLOGY_FLAGS = ("dtype", "revision", "max_model_len", "gpu_memory_utilization", "block_size")
 _BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
 
 
@@ -56,6 +58,27 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-concurrency", type=int, default=1024, metavar="N",
                         help="at most so many requests at a time (default: 1024)")
     _add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
+
+
+def add_topology_flags(parser: argparse.ArgumentParser) -> None:
+    """A machine in the place of this one, and those of the engine's options that say what fits."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL",
+                        help="folder or hub name of the model, of which only config.json is read (default: the bundled "
+                        "one)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs; those of this machine if not given")
+    parser.add_argument("--gpu-memory", type=parse_bytes, metavar="SIZE", help="of each, such as 141GiB")
+    parser.add_argument("--bandwidth", type=parse_bandwidth, metavar="SPEED",
+                        help="of each one's memory, such as 4800GB/s; known for many GPUs by their names")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_option_flags(parser.add_argument_group("engine options"), EngineArgs, _TOPOLOGY_FLAGS)
+
+
+def parse_bandwidth(text: str) -> float:
+    """'4800GB/s' or '4.8TB/s' (powers of 1000), in bytes a second."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GT])B/s\s*", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ValueError(text)
+    return float(found[1]) * {"g": 1e9, "t": 1e12}[found[2].lower()]
 
 
 def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:

@@ -24,18 +24,20 @@ def run_trace(parsed: argparse.Namespace) -> int:
 
 
 async def write_trace(llm: AsyncLLM, parsed: argparse.Namespace) -> list[StepRecord]:
-    """Runs the load and writes the file; the steps that are in it."""
+    """Runs the load and writes the file; the steps that are in it, of all replicas."""
+    replicas = range(len(llm.replicas))
     async with llm:
         await run_batch(llm, random_prompts(llm, 2, parsed.input_len, seed=1), 8)
-        warm_up = await llm.get_step_records()
+        warm_up = [await llm.get_step_records(replica=replica) for replica in replicas]
         known = {record.request_id for record in await llm.get_request_records()}
         await run_batch(llm, random_prompts(llm, parsed.num_prompts, parsed.input_len, seed=2), parsed.output_len)
-        steps = await llm.get_step_records(since=warm_up[-1].step_id + 1)
+        steps = [await llm.get_step_records(since=before[-1].step_id + 1 if before else 0, replica=replica)
+                 for replica, before in zip(replicas, warm_up, strict=True)]
         requests = [r for r in await llm.get_request_records() if r.request_id not in known]
         trace = chrome_trace(steps, requests, llm.get_deliveries())
     with open(parsed.output, "w") as file:
         json.dump(trace, file)
-    return steps
+    return [step for of_one in steps for step in of_one]
 
 
 def summary(steps: list[StepRecord]) -> dict[str, float | str]:

@@ -1,4 +1,5 @@
-"""The frontend's hold on one engine: starts the core, talks to it, and notices when it dies.
+"""The frontend's hold on one engine core: starts it, talks to it, and notices when it dies. An engine has one for each
+replica; see replica_set.py.
 
 Messages from the core are handled in one callback of the event loop, which reads all that are there. The loop is the
 one that first uses the engine: the engine itself can be started outside any loop.
@@ -18,7 +19,6 @@ from sidestep.ipc.errors import EngineDeadError, EngineStartError, SidestepError
 from sidestep.ipc.messages import Answer, Call, Connect, Dead, Outputs, Ready, ToCore, ToFrontend
 from sidestep.ipc.process import Child, spawn
 
-_POLL_S = 0.2
 _OWNER = 0
 """The frontend that starts the core; others join."""
 _JOIN_S = 60.0
@@ -56,33 +56,34 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
         self._closed = False
-        self._watchers: set[asyncio.Future[None]] = set()
+        self._joined_by: float | None = None
 
     # Starting and ending.
 
-    def start_core(self, config: EngineConfig) -> None:
+    def start_core(self, config: EngineConfig, replica: int = 0) -> None:
         """Starts the core's process and returns at once."""
         self._core = spawn("engine core", "sidestep.engine_core.entry:main",
-                           CoreArgs(config=config, clients=(self._channel.address,)))
+                           CoreArgs(config=config, clients=(self._channel.address,), replica=replica))
 
-    def wait_ready(self) -> Ready:
-        """Waits until the engine serves. Raises EngineStartError with the cause if it cannot."""
-        until = time.monotonic() + _JOIN_S
-        while True:
-            message = self._channel.wait_message(_POLL_S)
-            if isinstance(message, Ready):
-                self._channel.seal()
-                return message
-            if isinstance(message, Dead):
-                raise EngineStartError(message.cause)
-            # A core that is killed says nothing; what it sent before its end has been read above.
-            if message is None and self._core is not None and self._core.wait(0):
-                raise EngineStartError(f"{self._core.death_cause()} while it started")
-            if message is None and self._core is None and time.monotonic() > until:
-                raise EngineStartError("the engine that sent the invitation does not answer")
+    def poll_ready(self, timeout_s: float) -> Ready | None:
+        """Waits so long for the core to serve. Raises EngineStartError with the cause if it cannot."""
+        if self._joined_by is None:
+            self._joined_by = time.monotonic() + _JOIN_S
+        message = self._channel.wait_message(timeout_s)
+        if isinstance(message, Ready):
+            self._channel.seal()
+            return message
+        if isinstance(message, Dead):
+            raise EngineStartError(message.cause)
+        # A core that is killed says nothing; what it sent before its end has been read above.
+        if message is None and self._core is not None and self._core.wait(0):
+            raise EngineStartError(f"{self._core.death_cause()} while it started")
+        if message is None and self._core is None and time.monotonic() > self._joined_by:
+            raise EngineStartError("the engine that sent the invitation does not answer")
+        return None
 
     def close(self) -> None:
-        """Ends the engine. May be called twice."""
+        """Ends the core. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -95,24 +96,11 @@ class EngineClient:
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """What the engine has died of."""
+        """What it has died of."""
         unwatched = self._loop is None and not self._closed  # no loop yet that would be told of a death
         if self._dead_error is None and unwatched and self._core is not None and self._core.wait(0):
             self._dead_error = EngineDeadError(self._core.death_cause())
         return self._dead_error
-
-    async def wait_dead(self) -> EngineDeadError:
-        """Returns when the engine has died; never after a close."""
-        if not self._closed and self.dead_error is None:
-            self.attach()
-        while (error := self.dead_error) is None:
-            watcher = asyncio.get_running_loop().create_future()
-            self._watchers.add(watcher)
-            try:
-                await watcher
-            finally:
-                self._watchers.discard(watcher)
-        return error
 
     # Talking.
 
@@ -143,10 +131,6 @@ class EngineClient:
         """Queues a message; never waits. Nothing happens once the engine is dead or closed."""
         if self._dead_error is None and not self._closed:
             self._channel.send(message)
-
-    async def call(self, method: str, timeout_s: float | None = None) -> dict[str, float]:
-        """Asks the core's busy loop for figures. Raises EngineDeadError, or TimeoutError."""
-        return (await self.ask(method, timeout_s=timeout_s)).result or {}
 
     async def ask(self, method: str, *, since: int = 0, limit: int | None = None,
                   timeout_s: float | None = None) -> Answer:
@@ -219,8 +203,5 @@ class EngineClient:
         if self._dead_error is not None or self._closed:
             return
         self._dead_error = EngineDeadError(cause)
-        for watcher in self._watchers:
-            if not watcher.done():
-                watcher.set_result(None)
         self.fail_calls(self._dead_error)
         self._on_death(self._dead_error)

@@ -16,6 +16,7 @@ from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.input_processor import Prompt
 from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
+from sidestep.frontend.replica_set import ReplicaStatus
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
@@ -70,13 +71,23 @@ class LLM:
         """As AsyncLLM.get_stats."""
         return self._call(self._llm.get_stats())
 
-    def get_step_records(self, since: int = 0) -> list[StepRecord]:
+    def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
         """As AsyncLLM.get_step_records."""
-        return self._call(self._llm.get_step_records(since))
+        return self._call(self._llm.get_step_records(since, replica=replica))
 
     def get_request_records(self) -> list[RequestRecord]:
         """As AsyncLLM.get_request_records."""
         return self._call(self._llm.get_request_records())
+
+    @property
+    def replicas(self) -> list[ReplicaStatus]:
+        """As AsyncLLM.replicas."""
+        return self._llm.replicas
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """As AsyncLLM.pids."""
+        return self._llm.pids
 
     def shutdown(self) -> None:
         """Ends the engine. May be called twice; also happens when the program ends."""

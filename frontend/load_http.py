@@ -82,8 +82,11 @@ class HttpTarget:
         try:
             text = await self._server.get("/metrics")
             ours = b"\n".join(line for line in text.splitlines() if b"sidestep:" in line).decode()
-            found = {(sample.name.removeprefix("sidestep:"), sample.labels.get("cause")): sample.value
-                     for family in text_string_to_metric_families(ours + "\n") for sample in family.samples}
+            found: dict[tuple[str, str | None], float] = {}
+            for family in text_string_to_metric_families(ours + "\n"):
+                for sample in family.samples:  # one of each replica
+                    key = sample.name.removeprefix("sidestep:"), sample.labels.get("cause")
+                    found[key] = found.get(key, 0.0) + sample.value
             idle = {f"device_idle_{cause}_s": found["device_idle_seconds_total", cause] for cause in IDLE_CAUSES}
             return {"device_busy_s": found["device_busy_seconds_total", None], "device_idle_s": sum(idle.values()),
                     **idle, "cpu_s_frontend": found["frontend_cpu_seconds_total", None]}

@@ -169,9 +169,18 @@ class OutputProcessor:
         if live:
             self._abort_at_core([state.handle for state in live])
 
+    def tokens_of(self, handle: int) -> list[int] | None:
+        """What has come for a request; None if it has ended."""
+        state = self._states.get(handle)
+        return None if state is None else state.token_ids
+
     def fail_all(self, error: Exception) -> None:
         """Every reader gets an exception like this one."""
-        for state in list(self._states.values()):
+        self.fail(list(self._states), error)
+
+    def fail(self, handles: Iterable[int], error: Exception) -> None:
+        """The readers of these, which have not ended, get one."""
+        for state in [self._states[handle] for handle in handles]:
             self.remove(state)
             # One each: an exception that is raised many times collects the frames of all who raised it.
             state.fail(type(error)(*error.args))

@@ -85,6 +85,11 @@ class RequestState:
         return self._finish_reason is not None or self._error is not None
 
     @property
+    def token_ids(self) -> list[int]:
+        """What has come so far."""
+        return self._token_ids.copy()
+
+    @property
     def has_failed(self) -> bool:
         """Whether its reader gets an exception."""
         return self._error is not None
@@ -100,7 +105,9 @@ class RequestState:
         self.metrics.queued_ts = time.monotonic()
 
     def started(self, message: Started) -> None:
-        """It was scheduled for the first time."""
+        """It was scheduled for the first time; or again, after the death of a replica."""
+        if self._token_ids:
+            return
         self._num_cached = message.num_cached_tokens
         self.metrics.scheduled_ts = message.scheduled
 

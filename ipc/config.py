@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
-from sidestep.ipc.registry import ATTENTION_BACKENDS
+from sidestep.ipc.registry import ATTENTION_BACKENDS, ROUTERS
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -195,10 +195,13 @@ class ParallelConfig:
     """Where the model runs, and how."""
 
     tensor_parallel_size: int = option(1, "Number of ranks that share each layer; one process each.")
+    data_parallel_size: int = option(
+        1, "Number of replicas of the model, each with its own cache, GPUs and processes; requests are spread over "
+        "them.")
     device: str = option("auto", "'auto' takes the GPU where there is one; 'fake' scripts tokens without a model.",
                          choices=DEVICES)
     cpu_threads: int | None = option(
-        None, "Threads of a CPU rank. Default: the cores, shared among the ranks.")
+        None, "Threads of a CPU rank. Default: the cores, shared among all ranks of all replicas.")
     attention_backend: str = option(
         "auto", "How attention is computed: 'auto' takes triton on a GPU and torch on a CPU; flashinfer needs its "
         "package.",
@@ -208,7 +211,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _require_choice(self, "device", "attention_backend")
-        _require_positive_int(self, "tensor_parallel_size", "cpu_threads")
+        _require_positive_int(self, "tensor_parallel_size", "data_parallel_size", "cpu_threads")
         _require(self.fake_step_ms >= 0, "fake_step_ms", "must not be negative")
         _require(self.fake_step_ms == 0 or self.device == "fake", "fake_step_ms",
                  f"has a meaning only with device 'fake', not {self.device!r}")
@@ -225,9 +228,23 @@ class FrontendConfig:
     max_num_queued_tokens: int | None = option(
         None, "Refuse a request whose prompt would bring the tokens of the prompts that wait above this. Default: no "
         "limit.")
+    routing: str = option(
+        "prefix", "With data_parallel_size: which replica takes a request. 'prefix' weighs what each has cached of the "
+        "prompt against how much it has to do (without prefix caching as least_loaded); 'least_loaded' looks at the "
+        "work in flight alone, 'round_robin' at nothing.", choices=tuple(ROUTERS))
 
     def __post_init__(self) -> None:
+        _require_choice(self, "routing")
         _require_positive_int(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")
+
+
+def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
+    """Raises ValidationError if a model cannot be shared by so many ranks."""
+    for name, value in (("attention heads", spec.num_heads), ("intermediate size", spec.intermediate_size)):
+        _require(value % size == 0, "tensor_parallel_size", f"{size} does not divide the model's {value} {name}")
+    kv = spec.num_kv_heads
+    _require(kv % size == 0 or size % kv == 0, "tensor_parallel_size",
+             f"{size} neither divides nor is divided by the model's {kv} KV heads")
 
 
 @dataclass(frozen=True)
@@ -247,11 +264,7 @@ class EngineConfig:
         limit, wanted = spec.max_position_embeddings, self.model.max_model_len
         if isinstance(wanted, int):
             _require(wanted <= limit, "max_model_len", f"{wanted} is more than the model's {limit} positions")
-        for name, value in (("attention heads", spec.num_heads), ("intermediate size", spec.intermediate_size)):
-            _require(value % tp == 0, "tensor_parallel_size", f"{tp} does not divide the model's {value} {name}")
-        kv = spec.num_kv_heads
-        _require(kv % tp == 0 or tp % kv == 0, "tensor_parallel_size",
-                 f"{tp} neither divides nor is divided by the model's {kv} KV heads")
+        check_tensor_parallel(spec, tp)
 
     @property
     def max_model_len(self) -> int:
@@ -303,6 +316,22 @@ def api_key_of_environment() -> str | None:
 def triton_environment() -> dict[str, str]:
     """What a user has told Triton."""
     return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+
+
+def visible_gpus_of_environment() -> list[str] | None:
+    """The GPUs that CUDA programs may see, by number or UUID; None for all."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = file.read()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def available_cores() -> int:

@@ -20,12 +20,21 @@ class ClientAddress:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """With it a program joins an engine that runs already. `encode` makes text of it, to be handed to the program."""
+class Seat:
+    """A newcomer's place at one replica's core."""
 
+    replica: int
     client: int
     """The number that the core knows the newcomer by."""
     address: ClientAddress
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """With it a program joins an engine that runs already. `encode` makes text of it, to be handed to the program."""
+
+    seats: tuple[Seat, ...]
+    """At each replica that lives."""
     config: EngineConfig
 
     def encode(self) -> str:
@@ -48,3 +57,5 @@ class CoreArgs:
     config: EngineConfig
     clients: tuple[ClientAddress, ...]
     """One for each frontend; a message's `client` is an index into it."""
+    replica: int = 0
+    """Which of the config's data-parallel replicas it is."""

@@ -43,6 +43,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     """For logs only."""
     prompt_token_ids: bytes
     """int32, little-endian."""
+    output_token_ids: bytes = b""
+    """int32: what it has given already, at a replica that has died. It goes on like one that was preempted."""
     sampling: SamplingParams
     """With `seed` and `max_tokens` filled in, and without `structured_outputs`."""
     arrival: float

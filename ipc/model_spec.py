@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None = None
 
 
-def resolve_model_path(model: str, revision: str | None = None) -> str:
-    """A local folder for a folder's path or a hub name (fetched where a hub is reachable)."""
+_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+def resolve_model_path(model: str, revision: str | None = None, files: Sequence[str] = _FILES) -> str:
+    """A local folder for a folder's path or a hub name (fetched where a hub is reachable; of it these files)."""
     if os.path.isdir(model):
         return os.path.abspath(model)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -68,9 +72,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(
-            model, revision=revision,
-            allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]))
+        return str(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises many types, all meaning the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EngineStartError(

@@ -112,6 +112,8 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The core had its first token."""
     finished_ns: int | None
     finish_reason: str | None
+    replica: int = 0
+    """Which data-parallel replica has it, or had it last."""
 
 
 _requests = msgspec.msgpack.Decoder(list[RequestRecord])

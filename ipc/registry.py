@@ -36,6 +36,13 @@ ATTENTION_BACKENDS: dict[str, str] = {
 }
 """Paged attention implementations."""
 
+ROUTERS: dict[str, str] = {
+    "prefix": "sidestep.frontend.routing.prefix:PrefixRouter",
+    "least_loaded": "sidestep.frontend.routing.least_loaded:LeastLoadedRouter",
+    "round_robin": "sidestep.frontend.routing.round_robin:RoundRobinRouter",
+}
+"""Which data-parallel replica takes a request."""
+
 TOOL_PARSERS: dict[str, str] = {
     "hermes": "sidestep.frontend.parsers.hermes:HermesToolParser",
     "llama3_json": "sidestep.frontend.parsers.llama3_json:Llama3JsonToolParser",

@@ -36,6 +36,9 @@ _ENGINE_COUNTERS = {
     "device_busy_seconds": ("device_busy_s", "Time in which the device computed."),
     "device_no_work_seconds": ("device_no_work_s", "Time in which there was nothing to compute."),
 }
+_ENGINE = ("engine",)
+"""The label with a replica's number."""
+Stats = Mapping[int, Mapping[str, float]]
 _IDLE_CAUSES = ("result", "schedule", "prepare")
 
 
@@ -45,26 +48,33 @@ class Exposition:
     def __init__(self, model_name: str) -> None:
         self._label = {"model_name": model_name}
 
-    def text(self, engine: dict[str, float], figures: Figures) -> bytes:
-        """The text format; `engine` is what the engine says of itself, `figures` what the server's processes count."""
+    def text(self, engines: Stats, alive: Mapping[int, bool], figures: Figures) -> bytes:
+        """The text format; `engines` is what each replica says of itself that lives, `alive` which ones do, `figures`
+        what the server's processes count."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected([*self._of_engine(engine), *self._of_server(figures),
+        registry.register(_Collected([*self._of_engines(engines, alive), *self._of_server(figures),
                                       *self._of_tenants(figures.tenants)]))
         return generate_latest(registry)
 
-    def _of_engine(self, engine: dict[str, float]) -> Iterator[Metric]:
+    def _of_engines(self, engines: Stats, alive: Mapping[int, bool]) -> Iterator[Metric]:
+        yield self._gauge("engine_alive", "Whether a replica serves: 1, or 0 once it has died.",
+                          {(str(engine),): float(lives) for engine, lives in alive.items()}, _ENGINE)
         for name, (key, text) in _ENGINE_GAUGES.items():
-            yield self._gauge(name, text, engine[key])
+            yield self._gauge(name, text, {(str(engine),): stats[key] for engine, stats in engines.items()}, _ENGINE)
         for name, (key, text) in _ENGINE_COUNTERS.items():
-            yield self._counter(name, text, {(): engine[key]})
+            yield self._counter(name, text, {(str(engine),): stats[key] for engine, stats in engines.items()}, _ENGINE)
         yield self._counter("device_idle_seconds", "Time in which the device stood still although there was work.",
-                            {(cause,): engine[f"device_idle_{cause}_s"] for cause in _IDLE_CAUSES}, ("cause",))
+                            {(str(engine), cause): stats[f"device_idle_{cause}_s"]
+                             for engine, stats in engines.items() for cause in _IDLE_CAUSES}, (*_ENGINE, "cause"))
         yield self._counter("queue_wait_seconds", "Time that requests have waited, of all together, by what for.",
-                            {(reason,): engine[f"queue_wait_{reason}_s"] for reason in WAIT_REASONS}, ("reason",))
+                            {(str(engine), reason): stats[f"queue_wait_{reason}_s"]
+                             for engine, stats in engines.items() for reason in WAIT_REASONS}, (*_ENGINE, "reason"))
         steps = SummaryMetricFamily(PREFIX + "step_time_seconds", "The device's time for a step, by what it did.",
-                                    labels=[*self._label, "kind"])
-        for kind in STEP_KINDS:
-            steps.add_metric([*self._label.values(), kind], int(engine[f"{kind}_steps"]), engine[f"{kind}_step_s"])
+                                    labels=[*self._label, *_ENGINE, "kind"])
+        for engine, stats in engines.items():
+            for kind in STEP_KINDS:
+                steps.add_metric([*self._label.values(), str(engine), kind], int(stats[f"{kind}_steps"]),
+                                 stats[f"{kind}_step_s"])
         yield steps
 
     def _of_server(self, figures: Figures) -> Iterator[Metric]:
@@ -77,7 +87,7 @@ class Exposition:
                 ("frontend_cpu_seconds", "CPU time of the server's processes.", figures.cpu_seconds)):
             yield self._counter(name, text, {(): count})
         yield self._gauge("api_processes", "Processes of the server that have given their figures for this.",
-                          figures.num_processes)
+                          {(): figures.num_processes})
         yield self._counter("request_success", "Choices that have ended, by how.",
                             {(reason,): count for reason, count in figures.finished.items()}, ("finished_reason",))
         yield self._counter("admission_rejections", "Requests that were not admitted, by reason.",
@@ -90,11 +100,8 @@ class Exposition:
             yield family
 
     def _of_tenants(self, tenants: dict[str, TenantCounts]) -> Iterator[Metric]:
-        running = GaugeMetricFamily(PREFIX + "tenant_requests_running", "Choices whose clients wait, by tenant.",
-                                    labels=[*self._label, "tenant"])
-        for tenant, counts in tenants.items():
-            running.add_metric([*self._label.values(), tenant], counts.running)
-        yield running
+        yield self._gauge("tenant_requests_running", "Choices whose clients wait, by tenant.",
+                          {(tenant,): counts.running for tenant, counts in tenants.items()}, ("tenant",))
         for name, text, field in (
                 ("tenant_requests", "Choices that have ended, by tenant.", "requests"),
                 ("tenant_prompt_tokens", "Tokens of their prompts.", "prompt_tokens"),
@@ -102,9 +109,10 @@ class Exposition:
             yield self._counter(name, text, {(tenant,): getattr(counts, field)
                                              for tenant, counts in tenants.items()}, ("tenant",))
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=list(self._label))
-        family.add_metric(list(self._label.values()), value)
+    def _gauge(self, name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=[*self._label, *labels])
+        for key, value in values.items():
+            family.add_metric([*self._label.values(), *key], value)
         return family
 
     def _counter(self, name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> Metric:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.server.window import Percentiles, percentiles
+from sidestep.ipc.errors import EngineDeadError
 from sidestep.ipc.records import RequestRecord, StepKind, StepRecord, WaitReason
 
 MOST_STEPS = 256
@@ -75,9 +76,20 @@ class FlightRequest(msgspec.Struct):
     scheduled_us: int | None
 
 
-class Flight(msgspec.Struct):
-    """The answer to /v1/flight."""
+class FlightReplica(msgspec.Struct):
+    """One replica of the engine."""
 
+    replica: int
+    dead: str | None
+    """What it has died of."""
+
+
+class Flight(msgspec.Struct):
+    """The answer to /v1/flight, of one replica."""
+
+    replica: int
+    replicas: list[FlightReplica]
+    """All that there are."""
     now_us: int
     next: int
     """What `since` is to be the next time."""
@@ -106,35 +118,49 @@ class FlightRoute:
         self._service = service
 
     async def __call__(self, http: Request) -> Response:
-        since = _since(http)
+        since, wanted = _numbers(http)
         service, llm = self._service, self._service.llm
-        stats = await service.stats()
+        if wanted is not None and wanted >= len(llm.replicas):
+            raise refused("replica", f"must be below {len(llm.replicas)}, not {wanted}")
+        alive = await service.stats()
+        replica = min(alive) if wanted is None else wanted
+        stats, status = alive.get(replica), llm.replicas[replica]
+        if stats is None or status.ready is None:
+            raise EngineDeadError(f"replica {replica}: {status.dead}")
         scheduled = int(stats["num_steps"])
         # Another engine's number may be larger than any of this one's: then the watcher begins anew.
         first = max(0, scheduled - _IN_FLIGHT - MOST_STEPS, since if since <= scheduled else 0)
         records, requests, figures = await asyncio.gather(
-            llm.get_step_records(first), llm.get_request_records(MOST_REQUESTS), service.figures())
+            llm.get_step_records(first, replica=replica), llm.get_request_records(MOST_REQUESTS), service.figures())
         records = records[-MOST_STEPS:]
         body = Flight(
+            replica=replica, replicas=[FlightReplica(each.number, each.dead) for each in llm.replicas],
             now_us=time.monotonic_ns() // 1000, next=records[-1].step_id + 1 if records else min(first, scheduled),
-            model=service.names[0], device=llm.device, num_kv_blocks=llm.num_kv_blocks, block_size=llm.block_size,
+            model=service.names[0], device=status.ready.device,
+            num_kv_blocks=status.ready.num_kv_blocks, block_size=status.ready.block_size,
             kv_cache_usage=stats["kv_cache_usage"], num_running=int(stats["num_running"]),
             num_waiting=int(stats["num_waiting"]), steps=[_step(record) for record in records],
-            requests=[_request(record) for record in requests if record.finished_ns is None],
+            requests=[_request(record) for record in requests
+                      if record.finished_ns is None and record.replica == replica],
             ttft_s=percentiles(figures.last_ttfts), itl_s=percentiles(figures.last_gaps))
         return Response(msgspec.json.encode(body), media_type="application/json",
                         headers={"cache-control": "no-store"})
 
 
-def _since(http: Request) -> int:
+def _numbers(http: Request) -> tuple[int, int | None]:
+    """The step to begin with, and the replica if one is named."""
     for name in http.query_params:
-        if name != "since":
+        if name not in ("since", "replica"):
             raise refused(name, "is no parameter of this route", "unknown_field")
-    given = http.query_params.getlist("since")
+    return _number(http, "since", "a step's") or 0, _number(http, "replica", "a replica's")
+
+
+def _number(http: Request, name: str, whose: str) -> int | None:
+    given = http.query_params.getlist(name)
     if not given:
-        return 0
+        return None
     if len(given) > 1 or not given[0].isascii() or not given[0].isdigit() or len(given[0]) > 18:
-        raise refused("since", f"must be a step's number, not {', '.join(given)[:40]!r}")
+        raise refused(name, f"must be {whose} number, not {', '.join(given)[:40]!r}")
     return int(given[0])
 
 

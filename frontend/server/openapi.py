@@ -60,7 +60,9 @@ OPERATIONS = (
     Operation("/v1/models/{model}", "The model under one of its names.", Model, more_statuses=("404",)),
     Operation("/v1/load", "How busy the engine is.", Load),
     Operation("/v1/flight", "The engine's last steps, and the requests that have not ended.", Flight,
-              more_statuses=("400",), query={"since": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}}),
+              more_statuses=("400",), query={
+                  "since": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
+                  "replica": {"type": "integer", "minimum": 0}}),
     Operation("/health", "Whether the engine makes progress.", Status, open=True),
     Operation("/ready", "Whether new requests are taken.", Status, open=True),
     Operation("/version", "The server's version.", Version),

@@ -224,10 +224,13 @@ class Text(msgspec.Struct):
     prompt: str
 
 
-class Status(msgspec.Struct):
+class Status(msgspec.Struct, omit_defaults=True):
     """The answer to /health and /ready."""
 
     status: str
+    """'degraded' while some of the replicas have died and others serve."""
+    dead_replicas: dict[str, str] = {}
+    """Of those that have died, by number: what of."""
 
 
 class Version(msgspec.Struct):

@@ -221,11 +221,11 @@ class Service:
             tally.note(output)
         return output
 
-    async def stats(self) -> dict[str, float]:
-        """What the engine counts. Raises EngineStalledError, so that nobody waits for an engine that hangs."""
+    async def stats(self) -> dict[int, dict[str, float]]:
+        """What each replica that lives counts. Raises EngineStalledError, so that nobody waits for one that hangs."""
         try:
             async with asyncio.timeout(_STATS_S):
-                return await self.llm.get_stats()
+                return await self.llm.get_stats_by_replica()
         except TimeoutError:
             raise EngineStalledError(f"the engine core has not answered for {_STATS_S:g} s") from None
 

@@ -7,6 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sidestep.frontend.async_llm import sum_stats
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError
 from sidestep.frontend.server.exposition import Exposition
 from sidestep.frontend.server.protocol import Load, Model, ModelList, Status, Version
@@ -22,17 +23,21 @@ class StatusRoutes:
         self._exposition = Exposition(service.names[0])
 
     async def health(self, http: Request) -> Response:
-        """200 while the engine makes progress: its busy loop answers and its steps come back."""
-        await self._service.llm.check_health()  # what it raises is a 503
-        return _json(Status("ok"))
+        """200 while the engine makes progress: its busy loop answers and its steps come back. Of several replicas those
+        must that live, and one must live."""
+        return _json(await self._health("ok"))
 
     async def ready(self, http: Request) -> Response:
         """200 while new requests are taken."""
         if self._service.is_draining:
             raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
                            headers=RETRY_AFTER)
-        await self._service.llm.check_health()
-        return _json(Status("ready"))
+        return _json(await self._health("ready"))
+
+    async def _health(self, good: str) -> Status:
+        await self._service.llm.check_health()  # what it raises is a 503
+        dead = {str(status.number): status.dead for status in self._service.llm.replicas if status.dead is not None}
+        return Status("degraded" if dead else good, dead)
 
     async def version(self, http: Request) -> Response:
         """The server's version."""
@@ -48,14 +53,16 @@ class StatusRoutes:
 
     async def load(self, http: Request) -> Response:
         """How busy the engine is."""
-        stats, figures = await self._service.stats(), await self._service.figures()
+        stats, figures = sum_stats((await self._service.stats()).values()), await self._service.figures()
         return _json(Load(int(stats["num_running"]), int(stats["num_waiting"]), figures.num_running,
                           stats["kv_cache_usage"]))
 
     async def metrics(self, http: Request) -> Response:
         """For Prometheus."""
         service = self._service
-        text = self._exposition.text(await service.stats(), await service.figures())
+        stats, figures = await service.stats(), await service.figures()
+        alive = {status.number: status.dead is None for status in service.llm.replicas}
+        text = self._exposition.text(stats, alive, figures)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> Model:

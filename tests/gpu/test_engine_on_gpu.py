@@ -135,3 +135,19 @@ def test_beam_search_equals_transformers(options: dict[str, Any], model_folder: 
             found = sum(s.tokens[len(prompt):] == tokens
                         for s, (tokens, _) in zip(output.sequences, expected, strict=True))
             assert found >= 2, "more than ties differ"
+
+
+def test_replicas_are_on_gpus_of_their_own_and_give_the_same_tokens(model_folder: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    path = write_model("llama-gqa", model_folder)
+    model = load_reference(path)
+    prompts = random_prompts(24, model.config.vocab_size)
+    counts = [4 + 5 * (i % 5) for i in range(24)]
+    free = [torch.cuda.mem_get_info(device)[0] for device in (0, 1)]
+    with LLM(path, dtype="float32", kv_cache_memory_bytes=1 << 30, data_parallel_size=2) as llm:
+        assert all(torch.cuda.mem_get_info(device)[0] < free[device] for device in (0, 1))
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert {record.replica for record in llm.get_request_records()} == {0, 1}
+    assert [out.outputs[0].token_ids for out in outputs] == reference_tokens(model, prompts, counts)

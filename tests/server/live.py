@@ -86,12 +86,12 @@ class LiveServer:
             assert time.monotonic() < end, load
 
     def metrics(self) -> dict[str, float]:
-        """Every sample's name and labels but the model's, and its value."""
+        """Every sample's name and labels, and its value; but for the model's label and that of the first replica."""
         samples = {}
         for line in self.http.get("/metrics").raise_for_status().text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                name = re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")
+                name = re.sub(r'(model_name="[^"]*"|engine="0"),?', "", name).replace(",}", "}").replace("{}", "")
                 samples[name] = float(value)
         return samples
 

@@ -283,6 +283,18 @@ def test_the_live_view_shows_the_steps_and_what_a_request_waits_for(
     expect(page.locator("#queue-note")).to_have_text("No requests.")
 
 
+def test_the_view_shows_the_replica_that_is_chosen(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    server = make_server("-dp", "2", "--routing", "round_robin", step_ms=5)
+    page = open_page(server)
+    live(page)
+    with streams(server, 3):
+        choice, tile = page.get_by_label("Replica"), page.locator("#tile-running")
+        expect(tile).to_have_text("2")
+        choice.select_option("1")
+        expect(tile).to_have_text("1")
+        expect(choice).to_have_value("1")
+
+
 def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(open_page: Open, fake: LiveServer) -> None:
     page = open_page(fake)
     live(page)
@@ -298,7 +310,7 @@ def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(open_pa
         page.evaluate("fetch('/version')")  # comes after what the page has sent by then
         return sum("/v1/flight" in url for url in asked)
 
-    with page.expect_response(re.compile(r"/v1/flight\?since=\d+$")) as answer:
+    with page.expect_response(re.compile(r"/v1/flight\?since=\d+&replica=0$")) as answer:
         page.clock.run_for(600)
     assert answer.value.json()["steps"] == []
     hide = """hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});

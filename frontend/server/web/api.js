@@ -31,9 +31,12 @@ async function ask(path, options = {}) {
   throw new ApiError(answer.status, message);
 }
 
-/** The flight recorder from a step on; null for the newest. */
-export async function getFlight(since, signal) {
-  const answer = await ask(since === null ? "/v1/flight" : `/v1/flight?since=${since}`, { signal });
+/** The flight recorder of a replica from a step on; null for the newest, and for the first replica that lives. */
+export async function getFlight(since, replica, signal) {
+  const query = new URLSearchParams();
+  if (since !== null) query.set("since", since);
+  if (replica !== null) query.set("replica", replica);
+  const answer = await ask(`/v1/flight?${query}`, { signal });
   return answer.json();
 }
 

@@ -21,6 +21,8 @@ export function makeEngineView(onKeyNeeded) {
   const live = byId("live");
   const steps = [];
   const places = new Map(); // by time: the largest batch, queue and share of the cache in it
+  const choice = byId("replica");
+  let replica = null; // that is shown
   let next = null, timer = null, asking = null, newest = null;
 
   function start() {
@@ -38,7 +40,7 @@ export function makeEngineView(onKeyNeeded) {
     const mine = asking = new AbortController();
     let wait = POLL_MS;
     try {
-      const flight = await getFlight(next, mine.signal);
+      const flight = await getFlight(next, replica, mine.signal);
       if (asking !== mine) return;
       take(flight);
       draw();
@@ -57,11 +59,9 @@ export function makeEngineView(onKeyNeeded) {
 
   function take(flight) {
     // Smaller than before: the server has been started anew, and counts from 0.
-    if (next !== null && flight.next < next) {
-      steps.length = 0;
-      places.clear();
-    }
+    if (next !== null && flight.next < next) forget();
     next = flight.next;
+    replica = flight.replica;
     newest = flight;
     steps.push(...flight.steps);
     steps.splice(0, steps.length - MOST_STEPS);
@@ -72,6 +72,18 @@ export function makeEngineView(onKeyNeeded) {
     for (const place of places.keys()) if (place < oldest) places.delete(place);
   }
 
+  function forget() {
+    steps.length = 0;
+    places.clear();
+  }
+
+  function show(number) {
+    forget();
+    replica = number;
+    next = null;
+    start();
+  }
+
   function note(time, rows, waiting, used) {
     const key = Math.floor(time / PLACE_US), old = places.get(key) ?? { rows: 0, waiting: 0, used: 0 };
     places.set(key, {
@@ -80,6 +92,7 @@ export function makeEngineView(onKeyNeeded) {
 
   function draw() {
     if (newest === null) return;
+    drawReplicas();
     drawTiles();
     drawTimeline(byId("timeline"), steps, Number(byId("zoom").value));
     byId("timeline-note").textContent = describe(steps);
@@ -89,6 +102,17 @@ export function makeEngineView(onKeyNeeded) {
     drawRequests();
     fill(byId("steps"), steps.slice(-TABLE_STEPS).reverse().map(stepRow));
     byId("served").textContent = `${newest.model} on ${newest.device}`;
+  }
+
+  function drawReplicas() {
+    byId("replica-choice").hidden = newest.replicas.length < 2;
+    if (choice.length !== newest.replicas.length) {
+      choice.replaceChildren(...newest.replicas.map((each) => new Option(each.replica, each.replica)));
+    }
+    newest.replicas.forEach((each, place) => {
+      choice.options[place].text = each.dead === null ? each.replica : `${each.replica} (dead)`;
+    });
+    choice.value = replica;
   }
 
   function drawTiles() {
@@ -143,6 +167,7 @@ export function makeEngineView(onKeyNeeded) {
     start();
   });
   document.addEventListener("visibilitychange", start);
+  choice.addEventListener("change", () => show(Number(choice.value)));
   byId("zoom").addEventListener("change", draw);
   window.addEventListener("resize", draw);
   return { start };

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import socket
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sidestep import AsyncLLM
+from sidestep.frontend.async_llm import _close
 from sidestep.frontend.engine_client import EngineClient
 from sidestep.frontend.input_processor import InputProcessor
 from sidestep.frontend.output_processor import OutputProcessor
+from sidestep.frontend.replica_set import ReplicaSet
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.config import FrontendConfig
+from sidestep.ipc.config import EngineArgs, EngineConfig, FrontendConfig
 from sidestep.ipc.core_args import ClientAddress
 from sidestep.ipc.messages import (
     AbortRequests,
@@ -96,23 +98,33 @@ def client_of(channel: FakeChannel) -> EngineClient:
     return EngineClient(channel, processor.handle, processor.fail_all)
 
 
-def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100) -> AsyncLLM:
-    """An AsyncLLM whose core is the test."""
+def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100, *others: FakeChannel) -> AsyncLLM:
+    """An AsyncLLM whose core is the test; or cores, one a replica."""
+    channels = dict(enumerate((channel, *others)))
     made = AsyncLLM.__new__(AsyncLLM)
     llm: Any = made
-    llm._client = client_of(channel)
-    llm._outputs = OutputProcessor(lambda handles: llm._client.send(AbortRequests(client=0, handles=handles)))
-    llm._client._on_outputs = llm._outputs.handle
-    llm._client._on_death = llm._outputs.fail_all
-    llm._finalizer = weakref.finalize(llm, llm._client.close)
+    llm._outputs = OutputProcessor(lambda handles: llm._replicas.abort(handles))
+    llm._config = EngineArgs(device="fake", data_parallel_size=len(channels)).create_engine_config()
+    llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len)
+    llm._invited = []
+    llm._finalizer = weakref.finalize(llm, _close, llm._replicas, llm._invited)
     llm._tokenizer = tokenizer
     llm._inputs = input_processor(tokenizer, max_model_len)
     llm._handles = itertools.count()
     llm._limits = FrontendConfig()
     llm._preparing = {}
-    llm._ready = Ready(max_model_len=max_model_len, num_kv_blocks=9, block_size=16, device="fake", core_pid=0,
-                       worker_pids=[])
     return made
+
+
+def replicas_of(channels: Mapping[int, FakeChannel], outputs: OutputProcessor, config: EngineConfig,
+                max_model_len: int = 100) -> ReplicaSet:
+    """Replicas that a test plays, and that have said they are ready."""
+    replicas = ReplicaSet(config, outputs, {number: (channel, 0) for number, channel in channels.items()})
+    for number, channel in channels.items():
+        channel.say(Ready(max_model_len=max_model_len, num_kv_blocks=90, block_size=16, device="fake",
+                          core_pid=number, worker_pids=[]))
+    replicas.wait_ready()
+    return replicas
 
 
 def input_processor(tokenizer: Tokenizer, max_model_len: int = 100) -> InputProcessor:

@@ -128,7 +128,7 @@ async def test_as_a_context_manager_it_shuts_down_at_the_end(llm: AsyncLLM) -> N
 
 
 async def test_every_caller_after_death_gets_an_exception_of_its_own(llm: AsyncLLM, channel: FakeChannel) -> None:
-    llm._client.attach()
+    llm._replicas.attach()
     channel.say(Dead(cause="engine core was killed by SIGKILL"))
     await until(lambda: llm.errored)
     caught = []
@@ -162,7 +162,7 @@ async def test_the_prefix_cache_is_reset_and_an_unknown_call_is_an_error(llm: As
     await answer(channel, done=1.0)
     assert await asking
     channel.sent.clear()
-    wrong = asyncio.create_task(llm._client.call("nonsense"))
+    wrong = asyncio.create_task(llm._replicas.ask_all("nonsense"))
     await until(lambda: bool(channel.sent))
     call = channel.sent[0]
     assert isinstance(call, Call)
@@ -174,20 +174,20 @@ async def test_the_prefix_cache_is_reset_and_an_unknown_call_is_an_error(llm: As
 def test_starting_waits_for_the_core_s_word(channel: FakeChannel) -> None:
     ready = Ready(max_model_len=9, num_kv_blocks=9, block_size=16, device="fake", core_pid=1, worker_pids=[2])
     channel.say(ready)
-    assert client_of(channel).wait_ready() == ready
+    assert client_of(channel).poll_ready(0) == ready
     channel.say(Dead(cause="model: has no weights"))
     with pytest.raises(EngineStartError, match="^model: has no weights$"):
-        client_of(channel).wait_ready()
+        client_of(channel).poll_ready(0)
 
 
 def test_it_moves_to_a_new_event_loop_when_the_old_one_has_ended(channel: FakeChannel) -> None:
     client = client_of(channel)
 
-    async def ask() -> dict[str, float]:
+    async def ask() -> dict[str, float] | None:
         channel.sent.clear()
-        asking = asyncio.create_task(client.call("stats"))
+        asking = asyncio.create_task(client.ask("stats"))
         await answer(channel, number=4.0)
-        return await asking
+        return (await asking).result
 
     assert asyncio.run(ask()) == asyncio.run(ask()) == {"number": 4.0}
 

@@ -31,7 +31,8 @@ def spans(trace: dict[str, Any], track: int) -> list[tuple[str, float, float]]:
 
 
 def test_each_process_has_a_track_and_each_step_its_spans() -> None:
-    trace = chrome_trace([step(7, 10_000), step(8, 14_000)], [], [Delivery(1, 19_000, 21_000, 3), Delivery(0, 0, 1, 1)])
+    trace = chrome_trace([[step(7, 10_000), step(8, 14_000)]], [],
+                         [Delivery(1, 19_000, 21_000, 3), Delivery(0, 0, 1, 1)])
     assert json.loads(json.dumps(trace)) == trace
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {FRONTEND: "frontend", CORE: "engine core", WORKER: "worker 0", DEVICE: "device",
@@ -44,14 +45,14 @@ def test_each_process_has_a_track_and_each_step_its_spans() -> None:
 
 
 def test_a_step_tells_why_the_device_stood_still_before_it() -> None:
-    trace = chrome_trace([step(7, 0)], [], [])
+    trace = chrome_trace([[step(7, 0)]], [], [])
     (device,) = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == DEVICE]
     assert device["args"]["idle_before_us"] == {"no work": 0.1, "result": 0.2, "schedule": 0.3, "prepare": 0.4}
     assert (device["args"]["rows"], device["args"]["tokens"], device["args"]["sampled"]) == (4, 5, 3)
 
 
 def life(record: RequestRecord) -> list[tuple[str, str, float]]:
-    trace = chrome_trace([step(0, 10_000)], [record], [])
+    trace = chrome_trace([[step(0, 10_000)]], [record], [])
     return [(e["name"], e["ph"], e["ts"]) for e in trace["traceEvents"] if e["pid"] == REQUESTS and e["ph"] in "be"]
 
 
@@ -72,4 +73,14 @@ def test_requests_that_ended_before_the_first_step_are_left_out() -> None:
 
 
 def test_a_trace_without_steps_is_a_trace() -> None:
-    assert chrome_trace([], [], [])["traceEvents"]
+    assert chrome_trace([[]], [], [])["traceEvents"]
+
+
+def test_each_replica_has_tracks_of_its_own() -> None:
+    trace = chrome_trace([[step(7, 10_000)], [step(3, 12_000)]], [request(), request(replica=1)], [])
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert len(names) == 9 and len(set(names.values())) == 9
+    second = next(track for track, name in names.items() if name == "device of replica 1")
+    assert spans(trace, DEVICE) == [("step 7", 5, 1)] and spans(trace, second) == [("step 3", 7, 1)]
+    assert {names[e["pid"]] for e in trace["traceEvents"] if e["ph"] == "b"} == {
+        "requests of replica 0", "requests of replica 1"}

@@ -1,0 +1,22 @@
+"""The replica with the least work in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sidestep.frontend.routing.router import RoutedRequest, Router
+
+
+class LeastLoadedRouter(Router):
+    """Among equals the one that has waited longest for a request."""
+
+    def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._turns = dict.fromkeys(num_blocks, 0)
+        self._turn = 0
+
+    def _pick(self, request: RoutedRequest) -> tuple[int, int]:
+        replica = min(self._loads, key=lambda r: (self._loads[r], self._turns[r]))
+        self._turn += 1
+        self._turns[replica] = self._turn
+        return replica, 0

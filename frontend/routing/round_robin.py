@@ -1,0 +1,19 @@
+"""One replica after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sidestep.frontend.routing.router import RoutedRequest, Router
+
+
+class RoundRobinRouter(Router):
+    """Looks at nothing."""
+
+    def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._last = -1
+
+    def _pick(self, request: RoutedRequest) -> tuple[int, int]:
+        self._last = min((r for r in self._loads if r > self._last), default=min(self._loads))
+        return self._last, 0

@@ -1,0 +1,56 @@
+"""What a replica's prefix cache holds, as far as a frontend can tell: an approximate prefix tree.
+
+A block is known by a hash of its tokens and of the block before it, so a set of hashes is a tree of prefixes. It
+forgets as the cache does, the least recently used first and of a prompt its end first. So with a block all that come
+before it are known, and the longest known prefix is found by bisection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_ID_BYTES = 4
+
+
+def block_hashes(token_ids: bytes, block_size: int, cache_salt: str | None = None,
+                 num_public_tokens: int = 0) -> list[int]:
+    """Of each full block of int32 token ids. As in the KV cache, the salt enters with the first block that is not
+    wholly public. They differ from process to process."""
+    hashes: list[int] = []
+    width, parent = block_size * _ID_BYTES, 0
+    salted_from = num_public_tokens // block_size if cache_salt is not None else -1
+    for index in range(len(token_ids) // width):
+        if index == salted_from:
+            parent = hash((parent, cache_salt))
+        parent = hash((parent, token_ids[index * width:(index + 1) * width]))
+        hashes.append(parent)
+    return hashes
+
+
+class SeenBlocks:
+    """The hashes of one replica's blocks, at most `capacity` of them."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"SeenBlocks({len(self)} of {self._capacity})"
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """How many blocks of a prompt it knows, from the first on."""
+        return bisect_left(hashes, True, key=lambda h: h not in self._blocks)
+
+    def add(self, hashes: Sequence[int]) -> None:
+        """All blocks of a prompt, which are now the last to be forgotten."""
+        blocks = self._blocks
+        for block in reversed(hashes):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > self._capacity:
+            blocks.popitem(last=False)
