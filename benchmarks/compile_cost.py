@@ -96,14 +96,15 @@ def compile_model(name: str, capability: int, processors: int) -> list[tuple[str
     from benchmarks.start_profile import worker_args
     from sidestep.executor.gpu_runner import GpuRunner
     from sidestep.executor.parallel_state import Apart
-    from sidestep.kernels.compiling import compile_for
+    from sidestep.kernels.compiling import compile_for, compiling_only
     from sidestep.kernels.gpu import Gpu
 
     compiler = OneByOne()
     with tempfile.TemporaryDirectory() as folder, empty_cache():
         compile_for(Gpu(capability, processors))
         triton.knobs.compilation.listener = compiler.listen
-        GpuRunner.compile_without_gpu(worker_args(name, folder), Apart(0, 1), compiler)
+        with compiling_only(compiler):
+            GpuRunner.launch_without_gpu(worker_args(name, folder), Apart(0, 1))
     return compiler.costs
 
 

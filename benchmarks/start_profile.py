@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PARTS = {"_make_tables": "tables", "_make_buffers": "buffers of the host", "_load_model": "model",
-         "_make_attention": "attention and its cache", "_compile": "kernels from the cache, or compiled",
+         "_make_attention": "attention and its cache", "_launch_all": "kernels from the cache, or given to threads",
          "_working_bytes": "largest steps", "_capture": "graphs"}
 
 
@@ -119,7 +119,7 @@ def run_worker(model: str, born: float) -> None:
         waiting.wait_for_compiler = laps.around(waiting.wait_for_compiler, "waiting for the compiler", wait)
         found: list[tuple[str, bool]] = []
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append((src.name, cache_hit))
-        with laps.part("rest of loading", wait):
+        with laps.part("rest of loading, with what threads compile", wait):
             runner(args_with(args, compiled)).load()
         laps.print()
     missing = sorted(name for name, cached in found if not cached)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,8 +196,8 @@ class GpuRunner(Runner):
         if backend.graph_safe:
             wait_for_compiler(self._args.compiled)
             # What it has not compiled is compiled here, all kernels side by side.
-            with CompilerThreads(max(1, available_cores() // self._parallel.size)) as threads:
-                self._compile(threads)
+            with CompilerThreads(max(1, available_cores() // self._parallel.size)) as threads, compiling_only(threads):
+                self._launch_all()
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
         # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
@@ -223,29 +222,29 @@ class GpuRunner(Runner):
 
     @classmethod
     @torch.inference_mode()
-    def compile_without_gpu(cls, args: WorkerArgs, parallel: Parallel, compiler: Executor, *, device: str = "meta",
-                            num_blocks: int = 1) -> None:
-        """Compiles what `load` does, on any machine: with tensors on a device where they stand for those on a GPU (see
-        kernels.compiling.compile_for), and a cache of any size. Raises EngineStartError where `load` would."""
+    def launch_without_gpu(cls, args: WorkerArgs, parallel: Parallel, *, device: str = "meta",
+                           num_blocks: int = 1) -> None:
+        """Launches, within kernels.compiling.compiling_only, what `load` compiles, on any machine: with tensors on a
+        device where they stand for those on a GPU (see compile_for there), and a cache of any size. Raises
+        EngineStartError where `load` would."""
         runner = cls.__new__(cls)
         runner._prepare(args, torch.device(device))
         runner._parallel = parallel
         backend = pick_attention(args, runner._device)
         if backend.graph_safe:
             runner._make_tables()
-            with compiling_only(compiler):
-                runner._launch_samplers()  # which take longest
+            runner._launch_samplers()  # which take longest
             runner._load_model()
             runner._attention = runner._make_attention(backend, num_blocks)
-            runner._compile(compiler)
+            runner._launch_all()
 
-    def _compile(self, compiler: Executor) -> None:
-        """Compiles what any step may need."""
+    def _launch_all(self) -> None:
+        """Launches what any step may need, for it to be compiled."""
         most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
         # What takes longest comes first: the samplers, then attention.
         kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
         kinds += [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
-        with compiling_only(compiler), self._model.kinds_of_layers():
+        with self._model.kinds_of_layers():
             self._launch_samplers()
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)

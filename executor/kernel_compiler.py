@@ -1,7 +1,7 @@
 """A process that compiles a GPU worker's kernels while the worker imports torch, makes its context and loads weights.
 
 It needs no GPU memory and no weights: tensors on torch's meta device stand for those of the worker, whose own code
-launches the kernels (GpuRunner.compile_without_gpu). So what it leaves in Triton's cache is what the worker will look
+launches the kernels (GpuRunner.launch_without_gpu). So what it leaves in Triton's cache is what the worker will look
 for. What is missing there, because this process failed or was killed, the worker compiles itself.
 
 Order: if a note in Triton's cache says that all is there, nothing else happens, not even the import of torch. Else it
@@ -137,13 +137,14 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     from sidestep.executor.forks import Forks
     from sidestep.executor.gpu_runner import GpuRunner
     from sidestep.executor.parallel_state import Apart
-    from sidestep.kernels.compiling import compile_for
+    from sidestep.kernels.compiling import compile_for, compiling_only
 
     compile_for(gpu)
     thread.join()
     forks, size = Forks(num_processes), args.parallel.tensor_parallel_size
-    for rank in range(min(2, size)):  # all but the first are alike
-        GpuRunner.compile_without_gpu(replace(args, rank=rank), Apart(rank, size), forks)
+    with compiling_only(forks):
+        for rank in range(min(2, size)):  # all but the first are alike
+            GpuRunner.launch_without_gpu(replace(args, rank=rank), Apart(rank, size))
     return forks.finish()
 
 

@@ -19,7 +19,7 @@ from sidestep.executor.parallel_state import Apart
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model_spec import load_model_spec
-from sidestep.kernels.compiling import CompilerThreads, compile_for
+from sidestep.kernels.compiling import CompilerThreads, compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu
 
 GPU = Gpu(90, 132)
@@ -44,9 +44,9 @@ def keys(path: str, ranks: int) -> list[list[str]]:
         found.append([])
         compile_for(GPU, device)
         for rank in range(ranks):
-            with CompilerThreads(1) as threads:
-                GpuRunner.compile_without_gpu(worker_args(path, "bfloat16", ranks), Apart(rank, ranks), threads,
-                                              device=device, num_blocks=num_blocks)
+            with CompilerThreads(1) as threads, compiling_only(threads):
+                GpuRunner.launch_without_gpu(worker_args(path, "bfloat16", ranks), Apart(rank, ranks), device=device,
+                                             num_blocks=num_blocks)
     return [sorted(set(each)) for each in found]
 
 
@@ -58,8 +58,8 @@ def worker(path: str) -> list[tuple[str, bool]]:
 
     triton.knobs.compilation.listener = note
     compile_for(GPU, "cpu")
-    with CompilerThreads(2) as threads:
-        GpuRunner.compile_without_gpu(worker_args(path, "float32"), Apart(0, 1), threads, device="cpu")
+    with CompilerThreads(2) as threads, compiling_only(threads):
+        GpuRunner.launch_without_gpu(worker_args(path, "float32"), Apart(0, 1), device="cpu")
     return found
 
 
