@@ -95,7 +95,7 @@ def compile_model(name: str, capability: int, processors: int) -> list[tuple[str
 
     from benchmarks.start_profile import worker_args
     from sidestep.executor.gpu_runner import GpuRunner
-    from sidestep.executor.parallel_state import Apart
+    from sidestep.executor.parallel_state import LoneRank
     from sidestep.kernels.compiling import compile_for, compiling_only
     from sidestep.kernels.gpu import Gpu
 
@@ -104,7 +104,7 @@ def compile_model(name: str, capability: int, processors: int) -> list[tuple[str
         compile_for(Gpu(capability, processors))
         triton.knobs.compilation.listener = compiler.listen
         with compiling_only(compiler):
-            GpuRunner.launch_without_gpu(worker_args(name, folder), Apart(0, 1))
+            GpuRunner.launch_without_gpu(worker_args(name, folder), LoneRank(0, 1))
     return compiler.costs
 
 

@@ -92,7 +92,7 @@ class Steps:
         step = StepInput(
             step_id=self._count, slots=slots, num_tokens=np.ones(rows, np.int32),
             num_new_blocks=np.full(rows, needed, np.int32), block_ids=ids, new_slots=slots[:new], new_num_known=known,
-            new_num_prompt=known, new_num_computed=known - 1,
+            new_num_prompt=known, new_num_computed=known - 1, new_num_sent=known,
             new_token_ids=np.random.default_rng(0).integers(0, self._vocab, int(known.sum())).astype(np.int32),
             new_temperature=np.full(new, 0.6, np.float32), new_top_p=np.ones(new, np.float32),
             new_min_p=np.zeros(new, np.float32), new_top_k=np.zeros(new, np.int32), new_seed=np.arange(new),

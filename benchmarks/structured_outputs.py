@@ -31,7 +31,7 @@ ITEM = {"type": "object", "additionalProperties": False, "required": ["name", "a
     "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
     "address": {"type": "object", "additionalProperties": False, "required": ["street", "zip"], "properties": {
         "street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}}}}
-SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
+SCHEMA: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": 1000}
 """No output is complete before its limit of tokens, so both loads have the same number of them."""
 
 

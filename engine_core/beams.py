@@ -100,9 +100,9 @@ def make_beams(message: AddRequest, params: BeamSearchParams, max_model_len: int
     """The requests of a message that asks for beam search."""
     requests = [Request.from_message(message, max_model_len, eos_token_ids) for _ in range(params.beam_width)]
     first = requests[0]
-    controls = encode_controls(Controls(logprobs=params.num_candidates(len(first.eos_ids))))
+    controls = encode_controls(Controls(logprobs=params.num_candidates(len(first.eos_ids)), is_beam=True))
     for request in requests:
-        request.controls = controls
+        request.controls, request.has_past_sent = controls, False
     for other in requests[1:]:
         other.was_started = True  # the frontend knows of one
     room = min(first.max_total, kv.longest_of_group(first, len(requests))) - first.num_prompt

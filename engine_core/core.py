@@ -57,9 +57,10 @@ class EngineCore:
             self._in_flight -= 1
             self._last_progress = self._clock()
             self.recorder.output_taken(output)
+            # 2. The step that runs now may be waiting for what those tokens allow: that comes before all else.
+            self.scheduler.follow(output)
+            self._send_masks()
             outputs += self.scheduler.update(output).items()
-        # 2. The step that runs now may be waiting for what those tokens allow.
-        self._send_masks()
         # 3. Queue the next step behind it. The outputs go out after this: the device comes first.
         while self._in_flight < self._depth and (step := self._schedule()) is not None:
             if self._in_flight == 0:

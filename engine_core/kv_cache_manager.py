@@ -52,7 +52,7 @@ class KVCacheManager:
 
         others: of its group, which get the full blocks of their common prompt from it (see `_fork`)."""
         # Of cached tokens nothing would be computed that could be told.
-        hits = [] if request.sampling.prompt_logprobs is not None else self._match_prefix(request)
+        hits = [] if request.must_tell_of_prompt else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
         wanted = self.blocks_for(len(request.token_ids)) - len(hits) + sum(map(self._num_own_blocks, others))
         if wanted > self.pool.num_free - sum(map(self.pool.is_free, hits)):

@@ -58,6 +58,8 @@ class Request:
     """A block that it holds until its own at the place of the next token has become a copy of it; -1 for none."""
     controls: bytes = b""
     """For the workers; see ipc.controls."""
+    has_past_sent: bool = False
+    """Whether workers get all of its tokens when it enters, also those in the cache."""
     status: Status = Status.WAITING
     slot: int = -1
     """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
@@ -83,6 +85,8 @@ class Request:
     """Where its output is in its grammar, if it has one."""
     matcher_group: int = 0
     """Requests of one group have matchers of one compilation."""
+    mask_place: int = 0
+    """Of its last mask in the workers' tables; see engine_core/mask_table.py."""
     queued: float = 0.0
     scheduled: float | None = None
     first_token: float | None = None
@@ -107,12 +111,18 @@ class Request:
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
             priority=message.priority, cache_salt=message.cache_salt,
             num_public_tokens=message.num_public_tokens, deadline=message.deadline, controls=message.controls,
+            has_past_sent=bool(message.controls),
             grammar_field="" if message.grammar is None else message.grammar.field)
 
     @property
     def num_outputs(self) -> int:
         """Known output tokens."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def must_tell_of_prompt(self) -> bool:
+        """Whether its whole prompt must be computed, for what it asks to know of it."""
+        return self.sampling.prompt_logprobs is not None and self.first_token is None
 
     @property
     def will_be_complete(self) -> bool:
@@ -124,8 +134,9 @@ class Request:
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
-        if self.matcher is not None and self.matcher.is_stopped():
-            return FinishReason.STOP, None  # all that could follow is the end
+        # All that could follow is the end; unless the next mask could not be computed, which the next token will tell.
+        if self.matcher is not None and self.matcher.is_stopped() and not self.matcher.is_error():
+            return FinishReason.STOP, None
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
         detection = self.sampling.repetition_detection

@@ -18,14 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
-import numpy as np
-
 from sidestep.engine_core.admission import Admission
 from sidestep.engine_core.beams import BeamGroup, make_beams
 from sidestep.engine_core.flight_recorder import Situation
 from sidestep.engine_core.group import make_choices, why_never
 from sidestep.engine_core.invariants import check_invariants
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.mask_table import MaskTable
 from sidestep.engine_core.outbox import Outboxes
 from sidestep.engine_core.prompt_budget import PromptBudget
 from sidestep.engine_core.request import Request, Status, make_record
@@ -67,7 +66,10 @@ class Scheduler:
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
         self._plans: deque[StepPlan] = deque()
         """Of the steps in flight, the oldest first."""
+        self._followed: StepPlan | None = None
+        """A step whose tokens the grammars have, and nobody else yet."""
         self._next_step = 0
+        self._masks = MaskTable(limits.num_masks)
         self._last_masked = -1
         """The last step whose masks were taken."""
 
@@ -188,10 +190,19 @@ class Scheduler:
                 self.kv.remember(request)
         return budget, max(0, prompts), self._limits.max_num_seqs - len(live)
 
+    def follow(self, output: StepOutput) -> StepPlan:
+        """Gives the oldest step's tokens to the grammars of their requests, so that `take_masks` knows what the next
+        step waits for. `update` must come next."""
+        plan = self._followed = self._plans.popleft()
+        assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
+        if plan.masked:
+            self._results.follow_grammars(plan, output)
+        return plan
+
     def update(self, output: StepOutput) -> dict[int, Outputs]:
         """Takes the oldest step's tokens; returns what each frontend must be told."""
-        plan = self._plans.popleft()
-        assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
+        plan = self._followed or self.follow(output)
+        self._followed = None
         self._prompt_budget.learn(plan.num_tokens - len(plan.rows), (output.end_ns - output.start_ns) / 1e9)
         self._results.take(plan, output)
         return self.take_outputs()
@@ -209,8 +220,8 @@ class Scheduler:
         self._last_masked = plan.step_id
         # The token of a request that has ended in the meantime is dropped, whatever it is.
         rows = [(row, request) for row, request in plan.masked if request.status is not Status.FINISHED]
-        return StepMasks(plan.step_id, np.array([row for row, _ in rows], np.int32),
-                         self.grammars.masks([request for _, request in rows]))
+        requests = [request for _, request in rows]
+        return self._masks.message(plan.step_id, [row for row, _ in rows], requests, self.grammars.masks(requests))
 
     # Questions.
 

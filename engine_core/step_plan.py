@@ -125,13 +125,16 @@ class StepBuilder:
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
     """The `new_` columns of a StepInput."""
+    # A hit may be of a hundred thousand tokens, and a beam forks in most steps.
+    sent = [r.token_ids if r.has_past_sent else r.token_ids[cached:] for r, cached in zip(new, num_cached, strict=True)]
     stops = [sorted(r.stop_ids) if r.sampling.min_tokens > 0 else [] for r in new]
     return {
         "new_slots": np.array([r.slot for r in new], np.int32),
         "new_num_known": np.array([len(r.token_ids) for r in new], np.int32),
         "new_num_prompt": np.array([r.num_prompt for r in new], np.int32),
         "new_num_computed": np.array(num_cached, np.int32),
-        "new_token_ids": np.fromiter(chain.from_iterable(r.token_ids for r in new), np.int32),
+        "new_num_sent": np.array(list(map(len, sent)), np.int32),
+        "new_token_ids": np.fromiter(chain.from_iterable(sent), np.int32),
         "new_temperature": np.array([r.sampling.temperature for r in new], np.float32),
         "new_top_p": np.array([r.sampling.top_p for r in new], np.float32),
         "new_min_p": np.array([r.sampling.min_p for r in new], np.float32),

@@ -32,18 +32,26 @@ class StepResults:
     def __repr__(self) -> str:
         return f"StepResults({self._roster!r})"
 
+    def follow_grammars(self, plan: StepPlan, output: StepOutput) -> None:
+        """Takes a step's tokens into the matchers of their requests, before `take`. One that cannot go on ends its
+        request before the token is told."""
+        tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
+        followed = [(request, request.matcher, token) for request, token in tokens
+                    if request.matcher is not None and request.status is not Status.FINISHED]
+        self._grammars.advance([(matcher, token) for _, matcher, token in followed])
+        for request, matcher, _ in followed:
+            if (problem := problem_of(matcher)) is not None:
+                self._roster.fail(request, problem)
+
     def take(self, plan: StepPlan, output: StepOutput) -> None:
         """The output of a step that was planned so."""
-        tokens = output.token_ids.tolist()
-        if plan.masked:
-            self._follow_grammars(plan, tokens)
         for client, told in share_logprobs(output.logprobs, plan.sampling):
             self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
             self._outboxes.of(client).prompt_logprobs = told
         candidates = candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
-        for request, token in zip(plan.sampling, tokens, strict=True):
+        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue
@@ -86,13 +94,3 @@ class StepResults:
                 self._roster.preempt(beam)  # as others of it were meanwhile
         if not group.advance(self._kv):
             self._roster.end(group.members[0], FinishReason.STOP)
-
-    def _follow_grammars(self, plan: StepPlan, tokens: list[int]) -> None:
-        """Takes a step's tokens into the matchers of their requests. One that cannot go on ends its request before the
-        token is told."""
-        followed = [(request, request.matcher, token) for request, token in zip(plan.sampling, tokens, strict=True)
-                    if request.matcher is not None and request.status is not Status.FINISHED]
-        self._grammars.advance([(matcher, token) for _, matcher, token in followed])
-        for request, matcher, _ in followed:
-            if (problem := problem_of(matcher)) is not None:
-                self._roster.fail(request, problem)

@@ -22,10 +22,11 @@ import numpy as np
 from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.model_spec import resolve_model_path
+from sidestep.ipc.step import Int32
 from sidestep.ipc.structured_outputs import Grammar, first_line, grammar_limits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 COMPILE_S = 10.0
 """Seconds after which a request no longer waits for its grammar."""
@@ -36,6 +37,10 @@ _SHARERS = 8
 computed one after the other, so that with more requests there are more compilations, up to one for each thread."""
 _CHEAP_S = 0.05
 """Seconds of compiling beyond which all share one."""
+_STRING = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)), f"{_STRING}+"]
+"""Kinds of tokens that the library looks at as one where all of a kind may follow. A string that may go on for n
+characters allows all shorter tokens, so that with many lengths few of the tokens are looked at one by one."""
 _USES = 256
 """Requests after which a compilation is made anew, because what it has learnt only grows."""
 
@@ -105,6 +110,7 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._clock = clock
         self._tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
         self._problem = "the engine has not loaded the tokenizer"
         """Why there is no tokenizer."""
         self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
@@ -119,7 +125,8 @@ class Grammars:
         """Jobs whose end has not been heard yet."""
         self._num_threads = num_threads
         self._has_threads = False
-        self._words = -(-vocab_size // 32)
+        self._masks = np.empty((0, -(-vocab_size // 32)), np.int32)
+        """Where masks are computed, a row for each request of the largest step so far."""
 
     def __repr__(self) -> str:
         return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
@@ -134,8 +141,9 @@ class Grammars:
         try:
             file = Path(resolve_model_path(self._folder)) / "tokenizer.json"
             self._tokenizer = LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=self._vocab_size,
-                                          eos_token=self._eos)
-            self._executor = LLExecutor(self._num_workers)
+                                          eos_token=self._eos, slices=_SLICES)
+            # With one thread there is nothing to share out, and to wake it takes longer than most masks.
+            self._executor = LLExecutor(self._num_workers) if self._num_workers > 1 else None
         except Exception as error:  # the library raises nothing more special
             self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
 
@@ -239,17 +247,28 @@ class Grammars:
 
     def advance(self, tokens: list[tuple[LLMatcher, int]]) -> None:
         """Takes one sampled token of each."""
-        if tokens:
+        if self._executor is not None and tokens:  # it takes no empty list
             self._executor.consume_token_par(tokens)
+            return
+        for matcher, token in tokens:
+            matcher.consume_token(token)
 
-    def masks(self, requests: Sequence[Request]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """What each may sample next: `ceil(vocab_size / 32)` words for each, a bit a token, the lowest first."""
-        masks = np.zeros((len(requests), self._words), np.int32)
+    def masks(self, requests: Sequence[Request]) -> Int32:
+        """What each may sample next, [n, ceil(vocab_size / 32)]: a bit a token, the lowest first. Valid until the next
+        call."""
+        if len(self._masks) < len(requests):
+            self._masks = np.empty((len(requests), self._masks.shape[1]), np.int32)
+        masks = self._masks[:len(requests)]
         # Side by side, those that share a compilation are most often one thread's.
         order = sorted(range(len(requests)), key=lambda i: requests[i].matcher_group)
-        if matchers := [(matcher, i) for i in order if (matcher := requests[i].matcher) is not None]:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, self._words * 4, len(requests))
-        return masks.reshape(-1)
+        matchers = [(matcher, i) for i in order if (matcher := requests[i].matcher) is not None]
+        start, size = masks.ctypes.data, masks.shape[1] * 4
+        if self._executor is not None and matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, start, size, len(masks))
+        else:
+            for matcher, i in matchers:
+                matcher.unsafe_compute_mask_ptr(start + i * size, size)
+        return masks
 
 
 def problem_of(matcher: LLMatcher) -> str | None:
@@ -262,21 +281,25 @@ def problem_of(matcher: LLMatcher) -> str | None:
 def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
                  done: queue.SimpleQueue[_Compilation], bell: _Bell) -> None:
     """A compiling thread's work, until the process ends."""
-    from llguidance import LLMatcher
-
-    limits = grammar_limits()
     while True:
         job = jobs.get()
         if any(w.waits for w in job.waiting):
-            begin = time.perf_counter()
-            try:
-                matcher = LLMatcher(tokenizer, job.text, limits=limits, log_level=0)
-                matcher.compute_bitmask()  # the first mask takes longest
-                job.error = problem_of(matcher) or ""
-            except BaseException as error:  # a panic of the library is one, and this thread must go on
-                job.error = f"{type(error).__name__}: {error}"
-            job.seconds = time.perf_counter() - begin
-            if not job.error:
-                job.matcher = matcher
+            _compile(tokenizer, job)
         done.put(job)
         bell.ring()
+
+
+def _compile(tokenizer: LLTokenizer, job: _Compilation) -> None:
+    """Gives the job its matcher, or its error."""
+    from llguidance import LLMatcher
+
+    begin = time.perf_counter()
+    try:
+        matcher = LLMatcher(tokenizer, job.text, limits=grammar_limits(), log_level=0)
+        matcher.compute_bitmask()  # the first mask takes longest
+        job.error = problem_of(matcher) or ""
+    except BaseException as error:  # a panic of the library is one, and this thread must go on
+        job.error = f"{type(error).__name__}: {error}"
+    job.seconds = time.perf_counter() - begin
+    if not job.error:
+        job.matcher = matcher

@@ -17,7 +17,7 @@ import numpy as np
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.controls import decode_controls
-from sidestep.ipc.step import LogprobColumns, StepInput, StepMasks, StepOutput, UInt8
+from sidestep.ipc.step import Int64, LogprobColumns, StepInput, StepMasks, StepOutput, UInt8
 
 _MASK = (1 << 61) - 1
 DEFAULT_BLOCKS = 8192
@@ -51,29 +51,20 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: in
     return tokens
 
 
-def _allowed(step: StepInput, receive_masks: Callable[[], StepMasks] | None) -> dict[int, UInt8]:
-    """The masks of the slots that have one, as bytes."""
-    if not step.awaits_masks:
-        return {}
-    assert receive_masks is not None, "nobody gives the masks"
-    masks = receive_masks()
-    assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
-    slots = step.slots[masks.rows].tolist()
-    return dict(zip(slots, masks.words.view(np.uint8).reshape(len(slots), -1), strict=True)) if slots else {}
+class FakeMasks:
+    """The table of masks, each as the tokens that it allows."""
 
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._table: dict[int, Int64] = {}
 
-_NUM_BITS = np.array([byte.bit_count() for byte in range(256)])
-
-
-def choose(mask: UInt8, context_hash: int, seed: int) -> int | None:
-    """One of the tokens whose bits are set; None if there is none."""
-    ends = np.cumsum(_NUM_BITS[mask])
-    if not ends[-1]:
-        return None
-    number = next_token(context_hash, seed, int(ends[-1]))
-    place = int(np.searchsorted(ends, number, "right"))
-    number -= int(ends[place - 1]) if place else 0
-    return place * 8 + [bit for bit in range(8) if mask[place] >> bit & 1][number]
+    def take(self, step: StepInput, masks: StepMasks) -> dict[int, Int64]:
+        """What the slots that have a mask may sample in a step."""
+        assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
+        for place, words in enumerate(masks.words.reshape(-1, self._num_words), masks.first_new):
+            self._table[place] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        return {slot: self._table[place]
+                for slot, place in zip(step.slots[masks.rows].tolist(), masks.places.tolist(), strict=True)}
 
 
 class FakeDevice:
@@ -90,6 +81,12 @@ class FakeDevice:
             start = max(time.monotonic(), self._free_at)
             self._free_at = start + self._step_s
             return start, self._free_at
+
+    def sample_late(self) -> float:
+        """The end of the last step, which has all that it needs for its sampling by now."""
+        with self._lock:
+            self._free_at = max(time.monotonic(), self._free_at)
+            return self._free_at
 
 
 class TimedOutput(PendingOutput):
@@ -125,6 +122,7 @@ class FakeRunner(Runner):
         self._last_sampled = [0] * slots
         self._seed = [0] * slots
         self._num_logprobs = [0] * slots
+        self._masks = FakeMasks(self._vocab_size)
 
     def load(self) -> WorkerReady:
         return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device_type="fake",
@@ -137,7 +135,12 @@ class FakeRunner(Runner):
         for slot, token in zip(step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True):
             self._last_sampled[slot] = token
         start, end = self._device.launch()
-        states = self._run_rows(step, _allowed(step, receive_masks))
+        allowed: dict[int, Int64] = {}
+        if step.awaits_masks:
+            assert receive_masks is not None, "nobody gives the masks"
+            allowed = self._masks.take(step, receive_masks())
+            end = self._device.sample_late()
+        states = self._run_rows(step, allowed)
         tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
         output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
         if any(self._num_logprobs[slot] for slot in states):
@@ -145,9 +148,10 @@ class FakeRunner(Runner):
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
     def _enter(self, step: StepInput) -> None:
-        ends, controls = np.cumsum(step.new_num_known).tolist(), np.cumsum(step.new_control_sizes).tolist()
+        ends, controls = np.cumsum(step.new_num_sent).tolist(), np.cumsum(step.new_control_sizes).tolist()
         for i, (slot, end) in enumerate(zip(step.new_slots.tolist(), ends, strict=True)):
-            self._known[slot] = step.new_token_ids[end - int(step.new_num_known[i]):end].tolist()
+            known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
+            self._known[slot] = [-1] * (known - sent) + step.new_token_ids[end - sent:end].tolist()
             self._num_computed[slot] = int(step.new_num_computed[i])
             self._seed[slot] = int(step.new_seed[i])
             control = step.new_controls[controls[i] - int(step.new_control_sizes[i]):controls[i]].tobytes()
@@ -165,7 +169,7 @@ class FakeRunner(Runner):
             token_ids=np.array([t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32),
             logprobs=np.array([v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32)).pack()
 
-    def _run_rows(self, step: StepInput, allowed: dict[int, UInt8]) -> dict[int, int]:
+    def _run_rows(self, step: StepInput, allowed: dict[int, Int64]) -> dict[int, int]:
         """For each slot that samples, in the order of rows, the hash of its context."""
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
@@ -178,10 +182,9 @@ class FakeRunner(Runner):
         for slot, count in rows:
             state = self._compute(slot, count)
             if self._num_computed[slot] >= len(self._known[slot]):
-                token = choose(allowed[slot], state, self._seed[slot]) if slot in allowed else None
-                if token is None:
-                    token = next_token(state, self._seed[slot], self._vocab_size)
-                self._last_sampled[slot] = token
+                tokens = allowed.get(slot)
+                token = next_token(state, self._seed[slot], self._vocab_size if tokens is None else len(tokens))
+                self._last_sampled[slot] = token if tokens is None else int(tokens[token])
                 sampled[slot] = state
         return {slot: sampled[slot] for slot in slots if slot in sampled}
 

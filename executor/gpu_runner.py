@@ -24,8 +24,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, D
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
 from sidestep.executor.device_clock import DeviceClock
-from sidestep.executor.grammar_masks import launch_masks
-from sidestep.executor.input_batch import HostBatch, make_batch
+from sidestep.executor.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.kernel_compiler import wait_for_compiler
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.logprobs import Logprobs, encode_logprobs
@@ -49,6 +48,7 @@ from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
 from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
 from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
+from sidestep.kernels.token_masks import mask_tokens
 
 _BLOCK_SIZE = 64
 _PAD = 128
@@ -128,6 +128,7 @@ class GpuRunner(Runner):
     def load(self) -> WorkerReady:
         backend = pick_attention(self._args, self._device)
         try:
+            self._open_peer_sums()
             self._make_tables()
             self._make_buffers()
             self._load_model()
@@ -144,6 +145,11 @@ class GpuRunner(Runner):
         torch.cuda.synchronize()
         return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cuda",
                            device=torch.cuda.get_device_name(self._device))
+
+    def _open_peer_sums(self) -> None:
+        if not self._args.parallel.disable_custom_all_reduce:
+            self._parallel.open_peer_sums(self._args.spec.hidden_size, self._dtype,
+                                          self._limits.max_num_batched_tokens, self._device)
 
     def _load_model(self) -> None:
         self._model = load_model(self._args, self._parallel, self._dtype, self._device)
@@ -174,6 +180,9 @@ class GpuRunner(Runner):
         self._packer = StepPacker(self._layout, self._tables.block_tables.shape[1])
         self._special = make_special_rows(args, limits, device)
         self._host_ids, self._host_special_ids = self._out_ids.numpy(), self._special_ids.numpy()
+        self._pinned_marks = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
+        self._host_marks = self._pinned_marks.numpy()
+        self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
         self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
                         for _ in range(ROTATION)]
         self._clock = DeviceClock()
@@ -234,6 +243,7 @@ class GpuRunner(Runner):
         if backend.graph_safe:
             runner._make_tables()
             runner._launch_samplers()  # which take longest
+            runner._open_peer_sums()
             runner._load_model()
             runner._attention = runner._make_attention(backend, num_blocks)
             runner._launch_all()
@@ -250,8 +260,11 @@ class GpuRunner(Runner):
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
             # Of tokens of prompts, whose logits are asked for, there may be any number.
             self._model.warm_up((1, 2, 16, 32, 64), with_head=True)
-            launch_masks(self._args.spec.vocab_size, self._device)
             self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
+            vocab, device = self._args.spec.vocab_size, self._device
+            mark, words = (torch.zeros(1, n, dtype=torch.int32, device=device) for n in (4, -(-vocab // 32)))
+            for logits in (self._logits[:1, :vocab], torch.zeros(1, vocab, device=device)):
+                mask_tokens(logits, mark[0], words)
 
     def _launch_samplers(self) -> None:
         """That of special rows, which are float32, and that of all others."""
@@ -288,12 +301,12 @@ class GpuRunner(Runner):
         self._state.apply(step)
         self._special.enter(step)
         batch = make_batch(self._state, step, self._block_size)
-        special, prompts = self._special.find(batch), self._special.find_prompts(batch)
+        apart, prompts = self._special.find(batch), self._special.find_prompts(batch)
         rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
         found = self._graphs.find(rows, tokens) if self._graphs is not None and prompts is None else None
         layout = found.layout if found is not None else self._layout
         # 2. One message to the device.
-        used = self._packer.pack(position, layout, batch, step, special)
+        used = self._packer.pack(position, layout, batch, step, apart)
         started, done = self._events[position]
         started.record()
         self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
@@ -307,16 +320,31 @@ class GpuRunner(Runner):
             about_prompts = self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch, prompts)
         # 4. The other rows, on the logits that the step has left. The device is at work while the masks are made.
         if step.awaits_masks and receive_masks is not None:
-            self._special.take_masks(step, receive_masks())
-        more = self._run_special(batch, special, position, about_prompts)
+            self._special.masks.take(step, receive_masks())
+        if apart is not None and len(apart.masked):
+            self._sample_masked(batch, apart.masked, position, layout)
+        more = self._run_special(batch, apart, position, about_prompts)
         done.record()
         return GpuOutput(step.step_id, self._host_ids[position], batch.samples, more, started, done, self._clock)
 
-    def _run_special(self, batch: HostBatch, rows: Int64 | None, position: int,
+    def _sample_masked(self, batch: HostBatch, rows: Int64, position: int, layout: StepLayout) -> None:
+        """Samples plain rows that had to wait for their masks, by what the step's message still says of them: one small
+        copy and three kernels. A mark says both which mask a row has and that it samples."""
+        count, message = len(batch.slots), self._message
+        marks, on_device = self._host_marks[position], self._marks[:count]
+        marks[:count] = 0
+        marks[rows] = self._special.masks.marks(batch.slots[rows])
+        on_device.copy_(self._pinned_marks[position, :count], non_blocking=True)
+        logits = self._logits[:count, :self._args.spec.vocab_size]
+        self._special.masks.mask(logits, on_device)
+        slots, seq_lens = (message[layout.at(name):layout.at(name) + count] for name in ("slots", "seq_lens"))
+        self._sample(logits, message[SAMPLING:], slots, seq_lens, on_device, self._out_ids)
+
+    def _run_special(self, batch: HostBatch, apart: Apart | None, position: int,
                      about_prompts: list[Logprobs]) -> SpecialOutput | None:
-        if rows is None and not about_prompts:
+        rows, logprobs = np.empty(0, np.int64) if apart is None else apart.special, list[Logprobs]()
+        if not len(rows) and not about_prompts:
             return None
-        rows, logprobs = np.empty(0, np.int64) if rows is None else rows, list[Logprobs]()
         if len(rows):
             logits = self._logits[:len(batch.slots), :self._args.spec.vocab_size]
             logprobs = self._special.run(logits, batch, rows, rows,
@@ -412,7 +440,7 @@ def largest_step(limits: StepLimits, max_model_len: int, block_size: int, contro
     return StepInput(
         step_id=0, slots=slots, num_tokens=counts, num_new_blocks=blocks, block_ids=np.zeros(blocks.sum(), np.int32),
         new_slots=slots, new_num_known=counts, new_num_prompt=counts, new_num_computed=zeros,
-        new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
+        new_num_sent=counts, new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
         new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
         new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
         new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros + len(asked),

@@ -1,4 +1,9 @@
-"""What rows with a grammar may sample: the core sends it while the model computes."""
+"""What rows with a grammar may sample: the core sends it while the model computes.
+
+Masks repeat, so they are kept in a table on the device, and a row names its place there (see ipc.step.StepMasks). A row
+that asks for nothing else is sampled like a plain one, once its logits have been masked in place. One with other
+controls is a special row, for which the grammar is the last of the processors.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +13,44 @@ from torch import Tensor
 
 from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 from sidestep.executor.transfer import to_device
-from sidestep.ipc.step import StepInput, StepMasks
+from sidestep.ipc.step import Int32, StepInput, StepMasks
 from sidestep.kernels.token_masks import mask_tokens
-
-
-def launch_masks(vocab_size: int, device: torch.device) -> None:
-    """Launches what steps with masks launch, for it to be compiled."""
-    place = torch.zeros(1, dtype=torch.int64, device=device)
-    words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
-    mask_tokens(torch.zeros(1, vocab_size, device=device), place, place, words)
 
 
 class GrammarMasks(LogitsProcessor):
     """Comes last, so that nothing brings back what the grammar forbids."""
 
-    def __init__(self, setup: ProcessorSetup) -> None:
+    def __init__(self, setup: ProcessorSetup, num_masks: int) -> None:
         super().__init__(setup)
-        self._words = torch.empty(0, dtype=torch.int32)
-        self._place_of: dict[int, int] = {}
-        """Slot -> its row in `_words`."""
+        words = -(-setup.vocab_size // 32)
+        self._table = torch.zeros(num_masks, words, dtype=torch.int32, device=setup.device)
+        self._marks = np.zeros(setup.num_slots, np.int32)
+        """By slot: 1 + the place of its mask in the step that is to be sampled, 0 if it has none."""
 
     def enter(self, request: EnteringRequest) -> bool:
         return request.controls.has_grammar
 
     def take(self, step: StepInput, masks: StepMasks) -> None:
-        """The masks of the step that is to be sampled, in one copy to the device."""
+        """The masks of the step that is to be sampled, the new ones in one copy to the device."""
         assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
-        self._place_of = {slot: place for place, slot in enumerate(step.slots[masks.rows].tolist())}
-        if self._place_of:
-            words = torch.empty(len(masks.rows), len(masks.words) // len(masks.rows), dtype=torch.int32,
-                                pin_memory=self.setup.device.type == "cuda")
-            words.numpy().reshape(-1)[:] = masks.words
-            self._words = words.to(self.setup.device, non_blocking=True)
+        # A row that gets no mask is of a request that has ended: its token will be dropped.
+        self._marks.fill(0)
+        self._marks[step.slots[masks.rows]] = masks.places + 1
+        if len(masks.words):
+            num_words = self._table.shape[1]
+            new = torch.empty(len(masks.words) // num_words, num_words, dtype=torch.int32,
+                              pin_memory=self.setup.device.type == "cuda")
+            new.numpy().reshape(-1)[:] = masks.words
+            self._table[masks.first_new:masks.first_new + len(new)].copy_(new, non_blocking=True)
+
+    def marks(self, slots: Int32) -> Int32:
+        """For `mask`, of the requests in these slots."""
+        return self._marks[slots]
+
+    def mask(self, logits: Tensor, marks: Tensor) -> None:
+        """Minus infinity for what each row may not sample: logits [R, V] of any type, marks int32 [R] on the device,
+        where 0 leaves a row as it is."""
+        mask_tokens(logits, marks, self._table)
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
-        # A row without a mask is of a request that has ended: its token will be dropped.
-        masked = [(row, place) for row, slot in enumerate(slots) if (place := self._place_of.get(slot)) is not None]
-        if masked:
-            rows, places = to_device(np.array(masked, np.int64).T, self.setup.device)
-            mask_tokens(logits, rows, places, self._words)
+        self.mask(logits, to_device(self._marks[list(slots)], self.setup.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,15 @@ class HostBatch:
         """Each row's tokens as a range of T."""
         ends = self.query_starts.tolist()
         return list(zip(ends, ends[1:], strict=False))
+
+
+class Apart(NamedTuple):
+    """Rows that sample, but not with the others: their numbers in the step."""
+
+    special: Int64
+    """Those of executor/special_rows.py."""
+    masked: Int64
+    """Those that are sampled like plain ones when their masks have come."""
 
 
 def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBatch:

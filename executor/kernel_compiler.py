@@ -136,15 +136,15 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     _do_without_dynamo()
     from sidestep.executor.forks import Forks
     from sidestep.executor.gpu_runner import GpuRunner
-    from sidestep.executor.parallel_state import Apart
+    from sidestep.executor.parallel_state import LoneRank
     from sidestep.kernels.compiling import compile_for, compiling_only
 
     compile_for(gpu)
     thread.join()
     forks, size = Forks(num_processes), args.parallel.tensor_parallel_size
     with compiling_only(forks):
-        for rank in range(min(2, size)):  # all but the first are alike
-            GpuRunner.launch_without_gpu(replace(args, rank=rank), Apart(rank, size))
+        for rank in range(min(2, size)):  # rank 0 adds what must be added once; all others are alike
+            GpuRunner.launch_without_gpu(replace(args, rank=rank), LoneRank(rank, size))
     return forks.finish()
 
 

@@ -13,7 +13,8 @@ _CPU_LIMIT = 2 << 30
 
 def cpu_kv_blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int) -> int:
     """What was asked for, or a share of the machine's memory. Raises EngineStartError when not one block fits."""
-    return _blocks(args, limits, bytes_per_token, block_size, min(_CPU_LIMIT, _physical_memory() // 4),
+    share = _physical_memory() // (4 * args.parallel.data_parallel_size)
+    return _blocks(args, limits, bytes_per_token, block_size, min(_CPU_LIMIT, share),
                    "raise kv_cache_memory_bytes or lower block_size")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionSetup, StepBatch
 from sidestep.executor.base import WorkerReady
+from sidestep.executor.grammar_masks import GrammarMasks
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.kv_cache_size import cpu_kv_blocks
 from sidestep.executor.logprobs import Logprobs, encode_logprobs
@@ -75,28 +76,30 @@ class ModelRunner(Runner):
         token_ids, logprobs = np.empty(0, np.int32), list[Logprobs]()
         if len(batch.logits_tokens):
             # 3. The tokens, which are the next step's inputs: of plain rows, then of the others.
-            special = self._special.find(batch)
-            places = np.searchsorted(batch.sampling_rows, special) if special is not None else None
-            self._sample_plain(logits, batch, places)
+            apart, rows = self._special.find(batch), batch.sampling_rows
+            self._sample(logits, batch, rows if apart is None else np.setdiff1d(rows, np.concatenate(apart)))
             if step.awaits_masks and receive_masks is not None:
-                self._special.take_masks(step, receive_masks())
-            if special is not None and places is not None:
-                logprobs = self._special.run(logits, batch, special, places, self._sample_special)
+                self._special.masks.take(step, receive_masks())
+            if apart is not None:
+                self._sample(logits, batch, apart.masked, self._special.masks)
+                logprobs = self._special.run(logits, batch, apart.special, np.searchsorted(rows, apart.special),
+                                             self._sample_special)
             token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(np.int32)
         return DoneOutput(StepOutput(
             step.step_id, start, time.monotonic_ns(), token_ids, logprobs=encode_logprobs(logprobs),
             prompt_logprobs=encode_logprobs(about_prompts)))
 
-    def _sample_plain(self, logits: Tensor, batch: HostBatch, special: Int64 | None) -> None:
-        """special: rows of the logits that are left out."""
-        rows = batch.sampling_rows
-        if special is not None:
-            plain = np.delete(np.arange(len(rows)), special)
-            if not len(plain):
-                return
-            rows, logits = rows[plain], logits.index_select(0, torch.from_numpy(plain))
-        tokens = self._sampler(logits, batch.slots[rows], batch.seq_lens[rows])
-        self._last_sampled.index_copy_(0, torch.from_numpy(batch.slots[rows]).long(), tokens)
+    def _sample(self, logits: Tensor, batch: HostBatch, rows: Int64, masks: GrammarMasks | None = None) -> None:
+        """Some of the rows that sample; logits are of them all."""
+        if not len(rows):
+            return
+        slots = batch.slots[rows]
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, torch.from_numpy(np.searchsorted(batch.sampling_rows, rows)))
+        if masks is not None:
+            masks.mask(logits, torch.from_numpy(masks.marks(slots)))
+        tokens = self._sampler(logits, slots, batch.seq_lens[rows])
+        self._last_sampled.index_copy_(0, torch.from_numpy(slots).long(), tokens)
 
     def _sample_special(self, logits: Tensor, part: SpecialBatch) -> Tensor:
         tokens = self._sampler(logits, part.slots, part.seq_lens)

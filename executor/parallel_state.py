@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from sidestep.executor.peer_sums import Part, PeerSums, Place, open_peer_memory
+from sidestep.kernels.launch import num_processors
+
+if TYPE_CHECKING:
+    from sidestep.kernels.all_reduce_triton import PeerMemory
+
 _TIMEOUT = timedelta(minutes=5)
+_SOME_ADDRESS = 1 << 46
+"""Of the size and the alignment that a GPU's have."""
 
 
 class Parallel:
@@ -19,6 +27,8 @@ class Parallel:
         self.size = size
         self._cuda = cuda
         self._dist: Any = None
+        self._group: Any = None
+        self._peers: PeerSums | None = None
         if size > 1:
             import torch.distributed as dist
 
@@ -28,6 +38,11 @@ class Parallel:
 
     def __repr__(self) -> str:
         return f"Parallel(rank {self.rank} of {self.size})"
+
+    def part(self, place: Place, rows: int) -> Part | None:
+        """Where to write what this rank adds to a sum of so many rows of the stream, for the other ranks to read; None
+        where the ranks sum with all_reduce."""
+        return None if self._peers is None else self._peers.part(place, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -43,6 +58,22 @@ class Parallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1, out=out)
+
+    def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
+        """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none can do so then."""
+        if self._dist is None:
+            return
+        from sidestep.kernels.all_reduce_triton import most_place_bytes
+
+        place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize)
+        memory = self.open_peer_memory(place_bytes, width, dtype, device) if place_bytes else None
+        self._peers = None if memory is None else PeerSums(memory, width, dtype)
+
+    def open_peer_memory(self, place_bytes: int, width: int, dtype: torch.dtype,
+                         device: torch.device) -> PeerMemory | None:
+        """See executor.peer_sums."""
+        return open_peer_memory(self.rank, self.size, self._group, place_bytes, width, dtype, device,
+                                self.minimum)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""
@@ -65,12 +96,24 @@ class Parallel:
         return range(head, head + 1)
 
 
-class Apart(Parallel):
+class LoneRank(Parallel):
     """A rank without its group, which nothing is computed in: for shapes alone."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
         self.rank, self.size = rank, size
+
+    def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
+        from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, most_place_bytes, space_bytes
+
+        place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize) if self.size > 1 else 0
+        if place_bytes:
+            memory = PeerMemory(
+                self.rank, (_SOME_ADDRESS,) * self.size,
+                torch.empty(space_bytes(self.size, place_bytes), dtype=torch.uint8, device=device),
+                torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device), place_bytes,
+                min(MAX_PROGRAMS, num_processors(device)))
+            self._peers = PeerSums(memory, width, dtype)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.size == 1:

@@ -54,10 +54,10 @@ class RequestState:
         self.top_k[slots] = step.new_top_k
         self.seed[slots] = step.new_seed
         self.min_tokens[slots] = step.new_min_tokens
-        token_ends, stop_ends = np.cumsum(step.new_num_known), np.cumsum(step.new_num_stop_ids)
+        token_ends, stop_ends = np.cumsum(step.new_num_sent), np.cumsum(step.new_num_stop_ids)
         for i, slot in enumerate(slots.tolist()):
-            known = int(step.new_num_known[i])
-            self.token_ids[slot, :known] = step.new_token_ids[token_ends[i] - known:token_ends[i]]
+            known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
+            self.token_ids[slot, known - sent:known] = step.new_token_ids[token_ends[i] - sent:token_ends[i]]
             # A copy: the step's columns are views over memory that is reused.
             self.stop_ids[slot] = step.new_stop_ids[stop_ends[i] - step.new_num_stop_ids[i]:stop_ends[i]].copy()
 

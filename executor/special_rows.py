@@ -5,6 +5,9 @@ So plain rows pay nothing, and see nothing; a captured step stays one graph; pen
 type; and the model's own logits are still there when a row has been sampled. `before_sampling` and `after_sampling` are
 called only in steps that have such rows.
 
+A row that a grammar holds, and that asks for nothing else, is not one of them: its logits are masked in place, and it
+is sampled as plain rows are, but later, when the masks have come.
+
 Order of side effects: `enter` comes with the step that brings a request, before the step's rows are looked for. State
 that depends on sampled tokens lives on the device and advances in `after_sampling`, in the order of the steps, so that
 it is complete with steps in flight too.
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.grammar_masks import GrammarMasks
-from sidestep.executor.input_batch import HostBatch
+from sidestep.executor.input_batch import Apart, HostBatch
 from sidestep.executor.logit_bias import LogitBias
 from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
 from sidestep.executor.logprobs import Logprobs, logprobs_of, make_logprobs
@@ -34,7 +37,7 @@ from sidestep.ipc import registry
 from sidestep.ipc.config import StepLimits
 from sidestep.ipc.controls import decode_controls
 from sidestep.ipc.errors import EngineStartError
-from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks
+from sidestep.ipc.step import Int32, Int64, StepInput
 
 MOST_ROWS = 64
 """Rows that are copied to float32 at a time: what bounds the memory."""
@@ -81,7 +84,7 @@ def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device
     setup = ProcessorSetup(device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots)
     own = [make_processor(target, setup) for target in args.model.logits_processors or ()]
     processors = [AllowedTokens(setup), BadWords(setup), LogitBias(setup), *own, Penalties(setup)]
-    return SpecialRows(processors, GrammarMasks(setup), limits.num_slots, device)
+    return SpecialRows(processors, GrammarMasks(setup, limits.num_masks), limits.num_slots, device)
 
 
 def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
@@ -101,44 +104,45 @@ class SpecialRows:
 
     def __init__(self, processors: Sequence[LogitsProcessor], masks: GrammarMasks, num_slots: int,
                  device: torch.device) -> None:
-        """processors: in the order in which they change logits; masks: after them."""
+        """processors: in the order in which they change logits; masks: after them, given what rows with a grammar may
+        sample before any of these is sampled."""
         self._processors = [*processors, masks]
-        self._masks = masks
+        self.masks = masks
         self._device = device
         self._accepted = np.zeros((len(self._processors), num_slots), np.bool_)
+        self._known = np.zeros(num_slots, np.bool_)
+        """Slots of requests with controls; of them, those whose rows are special, and those that wait for masks alone.
+        """
         self._special = np.zeros(num_slots, np.bool_)
+        self._masked = np.zeros(num_slots, np.bool_)
         self._num_logprobs = np.full(num_slots, -1, np.int32)
         self._num_prompt_logprobs = np.full(num_slots, -1, np.int32)
         self._count = 0
 
     def __repr__(self) -> str:
-        return f"SpecialRows(slots {np.flatnonzero(self._special).tolist()})"
+        return f"SpecialRows(slots {np.flatnonzero(self._known).tolist()})"
 
     def enter(self, step: StepInput) -> None:
         """Takes in the requests of a step, and forgets those that had their slots before."""
         if not (self._count or len(step.new_controls)):
             return
-        known, sizes = np.cumsum(step.new_num_known), np.cumsum(step.new_control_sizes)
+        sent, sizes = np.cumsum(step.new_num_sent), np.cumsum(step.new_control_sizes)
         for i, slot in enumerate(step.new_slots.tolist()):
             self._leave(slot)
             if size := int(step.new_control_sizes[i]):
-                tokens = step.new_token_ids[known[i] - step.new_num_known[i]:known[i]].copy()
+                tokens = step.new_token_ids[sent[i] - step.new_num_sent[i]:sent[i]].copy()
                 prompt = int(step.new_num_prompt[i])
                 self._enter(EnteringRequest(
                     slot=slot, controls=decode_controls(step.new_controls[sizes[i] - size:sizes[i]].tobytes()),
                     prompt_token_ids=tokens[:prompt], output_token_ids=tokens[prompt:]))
-        self._count = int(self._special.sum())
+        self._count = int(self._known.sum())
 
-    def find(self, batch: HostBatch) -> Int64 | None:
-        """Special rows that sample in this step, by their number in it; None if there is none."""
+    def find(self, batch: HostBatch) -> Apart | None:
+        """Rows that sample in this step, but are no plain ones; None if there is none."""
         if not self._count:
             return None
-        rows = np.flatnonzero(self._special[batch.slots] & batch.samples)
-        return rows if len(rows) else None
-
-    def take_masks(self, step: StepInput, masks: StepMasks) -> None:
-        """What rows with a grammar may sample in this step; before `run`."""
-        self._masks.take(step, masks)
+        special, masked = (np.flatnonzero(kind[batch.slots] & batch.samples) for kind in (self._special, self._masked))
+        return Apart(special, masked) if len(special) or len(masked) else None
 
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
         """Prompts' tokens in this step whose logits tell of the token after them, if that is asked for."""
@@ -185,16 +189,19 @@ class SpecialRows:
         return make_logprobs(packed, part.samples[asking], part.seq_lens[asking].astype(np.int64), numbers)
 
     def _enter(self, request: EnteringRequest) -> None:
-        self._special[request.slot] = True
-        self._num_logprobs[request.slot] = request.controls.logprobs
-        self._num_prompt_logprobs[request.slot] = request.controls.prompt_logprobs
+        slot = request.slot
+        self._known[slot] = True
+        self._num_logprobs[slot] = request.controls.logprobs
+        self._num_prompt_logprobs[slot] = request.controls.prompt_logprobs
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
-            accepted[request.slot] = processor.enter(request)
+            accepted[slot] = not request.controls.is_beam and processor.enter(request)
+        self._special[slot] = self._accepted[:-1, slot].any() or self._num_logprobs[slot] >= 0
+        self._masked[slot] = self._accepted[-1, slot] and not self._special[slot]
 
     def _leave(self, slot: int) -> None:
-        if not self._special[slot]:
+        if not self._known[slot]:
             return
-        self._special[slot] = False
+        self._known[slot] = self._special[slot] = self._masked[slot] = False
         self._num_logprobs[slot] = self._num_prompt_logprobs[slot] = -1
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             if accepted[slot]:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestep.executor.input_batch import HostBatch
+from sidestep.executor.input_batch import Apart, HostBatch
 from sidestep.executor.request_state import RequestState
 from sidestep.ipc.sampling_params import MAX_STOP_TOKEN_IDS
-from sidestep.ipc.step import Int32, Int64, StepInput
+from sidestep.ipc.step import Int32, StepInput
 from sidestep.kernels.prepare_step_triton import MASKED, SAMPLING, StepLayout
 
 ROTATION = 4
@@ -37,14 +37,15 @@ class StepPacker:
         self._words = [buffer.numpy() for buffer in self.buffers]
 
     def pack(self, position: int, layout: StepLayout, batch: HostBatch, step: StepInput,
-             special: Int64 | None = None) -> int:
-        """Writes the step to buffer number `position`, which is also where its output goes; returns the words used.
-        special: rows that are sampled apart."""
+             apart: Apart | None = None) -> int:
+        """Writes the step to buffer number `position`, which is also where its output goes; returns the words used."""
         words, state, rows = self._words[position], batch.state, len(batch.slots)
-        samples = batch.samples
-        if special is not None:
-            samples = samples.copy()
-            samples[special] = False
+        samples = on_own_logits = batch.samples
+        if apart is not None:
+            on_own_logits = samples.copy()
+            on_own_logits[apart.special] = False
+            samples = on_own_logits.copy()
+            samples[apart.masked] = False
 
         def put(name: str, values: npt.NDArray[np.generic], count: int = rows) -> None:
             words[layout.at(name):layout.at(name) + count] = values
@@ -63,7 +64,7 @@ class StepPacker:
         words[layout.token_ids:layout.token_ids + batch.total_tokens] = batch.token_ids
         end = layout.block_ids + len(step.block_ids)
         words[layout.block_ids:end] = step.block_ids
-        masked_rows, masked_tokens = masked_logits(state, batch.slots, batch.seq_lens, samples)
+        masked_rows, masked_tokens = masked_logits(state, batch.slots, batch.seq_lens, on_own_logits)
         count = len(masked_rows)
         words[:MASKED + 2] = (rows, batch.num_decode_rows, batch.total_tokens, count, end)
         words[SAMPLING:SAMPLING + 2] = (rows, position)

@@ -141,6 +141,11 @@ class StepLimits:
     target_itl_s: float
     """Seconds that a step with decodes should last at most, prompts permitting; 0: any."""
 
+    @property
+    def num_masks(self) -> int:
+        """Masks of grammars that a worker keeps: some grammars' worth, and those of any two steps."""
+        return max(1024, 2 * self.max_num_seqs)
+
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 8192)
 """Default max_num_seqs and max_num_batched_tokens."""
@@ -207,6 +212,8 @@ class ParallelConfig:
         "package.",
         choices=("auto", *ATTENTION_BACKENDS))
     enforce_eager: bool = option(False, "Launch each kernel by itself instead of whole steps as CUDA graphs.")
+    disable_custom_all_reduce: bool = option(
+        False, "Ranks on GPUs sum through torch.distributed (NCCL) alone, not through one another's memory.")
     fake_step_ms: float = option(0.0, "Device 'fake' only: how long a step keeps the device busy, in milliseconds.")
 
     def __post_init__(self) -> None:

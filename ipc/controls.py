@@ -34,6 +34,8 @@ class Controls(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Added to the logits of these tokens."""
     has_grammar: bool = False
     """Steps that sample for it await masks."""
+    is_beam: bool = False
+    """Asks for logprobs alone, and comes without the tokens that are in the cache."""
 
 
 _PLAIN = Controls()

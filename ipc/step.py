@@ -108,9 +108,12 @@ class StepInput(Columns):
     new_num_prompt: Int32
     """[N] The prompt alone; `min_tokens` counts from here."""
     new_num_computed: Int32
-    """[N] Tokens whose KV is already in the cache (a prefix hit). All known tokens are sent nevertheless."""
+    """[N] Tokens whose KV is already in the cache: a prefix hit, or what a beam has from another."""
+    new_num_sent: Int32
+    """[N] How many of the last known tokens are sent: those that are not in the cache, or all of a request that has
+    controls and is no beam, since controls may look at what came before."""
     new_token_ids: Int32
-    """[sum(new_num_known)]"""
+    """[sum(new_num_sent)]"""
     new_temperature: Float32
     new_top_p: Float32
     new_min_p: Float32
@@ -141,13 +144,19 @@ class StepInput(Columns):
 @dataclass(slots=True)
 class StepMasks(Columns):
     """What rows with a grammar may sample in a step that is under way. It depends on the tokens of the step before, so
-    it is sent when those are known, while the model computes."""
+    it is sent when those are known, while the model computes. Masks repeat, so a worker keeps them in a table of
+    StepLimits.num_masks places, and is sent each once."""
 
     step_id: int
+    first_new: int
+    """Where in the table new masks go, one after the other."""
     rows: Int32
-    """[M] Places in the step's batch order, ascending; all of them sample. Rows that are not here are free."""
+    """[M] Places in the step's batch order, ascending; all of them sample. The token of a row with a grammar that is
+    not here will be dropped."""
+    places: Int32
+    """[M] Where in the table the mask of each row is."""
     words: Int32
-    """[M * ceil(vocab_size / 32)] Row by row, a bit for each token, the lowest first; 1: allowed."""
+    """[new * ceil(vocab_size / 32)] Mask by mask, a bit for each token, the lowest first; 1: allowed."""
 
 
 @dataclass(slots=True)

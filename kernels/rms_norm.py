@@ -59,14 +59,16 @@ class Stream(NamedTuple):
     """The one that comes next."""
     begun: BegunNorm | None = None
     """What is already done of it; it need not be used."""
+    done: Tensor | None = None
+    """[T, D] All of it, where that is done."""
 
     def normed(self) -> Tensor:
-        """[T, D], from the beginning."""
-        return self.norm(self.hidden)
+        """[T, D]; from the beginning, unless it is done."""
+        return self.norm(self.hidden) if self.done is None else self.done
 
     def part(self, first: int, last: int) -> Stream:
         """The stream of consecutive tokens."""
-        return Stream(self.hidden[first:last], self.norm)
+        return Stream(self.hidden[first:last], self.norm, done=None if self.done is None else self.done[first:last])
 
     def of_rows(self, rows: Tensor) -> Stream:
         """The stream of some tokens alone, int [R]."""

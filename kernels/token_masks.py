@@ -8,18 +8,19 @@ from torch import Tensor
 from sidestep.kernels.gpu import on_gpu
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, masks: Tensor, words: Tensor) -> None:
+def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
     """-inf in place of each logit whose bit is 0.
 
-    logits [R, V]; rows int64 [M], of the logits; masks int64 [M], of the words; words int32 [N, ceil(V / 32)], a bit a
-    token, the lowest first.
+    logits [R, V]; marks int32 [R]: 1 + the number of the row's mask, 0 for a row without; words int32 [N, ceil(V /
+    32)], a bit a token, the lowest first.
     """
     if on_gpu(logits):
         from sidestep.kernels import token_masks_triton
 
-        token_masks_triton.mask_tokens(logits, rows, masks, words)
+        token_masks_triton.mask_tokens(logits, marks, words)
         return
+    rows = marks.nonzero().flatten()
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    bits = (words.index_select(0, masks)[:, :, None] >> shifts) & 1
+    bits = (words.index_select(0, marks.index_select(0, rows) - 1)[:, :, None] >> shifts) & 1
     forbidden = (bits == 0).flatten(1)[:, :logits.shape[1]]
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))

@@ -113,6 +113,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.runner = make_runner(self.scheduler, self.vocab_size)
         self._in_flight: deque[bytes] = deque()
+        self._masks: StepMasks | None = None
+        """Of the oldest of them, as soon as they are known."""
 
     @property
     def num_in_flight(self) -> int:
@@ -147,11 +149,14 @@ class Engine:
 
     def take(self) -> None:
         """Runs the oldest step and gives its output to the scheduler."""
-        masks = self.scheduler.take_masks()
+        masks = self._masks or self.scheduler.take_masks()
         step = StepInput.decode(self._in_flight.popleft())
         assert bool(step.awaits_masks) == (masks is not None)
         output = self.runner.execute(step, lambda: StepMasks.decode(_on_the_wire(masks))).wait()
-        self._note(self.scheduler.update(StepOutput.decode(_on_the_wire(output))))
+        output = StepOutput.decode(_on_the_wire(output))
+        self.scheduler.follow(output)
+        self._masks = self.scheduler.take_masks()
+        self._note(self.scheduler.update(output))
         self.scheduler.check_invariants()
 
     def turn(self) -> bool:

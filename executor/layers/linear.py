@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.peer_sums import Place
 from sidestep.executor.weight_loader import Weights
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.linear import add_linear, gated_linear, linear
@@ -142,22 +143,27 @@ class RowParallelLinear:
     """x W^T + b with the inputs spread over ranks, each of which adds its part to the residual stream."""
 
     def __init__(self, weights: Weights, name: str, num_outputs: int, num_inputs: int, columns: range,
-                 parallel: Parallel, *, bias: bool = False) -> None:
+                 parallel: Parallel, place: Place, *, bias: bool = False) -> None:
         weight = weights.get(f"{name}.weight", (num_outputs, num_inputs), columns=columns)
         # The bias must be added once, not once a rank.
         own_bias = weights.get(f"{name}.bias", (num_outputs,)) if bias else None
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._parallel = parallel
+        self._place = place
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
         """residual + x W^T + b, on its way through `norm`. x [T, in / size]; residual [T, out], the same on all ranks,
         may be written over."""
         if self._parallel.size == 1:
             return Stream(residual, norm, self._linear.add_to(residual, x, norm))
+        part = self._parallel.part(self._place, len(residual))
+        if part is not None:
+            self._linear(x, part.mine)
+            return part.sum(norm, residual)
         # The residual, like the bias, must be added once.
-        part = residual
+        summed = residual
         if self._parallel.rank == 0:
-            self._linear.add_to(part, x)
+            self._linear.add_to(summed, x)
         else:
-            part = self._linear(x)
-        return Stream(self._parallel.all_reduce(part), norm)
+            summed = self._linear(x)
+        return Stream(self._parallel.all_reduce(summed), norm)

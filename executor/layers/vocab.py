@@ -7,8 +7,9 @@ from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.peer_sums import Place
 from sidestep.executor.weight_loader import Weights
-from sidestep.kernels.rms_norm import Stream
+from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 
 def vocab_shard(weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel) -> Tensor:
@@ -21,20 +22,25 @@ def vocab_shard(weights: Weights, name: str, vocab_size: int, hidden_size: int, 
 
 
 class VocabParallelEmbedding:
-    """Token ids [T] to vectors [T, D]."""
+    """Token ids [T] to the residual stream [T, D]."""
 
     def __init__(self, shard: Tensor, parallel: Parallel) -> None:
         self._shard = shard
         self._parallel = parallel
         self._first = parallel.rank * shard.shape[0]
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, norm: RmsNorm) -> Stream:
+        """norm: the one that the stream goes through first."""
         if self._parallel.size == 1:
-            return torch.nn.functional.embedding(token_ids, self._shard)
+            return Stream(torch.nn.functional.embedding(token_ids, self._shard), norm)
         local = token_ids - self._first
         outside = (local < 0) | (local >= self._shard.shape[0])
         vectors = torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
-        return self._parallel.all_reduce(vectors.masked_fill_(outside[:, None], 0))
+        part = self._parallel.part(Place.EMBEDDING, len(token_ids))
+        if part is not None:
+            part.mine.copy_(vectors.masked_fill_(outside[:, None], 0))
+            return part.sum(norm)
+        return Stream(self._parallel.all_reduce(vectors.masked_fill_(outside[:, None], 0)), norm)
 
 
 class VocabParallelHead:

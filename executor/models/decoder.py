@@ -15,6 +15,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionShape
 from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.peer_sums import Place
 from sidestep.executor.weight_loader import Weights
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.kernels.rms_norm import RmsNorm, Stream
@@ -45,7 +46,7 @@ class Attention:
                       (f"{name}.v_proj", total_kv, kv_rows)], spec.hidden_size, bias=spec.attention_bias)
         self._width = len(q_rows)
         self._out = RowParallelLinear(weights, f"{name}.o_proj", spec.hidden_size, total_q, q_rows, parallel,
-                                      bias=spec.attention_output_bias)
+                                      Place.ATTENTION, bias=spec.attention_output_bias)
         self._head_norms = (weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
                             weights.get(f"{name}.k_norm.weight", (spec.head_dim,))) if spec.qk_norm else None
 
@@ -74,7 +75,7 @@ class Mlp:
             weights, [(f"{name}.gate_proj", width, part), (f"{name}.up_proj", width, part)], spec.hidden_size,
             bias=spec.mlp_bias)
         self._down = RowParallelLinear(weights, f"{name}.down_proj", spec.hidden_size, width, part, parallel,
-                                       bias=spec.mlp_bias)
+                                       Place.MLP, bias=spec.mlp_bias)
 
     def __call__(self, stream: Stream) -> Stream:
         return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)
@@ -157,7 +158,7 @@ class DecoderForCausalLM:
 
     def states(self, token_ids: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
         """The residual stream after the last layer, of the tokens at `rows` (int [R]; None for all)."""
-        stream = Stream(self._embedding(token_ids), self._first_norm)
+        stream = self._embedding(token_ids, self._first_norm)
         for layer in self._layers[:-1]:
             stream = layer(stream, attention)
         return self._layers[-1](stream, attention, rows)

@@ -45,12 +45,16 @@ def test_64_requests_equal_transformers_however_they_are_run(options: dict[str, 
     assert engine_tokens(path, prompts, counts, max_num_seqs=64, **options) == reference_tokens(model, prompts, counts)
 
 
-@pytest.mark.parametrize("family", ["llama-mqa-odd-sizes", "llama-biases", "qwen3-tied"])
-def test_two_ranks_equal_transformers(family: str, model_folder: Path) -> None:
+@pytest.mark.parametrize(("family", "ranks"), [
+    ("llama-mqa-odd-sizes", 2), ("llama-biases", 2), ("qwen3-tied", 2), ("llama-gqa", 4)])
+def test_several_ranks_equal_transformers(family: str, ranks: int, model_folder: Path) -> None:
+    """The vocabularies are no multiples of the ranks; of four ranks, two have the same one of two KV heads."""
     path = write_model(family, model_folder)
     model = load_reference(path)
+    assert model.config.vocab_size % ranks
+    assert ranks < 4 or model.config.num_key_value_heads == 2
     prompts, counts = random_prompts(8, model.config.vocab_size), [12] * 8
-    got = engine_tokens(path, prompts, counts, tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8)
+    got = engine_tokens(path, prompts, counts, tensor_parallel_size=ranks, max_num_batched_tokens=64, max_num_seqs=8)
     assert got == reference_tokens(model, prompts, counts)
 
 

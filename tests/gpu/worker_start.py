@@ -45,7 +45,7 @@ def run(runner: GpuRunner, some: list[Request], vocab_size: int, budget: int) ->
         step = replace(step, awaits_masks=int(bool(slots)), copy_sources=np.array([0], np.int32),
                        copy_targets=np.array([1], np.int32))
         rows = np.flatnonzero(np.isin(step.slots, slots)).astype(np.int32)
-        masks = StepMasks(step_id=step.step_id, rows=rows,
+        masks = StepMasks(step_id=step.step_id, first_new=0, rows=rows, places=np.arange(len(rows), dtype=np.int32),
                           words=np.full(len(rows) * -(-vocab_size // 32), -1, np.int32))
         output = runner.execute(step, lambda masks=masks: masks).wait()
         for request, token in zip(sampling, output.token_ids.tolist(), strict=True):

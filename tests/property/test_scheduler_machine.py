@@ -11,12 +11,13 @@ from sidestep.engine_core.request import Request
 from sidestep.executor.fake import expected_tokens
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.messages import unpack_ids
+from sidestep.ipc.structured_outputs import Grammar
 from tests.fakes import VOCAB_SIZE, Clock, Engine, make_beam_request, make_request, make_scheduler
+from tests.small_grammars import SmallGrammars, small_grammar
 from tests.unit.engine_core.test_beams import search_alone
 
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
-
-
+FORMS = [small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")]
 LENGTHS = st.integers(1, 9)
 pytestmark = pytest.mark.timeout(600)
 """Half a minute where nothing else runs."""
@@ -30,13 +31,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 caching=st.sampled_from([True, True, False]))
     def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, depth: int, caching: bool) -> None:
         self.clock = Clock()
+        self.grammars = SmallGrammars(self.clock)
         self.engine = Engine(make_scheduler(
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, prefix_caching=caching,
-            eos=(0,), clock=self.clock, overlap=depth == 2), depth)
+            eos=(0,), clock=self.clock, overlap=depth == 2, grammars=self.grammars), depth)
         self.requests: dict[int, tuple[list[int], int]] = {}
         """By handle; each choice of a group has its own."""
         self.seeds: dict[int, int] = {}
         self.searches: dict[int, BeamSearchParams] = {}
+        self.forms: dict[int, Grammar] = {}
         self.alone: set[int] = set()
         self.aborted: set[int] = set()
 
@@ -52,6 +55,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                       lifetime: float | None) -> None:
         self.add(prefix, rest, max_tokens, priority, None, lifetime, n)
 
+    @rule(n=st.sampled_from([1, 1, 2, 4]), form=st.sampled_from(FORMS), is_known=st.booleans(),
+          prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 20), priority=st.integers(0, 2),
+          lifetime=st.sampled_from([None, None, None, 2.0]))
+    def held_arrives(self, n: int, form: Grammar, is_known: bool, prefix: list[int], rest: int, max_tokens: int,
+                     priority: int, lifetime: float | None) -> None:
+        """One request, or a group, that a grammar holds; if that is not known, it is compiled when the next step is
+        scheduled."""
+        if not is_known:
+            self.grammars.forget_all()
+        self.add(prefix, rest, max_tokens, priority, None, lifetime, n, form)
+
     @rule(width=st.integers(1, 4), prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 12),
           priority=st.integers(0, 2), stopping=st.sampled_from([True, False, "never"]), ignore_eos=st.booleans())
     def search_arrives(self, width: int, prefix: list[int], rest: int, max_tokens: int, priority: int,
@@ -65,12 +79,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                                                     arrival=self.clock.now))
 
     def add(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,
-            lifetime: float | None, n: int) -> None:
+            lifetime: float | None, n: int, form: Grammar | None = None) -> None:
         handle, prompt = len(self.requests), prefix + [1 + rest] * rest
         deadline = None if lifetime is None else self.clock.now + lifetime
         message = make_request(prompt, max_tokens, handle=handle, priority=priority, cache_salt=salt,
-                               arrival=self.clock.now, deadline=deadline, n=n)
+                               arrival=self.clock.now, deadline=deadline, n=n, grammar=form)
         for index in range(n):
+            if form is not None:
+                self.forms[handle + index] = form
             self.requests[handle + index] = (prompt, max_tokens)
             self.seeds[handle + index] = message.sampling.for_choice(index).seed or 0
         if n == 1:
@@ -137,21 +153,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if handle in self.searches:
             self.check_search(handle, prompt)
             return
-        expected = expected_tokens(prompt, max_tokens, self.seeds[handle], VOCAB_SIZE)
-        if 0 in expected:
-            expected = expected[:expected.index(0) + 1]
+        if handle in self.forms:
+            expected = self.grammars.expected_tokens(self.forms[handle], prompt, max_tokens, self.seeds[handle])
+        else:
+            expected = expected_tokens(prompt, max_tokens, self.seeds[handle], VOCAB_SIZE)
+            if 0 in expected:
+                expected = expected[:expected.index(0) + 1]
         assert got == expected[:len(got)], f"request {handle} got other tokens than its own"
         if finish is None:
             assert handle in self.aborted, f"request {handle} never ended"
         elif str(finish.reason) == "stop":
-            assert got == expected and got[-1] == 0
+            assert got == expected and finish.completes_grammar == (got[-1] != 0)
+            assert handle in self.forms or not finish.completes_grammar
         elif str(finish.reason) == "length":
             # Either all it asked for, or all that a cache so small can hold, of a group beside the others.
             assert len(got) == max_tokens or handle not in self.alone \
                 or len(prompt) + len(got) == self.engine.scheduler._max_model_len
         elif str(finish.reason) == "error":
             assert got == [] and (handle not in self.alone or len(prompt) + 1 > self.engine.scheduler._max_model_len)
-
 
     def check_search(self, handle: int, prompt: list[int]) -> None:
         finish, params = self.engine.finished.get(handle), self.searches[handle]

@@ -15,7 +15,7 @@ import triton
 
 from sidestep.executor.gpu_runner import GpuRunner
 from sidestep.executor.kernel_compiler import Note, compile_ahead
-from sidestep.executor.parallel_state import Apart
+from sidestep.executor.parallel_state import LoneRank
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model_spec import load_model_spec
@@ -45,7 +45,7 @@ def keys(path: str, ranks: int) -> list[list[str]]:
         compile_for(GPU, device)
         for rank in range(ranks):
             with CompilerThreads(1) as threads, compiling_only(threads):
-                GpuRunner.launch_without_gpu(worker_args(path, "bfloat16", ranks), Apart(rank, ranks), device=device,
+                GpuRunner.launch_without_gpu(worker_args(path, "bfloat16", ranks), LoneRank(rank, ranks), device=device,
                                              num_blocks=num_blocks)
     return [sorted(set(each)) for each in found]
 
@@ -59,7 +59,7 @@ def worker(path: str) -> list[tuple[str, bool]]:
     triton.knobs.compilation.listener = note
     compile_for(GPU, "cpu")
     with CompilerThreads(2) as threads, compiling_only(threads):
-        GpuRunner.launch_without_gpu(worker_args(path, "float32"), Apart(0, 1), device="cpu")
+        GpuRunner.launch_without_gpu(worker_args(path, "float32"), LoneRank(0, 1), device="cpu")
     return found
 
 

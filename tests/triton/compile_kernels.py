@@ -27,6 +27,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from sidestep.kernels import (
+    all_reduce_triton,
     block_copy_triton,
     decode_attention_triton,
     gated_gemm_triton,
@@ -108,8 +109,8 @@ def launch_common(model: Model, page: int, window: int) -> None:
     silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
     block_copy_triton.copy_blocks(bf16(28, BLOCKS, 2 * model.kv_heads, page, model.dim), i32(5), i32(5))
     mask_logits_triton.mask_logits(bf16(ROWS, 128_256), i32(10_000), i32(2))
-    places = torch.empty(ROWS, dtype=torch.int64, device="meta")
-    token_masks_triton.mask_tokens(f32(ROWS, 151_936), places, places, i32(ROWS, 4748))
+    for logits in (bf16(ROWS, 151_936), f32(ROWS, 151_936)):
+        token_masks_triton.mask_tokens(logits, i32(ROWS), i32(1024, 4748))
     layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
     sampling = {name: kind(SLOTS) for name, kind in {
         "temperature": f32, "top_k": i32, "top_p": f32, "min_p": f32, "last_sampled": i32}.items()}
@@ -126,6 +127,18 @@ def launch_common(model: Model, page: int, window: int) -> None:
                                             torch.empty(SLOTS, dtype=torch.int64, device="meta"))
     prepare_step_triton.prepare_step(i32(100_000), layout, tables, i32(TOKENS), i32(TOKENS), i32(TOKENS), i32(ROWS),
                                      page)
+
+
+def launch_sums(model: Model, page: int, window: int) -> None:
+    """Over as many ranks as one host has, and over an odd number of them."""
+    norm = RmsNorm(bf16(model.hidden), 1e-6)
+    counters = torch.empty(all_reduce_triton.MAX_PROGRAMS, dtype=torch.int64, device="meta")
+    for ranks in (8, 3):
+        memory = all_reduce_triton.PeerMemory(1, tuple((i + 1) << 40 for i in range(ranks)), bf16(1), counters,
+                                              1 << 24, all_reduce_triton.MAX_PROGRAMS)
+        for kind in ("one_shot", "two_shot"):
+            config = all_reduce_triton.SumConfig(kind, 64)
+            all_reduce_triton.sum_parts(memory, 1, bf16(ROWS, model.hidden), norm, config, add=ranks == 8)
 
 
 def launch_attention(model: Model, page: int, window: int) -> None:
@@ -206,15 +219,22 @@ def usage_of(kernel: Any) -> dict[str, int]:
     return {name.lower(): int(count) for name, count in re.findall(r"\b(REG|STACK):(\d+)", said)}
 
 
+def meetings_of(ptx: str) -> dict[str, int]:
+    """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16 bytes."""
+    return {"releases": len(re.findall(r"\batom\S*\.sys\S*\.release\.|\batom\S*\.release\S*\.sys\.", ptx)),
+            "acquires": len(re.findall(r"\batom\S*\.sys\S*\.acquire\.|\batom\S*\.acquire\S*\.sys\.", ptx)),
+            "barriers": ptx.count("bar.sync"), "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))}
+
+
 def describe(kernel: Any) -> dict[str, Any]:
     """shared: bytes of a program. wgmma: instructions of the tensor cores that only Hopper has."""
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     return {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
-            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), **usage_of(kernel)}
+            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), **meetings_of(kernel.asm["ptx"]), **usage_of(kernel)}
 
 
 GROUPS: dict[str, Callable[[Model, int, int], None]] = {
-    "common": launch_common, "attention": launch_attention, "products": launch_products}
+    "common": launch_common, "sums": launch_sums, "attention": launch_attention, "products": launch_products}
 
 
 def main(capability: int, model: Model, page: int, window: int, groups: list[str]) -> None:

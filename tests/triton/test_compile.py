@@ -22,6 +22,7 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
 """What one program may have, by compute capability."""
 COMMON = {"_rms_norm", "_silu_mul", "_copy_blocks", "_mask_logits", "_mask_tokens", "_prepare", "_score_tiles",
           "_choose_tokens"}
+SUMS = {"_one_shot", "_two_shot"}
 ATTENTION = {"_qkv_rope", "_plan", "_decode", "_prefill"}
 PRODUCTS = {80: {"_gemv", "_skinny"}, 89: {"_gemv", "_skinny"}, 90: {"_gemv", "_skinny", "_streamed", "_gated_gemm"},
             100: {"_gemv", "_skinny", "_gated_gemm"}}
@@ -36,7 +37,7 @@ class Job:
     model: str
     block_size: int = 64
     window: int = 0
-    groups: tuple[str, ...] = ("common", "attention", "products")
+    groups: tuple[str, ...] = ("common", "sums", "attention", "products")
 
     def __str__(self) -> str:
         return f"sm_{self.capability}-{self.model}-{self.block_size}-{self.window}-{'-'.join(self.groups)}"
@@ -76,8 +77,13 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
             # Four words at most, which the compiler may set aside over a loop to fit one more program: no spills in it.
             # The sampler's filters keep a few values for the token's end beside their loops.
             assert kernel.get("stack", 0) <= (128 if kernel["kernel"] == "_choose_tokens" else 16), kernel
-    expected = {"common": COMMON, "attention": ATTENTION, "products": PRODUCTS[job.capability]}
+    expected = {"common": COMMON, "sums": SUMS, "attention": ATTENTION, "products": PRODUCTS[job.capability]}
     assert {kernel["kernel"] for kernel in kernels} == set().union(*(expected[group] for group in job.groups))
+    for kernel in kernels:
+        if kernel["kernel"] in SUMS:
+            meetings = 2 if kernel["kernel"] == "_two_shot" else 1
+            assert kernel["releases"] == kernel["acquires"] == meetings, "flags must be seen by other GPUs"
+            assert kernel["wide_loads"] >= 4, "parts are read in pieces"
     if job.capability == 90:
         for kernel in kernels:
             if kernel["kernel"] in ("_prefill", "_gated_gemm", "_streamed"):

@@ -83,6 +83,15 @@ def test_beams_share_the_prompt_and_what_they_have_in_common(depth: int) -> None
     assert all(len(step.slots) == 6 for step in engine.steps[1:]), "one row for each beam, once the prompt is there"
 
 
+def test_a_beam_that_forks_brings_its_new_token_alone() -> None:
+    engine = Engine(make_scheduler(num_blocks=200, block_size=16, budget=2000))
+    engine.scheduler.add(make_beam_request(PROMPT, BeamSearchParams(beam_width=4, max_tokens=12)))
+    engine.run()
+    first, *forks = (step.new_num_sent.tolist() for step in engine.steps)
+    assert first == [1000] and max(map(len, forks)) > 1
+    assert {count for counts in forks for count in counts} == {1}
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_plain_neighbours_go_on_and_do_not_change(depth: int) -> None:
     engine = Engine(make_scheduler(overlap=depth == 2, eos=EOS), depth)

@@ -184,3 +184,20 @@ def test_a_more_urgent_group_takes_the_place_of_a_less_urgent_one() -> None:
     check_tokens(engine, slow, PROMPT[:9], 30)
     check_tokens(engine, urgent, PROMPT[3:9], 4)
     assert [engine.finished[handle].num_preemptions for handle in (0, 1, 2, 10)] == [1, 1, 1, 0]
+
+
+def test_what_is_told_of_a_prompt_is_computed_once() -> None:
+    """By the first choice alone, though it takes nothing from the cache; and not again after a preemption."""
+    engine = Engine(make_scheduler(num_blocks=200, block_size=16, budget=2000, policy="priority", max_num_seqs=3))
+    for round_ in range(2):
+        message = make_request(PROMPT, 5, handle=10 * round_, n=3, prompt_logprobs=0, priority=5)
+        engine.scheduler.add(message)
+        engine.turn()
+        engine.turn()
+        if round_:
+            engine.scheduler.add(make_request([1], 1, handle=99, priority=1))
+        engine.run()
+        check_tokens(engine, message, PROMPT, 5)
+    assert engine.finished[10].num_preemptions == 1
+    chunks = [max(step.num_tokens) for step in engine.steps if max(step.num_tokens) > 1]
+    assert chunks[:2] == [1000, 1000] and max(chunks[2:]) < 16, "full blocks are found again"

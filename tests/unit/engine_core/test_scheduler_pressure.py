@@ -1,9 +1,11 @@
 """When there is too little of something: blocks, seats, slots or time."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from sidestep.executor.fake import expected_tokens
+from sidestep.ipc.controls import Controls, encode_controls
 from sidestep.ipc.messages import FinishReason
 from sidestep.ipc.step import StepOutput
 from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
@@ -110,10 +112,24 @@ def test_rows_of_one_token_come_first_also_those_that_enter() -> None:
     assert step.num_tokens.tolist() == [1, 1, 7]
     assert step.new_slots.tolist() == step.slots.tolist(), "new columns follow the order of rows"
     assert step.new_num_computed.tolist() == [8, 0, 0]
-    assert step.new_num_known.tolist() == [9, 1, 7] and step.new_token_ids.tolist() == [1] * 9 + [3] + [2] * 7
+    assert step.new_num_known.tolist() == [9, 1, 7] and step.new_num_sent.tolist() == [1, 1, 7]
+    assert step.new_token_ids.tolist() == [1, 3] + [2] * 7
     assert step.new_num_stop_ids.tolist() == [1, 0, 0] and step.new_stop_ids.tolist() == [7]
     for handle, prompt in ((1, [2] * 7), (2, [1] * 9), (3, [3])):
         assert engine.tokens[handle] == expected_tokens(prompt, 2, handle, VOCAB_SIZE)
+
+
+def test_tokens_in_the_cache_are_sent_to_controls_alone() -> None:
+    engine = Engine(make_scheduler(num_blocks=64, block_size=4))
+    plain = make_request([7] * 20, 1)
+    engine.scheduler.add(plain)
+    engine.run()
+    asking = msgspec.structs.replace(plain, handle=1, controls=encode_controls(Controls(repetition_penalty=1.1)))
+    for again in (msgspec.structs.replace(plain, handle=2), asking):
+        engine.scheduler.add(again)
+        engine.run()
+    assert [(step.new_num_computed.tolist(), step.new_num_sent.tolist(), step.new_token_ids.tolist())
+            for step in engine.steps[1:]] == [([16], [4], [7] * 4), ([16], [20], [7] * 20)]
 
 
 def test_a_preempted_request_is_sent_again_in_full_and_keeps_its_prompt_length() -> None:

@@ -23,7 +23,7 @@ from sidestep.ipc.config import DEFAULT_MODEL
 from sidestep.ipc.messages import FinishReason
 from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
-from tests.fakes import Clock, Engine, make_request, make_runner, make_scheduler
+from tests.fakes import Clock, Engine, make_request, make_scheduler
 from tests.random_schemas import REGEXES, random_schema
 from tests.unit.engine_core.test_core import HandExecutor
 
@@ -324,7 +324,7 @@ class Deaf(FakeRunner):
     """Samples what it likes."""
 
     def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> Any:
-        masks = StepMasks(step.step_id, step.slots[:0], step.slots[:0])
+        masks = StepMasks(step.step_id, 0, step.slots[:0], step.slots[:0], step.slots[:0])
         return super().execute(step, lambda: masks)
 
 
@@ -367,7 +367,7 @@ def test_masks_follow_their_step_and_come_before_the_one_after(depth: int, gramm
     run = engine(grammars, overlap=depth == 2)
     scheduler: Scheduler = run.scheduler
     executor = Wire()
-    executor.runner = make_runner(scheduler, VOCAB)
+    executor.runner = run.runner
     core = EngineCore(scheduler, executor, max_steps_in_flight=depth, clock=grammars._clock)
     scheduler.add(make_request([1], 9, grammar=grammar(LONG)))
     run.run()

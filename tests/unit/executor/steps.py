@@ -50,7 +50,7 @@ def make_step(rows: Sequence[tuple[int, int, Sequence[int]]], entering: dict[int
         step_id, column(slot for slot, _, _ in rows), column(n for _, n, _ in rows), column(len(b) for _, _, b in rows),
         column(i for _, _, blocks in rows for i in blocks), column(slot for slot, _ in entered),
         column(len(r.prompt) for _, r in entered), column(len(r.prompt) - r.num_known_outputs for _, r in entered),
-        of("num_computed"),
+        of("num_computed"), column(len(r.prompt) for _, r in entered),
         column(t for _, r in entered for t in r.prompt), of("temperature", np.float32), of("top_p", np.float32),
         of("min_p", np.float32), of("top_k"), of("seed", np.int64), of("min_tokens"),
         column(len(r.stop_ids) for _, r in entered), column(t for _, r in entered for t in r.stop_ids),

@@ -85,6 +85,6 @@ def test_with_several_ranks_no_product_begins_a_norm(monkeypatch: pytest.MonkeyP
     parallel.size = 2
     monkeypatch.setattr(parallel, "all_reduce", lambda x: x)
     monkeypatch.setattr("sidestep.executor.layers.vocab.VocabParallelEmbedding.__call__",
-                        lambda self, ids: torch.nn.functional.embedding(ids, self._shard))
+                        lambda self, ids, norm: Stream(torch.nn.functional.embedding(ids, self._shard), norm))
     torch.testing.assert_close(logits(model, None), expected)
     assert not begun

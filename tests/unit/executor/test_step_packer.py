@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from sidestep.executor.input_batch import make_batch
+from sidestep.executor.input_batch import Apart, make_batch
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
 from sidestep.kernels.prepare_step_triton import MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
@@ -82,16 +82,17 @@ def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
     assert listed == [[(1, 5), (1, 9)], [(1, 5), (1, 9), (2, 4)], []]
 
 
-def test_special_rows_are_left_to_others() -> None:
-    """Neither sampled nor masked by the step itself, whose batch still says that they sample."""
+def test_special_and_masked_rows_are_left_to_others() -> None:
+    """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of masked rows, which are
+    sampled from the step's own logits, are seen to at once."""
     state, layout = RequestState(4, 64, BLOCK), StepLayout(4, 16)
     packer = StepPacker(layout, 8)
-    entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(3)}
-    step = make_step([(0, 2, [0]), (1, 2, [1]), (2, 2, [2])], entering)
+    entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(4)}
+    step = make_step([(0, 2, [0]), (1, 2, [1]), (2, 2, [2]), (3, 2, [3])], entering)
     state.apply(step)
     batch = make_batch(state, step, BLOCK)
-    used = packer.pack(0, layout, batch, step, np.array([1]))
+    used = packer.pack(0, layout, batch, step, Apart(special=np.array([1]), masked=np.array([3])))
     words = packer.buffers[0].numpy()
-    assert words[layout.at("samples"):][:3].tolist() == [1, 0, 1]
-    assert words[used - 4:used].tolist() == [0, 2, 4, 6]
+    assert words[layout.at("samples"):][:4].tolist() == [1, 0, 1, 0]
+    assert words[used - 6:used].tolist() == [0, 2, 3, 4, 6, 7]
     assert batch.samples.all()

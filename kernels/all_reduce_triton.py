@@ -1,0 +1,263 @@
+"""The sum over ranks of a row-parallel product, added to the residual stream, and the next norm: one kernel.
+
+Each rank has a *space*: memory of the same layout that all ranks can read and write. The product before writes this
+rank's part into a *place* of its own space; the kernel here reads the parts of all ranks. They are added in the order
+of the ranks, in float32, and rounded once: every rank has the same bits, and so do both kernels:
+
+- One shot: each rank reads all parts of all rows. The ranks meet once.
+- Two shots: each rank sums the rows that are its own, leaves the sums in its place, and reads those of the others. The
+  ranks meet twice, and each reads two parts' worth instead of as many as there are ranks. For many rows.
+
+**How ranks meet.** Program p of a kernel meets program p of the same kernel on the other ranks, and nobody else. It
+writes its epoch into a flag in each rank's space (a flag has one writer) and waits until its own flags have all reached
+it. Epochs only grow, so nothing is ever reset, a graph is replayed as it is, and a rank that is ahead may have written
+a later one already. The program's last epoch is in this rank's `counters`, on the device.
+
+**Why what is read is there.** A part was written by a kernel before this one on the same stream, or, in the second
+shot, by threads that a barrier puts before the flag. The flag is written with release and read with acquire semantics
+at system scope, and a barrier puts the other threads' reads after it. `gdc_wait` comes before all of this.
+
+**Why nothing is overwritten too early.** A rank that has ended sum n has met all others in it. They had begun sum n
+then, so they had ended sum n - 1: kernels of a stream end in order, and `gdc_wait` comes before the flags. So whoever
+has ended sum n may write any part but that of sum n itself, which others may still be reading. Hence the rule that
+callers keep: **two sums, one after the other on the device, never use the same place.** In the second shot a rank
+writes only rows of its place that nobody else has read before.
+
+**Why it does not hang, if all ranks launch the same sums.** All of a kernel's programs fit on the device at once, one a
+processor. What runs beside them ends by itself, and a kernel that is started early (programmatic dependent launch)
+starts only after all programs of this one have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sidestep.kernels.launch import pdl
+from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.kernels.tuned_all_reduce import SUMS
+
+MAX_PROGRAMS = 128
+PLACES = 3
+_ALIGNED = 256
+
+Kind = Literal["one_shot", "two_shot"]
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """Which kernel, and how many programs at most."""
+
+    kind: Kind
+    programs: int
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """This rank's space, and where it finds those of all ranks. It begins as zeros on all of them."""
+
+    rank: int
+    addresses: tuple[int, ...]
+    """Of each rank's space, as this rank sees it."""
+    own: Tensor
+    """uint8 [space_bytes(ranks, place_bytes)]"""
+    counters: Tensor
+    """int64 [MAX_PROGRAMS], zeros at first; this rank's alone."""
+    place_bytes: int
+    programs: int
+    """How many programs fit on every rank's device at once; at most MAX_PROGRAMS."""
+
+    def part(self, place: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """[rows, width] at this place of the own space, for what this rank has to add."""
+        first, size = self.offset(place), rows * width * dtype.itemsize
+        assert 0 <= place < PLACES and size <= self.place_bytes, f"{rows} x {width} of {dtype} in place {place}"
+        return self.own[first:first + size].view(dtype).view(rows, width)
+
+    def offset(self, place: int) -> int:
+        """Bytes from a space's beginning."""
+        return _flag_bytes(len(self.addresses)) + place * self.place_bytes
+
+
+def space_bytes(ranks: int, place_bytes: int) -> int:
+    """Size of a space. place_bytes: a multiple of 256."""
+    assert place_bytes % _ALIGNED == 0, f"{place_bytes} bytes"
+    return _flag_bytes(ranks) + PLACES * place_bytes
+
+
+def _flag_bytes(ranks: int) -> int:
+    return -(-8 * MAX_PROGRAMS * ranks // _ALIGNED) * _ALIGNED
+
+
+def choose(ranks: int, num_bytes: int) -> SumConfig | None:
+    """What is fastest for parts of this size: as tuned, for the next larger number of ranks that is known; None: what
+    torch.distributed has."""
+    known = next((n for n in sorted(SUMS) if n >= ranks), None)
+    if known is None:
+        return None
+    found = next((entry for entry in SUMS[known] if num_bytes <= entry[0]), None)
+    return None if found is None else SumConfig(found[1], found[2])
+
+
+def most_place_bytes(ranks: int, num_bytes: int) -> int:
+    """Size of a place for parts of up to so many bytes; 0 where `choose` has no kernel."""
+    known = next((n for n in sorted(SUMS) if n >= ranks), None)
+    most = 0 if known is None or not SUMS[known] else SUMS[known][-1][0]
+    return -(-min(most, num_bytes) // _ALIGNED) * _ALIGNED
+
+
+@triton.jit
+def _space_of(spaces, peer, RANKS: tl.constexpr):
+    """The address of a rank's space, or of several ranks'."""
+    address = tl.zeros_like(peer).to(tl.int64)
+    for rank in tl.static_range(RANKS):
+        address = tl.where(peer == rank, spaces[rank], address)
+    return address
+
+
+@triton.jit
+def _meet(spaces, rank, epoch, RANKS: tl.constexpr):
+    """Waits until all ranks have come to this epoch of this program."""
+    peer = tl.arange(0, triton.next_power_of_2(RANKS))
+    there = peer < RANKS
+    flags = tl.program_id(0) * RANKS
+    theirs = _space_of(spaces, peer, RANKS).to(tl.pointer_type(tl.int64)) + (flags + rank)
+    tl.debug_barrier()
+    tl.atomic_xchg(theirs, epoch, mask=there, sem="release", scope="sys")
+    own = _space_of(spaces, rank, RANKS).to(tl.pointer_type(tl.int64)) + (flags + peer)
+    # What goes round is a scalar: Triton 3.6 does not compile a tensor there.
+    least = epoch - 1
+    while least < epoch:
+        seen = tl.atomic_add(own, tl.zeros_like(peer).to(tl.int64), mask=there, sem="acquire", scope="sys")
+        least = tl.min(tl.where(there, seen, epoch), 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _rows_at(address, offset, dtype: tl.constexpr):
+    """The rows at a place of a space."""
+    return tl.multiple_of((address + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _one(counter, epoch):
+    """A factor for what was loaded before. All loads are to be on their way before one is waited for; the assembler
+    would rather save registers and take turns, each of them a way to another GPU and back. But it cannot multiply
+    before it has this, which comes from behind a barrier."""
+    tl.debug_barrier()
+    return (tl.load(counter) - epoch + 2).to(tl.float32)
+
+
+@triton.jit
+def _sum_of(spaces, offset, hidden, at, inside, counter, epoch, RANKS: tl.constexpr, ADD: tl.constexpr):
+    """The parts of all ranks, rounded once."""
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    parts = ()
+    for peer in tl.static_range(RANKS):
+        part = tl.load(_rows_at(spaces[peer], offset, dtype) + at, mask=inside, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]
+    if ADD:
+        part = tl.load(hidden + at, mask=inside, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]
+    one = _one(counter, epoch)
+    total = parts[0].to(tl.float32) * one  # type: ignore[misc]
+    for index in tl.static_range(1, RANKS + ADD):
+        total += parts[index].to(tl.float32) * one
+    return total.to(dtype)
+
+
+@triton.jit
+def _write(value, hidden, normed, w, at, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """A row of the stream, and of its norm (as kernels.rms_norm_triton has it)."""
+    tl.store(hidden + at, value, mask=inside)
+    if NORM:
+        dtype: tl.constexpr = hidden.dtype.element_ty
+        wide = value.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+        tl.store(normed + at, ((wide * scale).to(dtype).to(tl.float32) * w).to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "rank"])
+def _one_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D: tl.constexpr, BLOCK: tl.constexpr,
+              RANKS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < D
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    epoch = tl.load(counters + program) + 1
+    _meet(spaces, rank, epoch, RANKS)
+    for row in range(program, T, tl.num_programs(0)):
+        at = tl.cast(row, tl.int64) * D + columns
+        value = _sum_of(spaces, offset, hidden, at, inside, counters + program, epoch, RANKS, ADD)
+        _write(value, hidden, normed, w, at, inside, eps, D, NORM)
+    tl.store(counters + program, epoch)
+
+
+@triton.jit(do_not_specialize=["T", "rank"])
+def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D: tl.constexpr, BLOCK: tl.constexpr,
+              RANKS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    """Row i is rank i % RANKS's; the same program sums it there and reads it elsewhere."""
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < D
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    epoch = tl.load(counters + program) + 1
+    _meet(spaces, rank, epoch, RANKS)
+    own = _rows_at(_space_of(spaces, rank, RANKS), offset, dtype)
+    for first in range(program * RANKS, T, tl.num_programs(0) * RANKS):
+        row = first + rank
+        if row < T:
+            at = tl.cast(row, tl.int64) * D + columns
+            value = _sum_of(spaces, offset, hidden, at, inside, counters + program, epoch, RANKS, ADD)
+            tl.store(own + at, value, mask=inside)
+            _write(value, hidden, normed, w, at, inside, eps, D, NORM)
+    _meet(spaces, rank, epoch + 1, RANKS)
+    end = tl.cast(T, tl.int64) * D
+    for first in range(program * RANKS, T, tl.num_programs(0) * RANKS):
+        values = ()
+        for turn in tl.static_range(1, RANKS):
+            # Each rank begins with another one.
+            peer = (rank + turn) % RANKS
+            at = tl.cast(first + peer, tl.int64) * D + columns
+            value = tl.load(_rows_at(_space_of(spaces, peer, RANKS), offset, dtype) + at, mask=inside & (at < end),
+                            other=0.0)
+            values = values + (value,)  # type: ignore[assignment]
+        one = _one(counters + program, epoch)
+        for turn in tl.static_range(1, RANKS):
+            row = first + (rank + turn) % RANKS
+            if row < T:
+                value = (values[turn - 1].to(tl.float32) * one).to(dtype)
+                _write(value, hidden, normed, w, tl.cast(row, tl.int64) * D + columns, inside, eps, D, NORM)
+    tl.store(counters + program, epoch + 1)
+
+
+def sum_parts(memory: PeerMemory, place: int, hidden: Tensor, norm: RmsNorm | None, config: SumConfig, *,
+              add: bool) -> Tensor | None:
+    """Writes the sum of the parts at this place of all ranks to hidden [T, D], contiguous and of the parts' type; with
+    `add`, hidden is a part too, which must be the same on all ranks. Returns the norm of that, [T, D].
+
+    All ranks call this with the same arguments, in the same order; which place may be used, the file's top says.
+    """
+    rows, width = hidden.shape
+    assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.place_bytes, f"{hidden.shape}"
+    ranks = len(memory.addresses)
+    normed = hidden if norm is None else torch.empty_like(hidden)
+    block = triton.next_power_of_2(width)
+    kernel, most = (_one_shot, rows) if config.kind == "one_shot" else (_two_shot, triton.cdiv(rows, ranks))
+    programs = min(most, config.programs, memory.programs)
+    kernel[(programs,)](
+        memory.addresses, memory.counters, hidden, hidden if norm is None else norm.weight, normed, rows, memory.rank,
+        memory.offset(place), 0.0 if norm is None else norm.eps, width, block, ranks, add, norm is not None,
+        num_warps=max(1, min(16, block // 256)), **pdl(hidden))
+    return None if norm is None else normed

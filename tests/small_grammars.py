@@ -1,0 +1,72 @@
+"""Grammars of a vocabulary of single characters, compiled when asked for, and what a request held to one must give."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher
+
+from sidestep.engine_core.structured_outputs import Grammars, _Compilation, _compile
+from sidestep.executor.fake import chain, next_token
+from sidestep.frontend.structured_outputs import make_grammar
+from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams, grammar_limits
+from tests.fakes import VOCAB_SIZE
+
+EOS = 0
+_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,:;-+*/(){}["
+
+
+def _tokenizer() -> str:
+    """Token 0 ends an output; token i is the i-th character."""
+    vocab = {"<eos>": EOS} | {character: i for i, character in enumerate(_CHARACTERS, 1)}
+    assert len(vocab) == VOCAB_SIZE
+    end = {"id": EOS, "content": "<eos>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+           "special": True}
+    return json.dumps({
+        "version": "1.0", "added_tokens": [end], "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}})
+
+
+class SmallGrammars(Grammars):
+    """No thread compiles: it is done when the caller goes on, and heard of in the next step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "tokenizer.json").write_text(_tokenizer())
+            super().__init__(folder, VOCAB_SIZE, (EOS,), clock, num_threads=0, num_workers=1)
+            self.load()
+
+    def _give(self, compilation: _Compilation) -> None:
+        super()._give(compilation)
+        assert self._tokenizer is not None
+        _compile(self._tokenizer, self._jobs.get())
+        self._done.put(compilation)
+        self._bell.ring()
+
+    def forget_all(self) -> None:
+        """The next request with any grammar has to wait for it."""
+        self._cache.clear()
+
+    def expected_tokens(self, grammar: Grammar, prompt: list[int], count: int, seed: int) -> list[int]:
+        """What a request must give, whatever runs beside it."""
+        matcher = LLMatcher(self._tokenizer, grammar.text, limits=grammar_limits())
+        state, tokens = 0, list[int]()
+        for token in prompt:
+            state = chain(state, token)
+        while len(tokens) < count and not matcher.is_stopped():
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8),
+                                                   bitorder="little"))
+            tokens.append(int(allowed[next_token(state, seed, len(allowed))]))
+            assert matcher.consume_token(tokens[-1])
+            state = chain(state, tokens[-1])
+        return tokens
+
+
+def small_grammar(regex: str) -> Grammar:
+    """Of an expression over those characters."""
+    return make_grammar(StructuredOutputsParams(regex=regex), {})

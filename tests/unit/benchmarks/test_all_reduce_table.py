@@ -1,0 +1,36 @@
+"""What benchmarks/all_reduce.py makes of its measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.all_reduce import KINDS, PROGRAMS, Row, entries_of, shape, table_text
+
+
+def row(nccl: float, one_shot: float, two_shot: float, programs: int = 64) -> Row:
+    """The kernels are that fast with so many programs, and slower with others."""
+    times = {"one_shot": one_shot, "two_shot": two_shot}
+    measured = {f"{kind} {n} norm": times[kind] + (n != programs) for kind in KINDS for n in PROGRAMS}
+    return {"nccl": nccl, "nccl norm": nccl + 2, **measured}
+
+
+def test_the_fastest_is_chosen_up_to_where_nccl_is_faster() -> None:
+    rows = {4096: row(10, 4, 6, 16), 8192: row(10, 4, 6, 16), 16384: row(10, 6, 6.5), 32768: row(10, 9, 7),
+            65536: row(10, 15, 13), 131072: row(14, 19, 15), 262144: row(20, 40, 30)}
+    # In between it may lose: what a kernel does beside summing is not all in these times.
+    assert entries_of(rows) == [(8192, "one_shot", 16), (16384, "one_shot", 64), (131072, "two_shot", 64)]
+
+
+def test_where_nccl_is_always_faster_nothing_is_chosen() -> None:
+    assert entries_of({4096: row(1, 4, 6)}) == []
+
+
+def test_what_is_written_is_the_table() -> None:
+    table: Any = {2: [(4096, "one_shot", 64)], 4: [(4096, "one_shot", 16), (8192, "two_shot", 128)], 8: []}
+    scope: dict[str, Any] = {}
+    exec(table_text(table, "GPU"), scope)
+    assert scope["SUMS"] == {ranks: tuple(entries) for ranks, entries in table.items()}
+
+
+def test_shapes_hold_the_bytes() -> None:
+    assert [shape(n) for n in (4096, 8192, 1 << 20)] == [(1, 2048), (1, 4096), (128, 4096)]
