@@ -27,14 +27,14 @@ from benchmarks.gpu_layers import Layers
 from benchmarks.gpu_models import MODELS, Model
 from benchmarks.gpu_products import check_linear
 from benchmarks.gpu_timing import DEVICE, DTYPE, Call
+from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.gated_gemm_triton import GatedConfig, gated_gemm
-from sidestep.kernels.launch import compiling_only
 
 
 def compile_gated(model: Model, rows: int, config: GatedConfig) -> None:
     """Runs nothing."""
     x, weight = (torch.empty(n, model.hidden, dtype=DTYPE, device=DEVICE) for n in (rows, 2 * model.inner))
-    with compiling_only(1):
+    with CompilerThreads(1) as threads, compiling_only(threads):
         gated_gemm(x, weight, config=config)
 
 

@@ -14,21 +14,19 @@ from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.base import Executor, WorkerReady
-from sidestep.ipc import registry
 from sidestep.ipc.channels import CoreChannel
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.messages import Answer, Connect, Dead, Ready
-from sidestep.ipc.process import decode_args, freeze_heap
+from sidestep.ipc.process import freeze_heap
 from sidestep.ipc.shm_ring import SPIN_S
 
 
-def main(raw: bytes) -> None:
-    """Entry point of the process. Whatever ends it, its frontends are told why, and the exit status is not 0."""
-    args = decode_args(raw, CoreArgs)
+def main(args: CoreArgs, executor: Executor) -> None:
+    """The process once its workers start. Whatever ends it, its frontends are told why, and the exit status is not 0.
+    """
     channel = CoreChannel(args.clients)
-    executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(args.config, args.replica)
     try:
         core, ready = start(args.config, executor)
         channel.broadcast(ready)

@@ -29,8 +29,12 @@ class Executor(abc.ABC):
     """
 
     @abc.abstractmethod
+    def launch(self) -> None:
+        """Begins to start the workers, and returns at once."""
+
+    @abc.abstractmethod
     def start(self) -> WorkerReady:
-        """Starts the workers and waits until the model is loaded. Raises EngineStartError."""
+        """Waits until the workers have loaded the model; after `launch`. Raises EngineStartError."""
 
     @abc.abstractmethod
     def submit(self, step: StepInput) -> None:

@@ -14,6 +14,10 @@ import torch
 
 from sidestep.kernels.prepare_step_triton import StepLayout
 
+_MOST_GRAPHED = 2048
+"""Tokens up to which the ladder is fine: more graphs would take their time at the start."""
+_FINE = 256
+
 
 @dataclass(frozen=True)
 class StepSizes:
@@ -28,6 +32,10 @@ class StepSizes:
     def decode_only(self) -> bool:
         """Whether every row has one token."""
         return self.max_prompt_rows == 0
+
+    def takes(self, rows: int, tokens: int) -> bool:
+        """Whether a step fits in, and does not drown in padding: an eighth of it, or what the finest ladder has."""
+        return self.rows >= rows and 0 <= self.tokens - tokens <= max(_FINE, tokens // 8)
 
 
 @dataclass(frozen=True)
@@ -45,9 +53,14 @@ def decode_ladder(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def mixed_ladder(max_rows: int, max_tokens: int) -> list[StepSizes]:
-    """Sizes of graphs for steps with prompts, the largest last."""
-    tokens = [n for n in (*range(128, 1024, 128), *range(1024, max_tokens + 1, 256)) if n <= max_tokens]
+def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSizes]:
+    """Sizes of graphs for steps with prompts, the largest last. max_rows, max_tokens: of any step; worthwhile: tokens
+    up to which a graph pays. Where it does for the largest step, that has one too: while prompts wait, most steps are
+    as large as they may be."""
+    most = min(max_tokens, worthwhile, _MOST_GRAPHED)
+    tokens = [n for n in (*range(128, 1024, 128), *range(1024, most + 1, _FINE)) if n <= most]
+    if max_tokens <= worthwhile and max_tokens not in tokens:
+        tokens.append(max_tokens)
     rows = sorted({min(128, max_rows), max_rows})
     return [StepSizes(r, n, r, r) for n in tokens for r in rows if r <= n]
 
@@ -85,8 +98,8 @@ class CudaGraphs:
         graphs.sort(key=lambda g: (g.sizes.tokens, g.sizes.rows))
 
     def find(self, rows: int, tokens: int) -> StepGraph | None:
-        """The smallest graph for a step; None if there is none."""
+        """The smallest graph for a step; None if there is none that takes it."""
         for graph in self._decode if rows == tokens else self._mixed:
-            if graph.sizes.rows >= rows and graph.sizes.tokens >= tokens:
+            if graph.sizes.takes(rows, tokens):
                 return graph
         return None

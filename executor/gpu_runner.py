@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from sidestep.executor.base import WorkerReady
 from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
 from sidestep.executor.device_clock import DeviceClock
 from sidestep.executor.input_batch import Apart, HostBatch, make_batch
+from sidestep.executor.kernel_compiler import wait_for_compiler
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.logprobs import Logprobs, encode_logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
@@ -38,7 +40,7 @@ from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, wit
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.executor.special_rows import SpecialBatch, make_special_rows
-from sidestep.executor.step_packer import StepPacker, masked_logits
+from sidestep.executor.step_packer import StepPacker, masked_logits, message_size
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
 from sidestep.ipc.controls import Controls, encode_controls
@@ -46,10 +48,12 @@ from sidestep.ipc.errors import EngineStartError
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.sampling_params import MAX_LOGPROBS
 from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
-from sidestep.kernels.launch import compiling_only, has_pdl
+from sidestep.kernels.compiling import CompilerThreads, compiling_only
+from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
 from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
 from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
+from sidestep.kernels.token_masks import mask_tokens
 
 _BLOCK_SIZE = 64
 _PAD = 128
@@ -58,8 +62,6 @@ _LAUNCH_LAYER_S = 450e-6
 _FLOPS = 5e14
 """Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast one: 130e-6);
 operations a second of large products."""
-_MOST_GRAPHED = 2048
-"""Tokens: more graphs would take their time at the start."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
 _EVERYTHING = Controls(logit_bias={0: 1.0}, allowed_token_ids=[0, 1], bad_words=[[0, 1]], logprobs=MAX_LOGPROBS,
@@ -112,16 +114,20 @@ class GpuRunner(Runner):
     """A torch model on one NVIDIA GPU."""
 
     def __init__(self, args: WorkerArgs) -> None:
-        self._args = args
-        self._stage = args.stage
-        self._device = pick_device(args)
-        self._dtype = pick_dtype(args, self._device)
-        self._block_size = args.cache.block_size or _BLOCK_SIZE
-        if self._block_size % 16:
-            raise EngineStartError(f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}")
+        self._prepare(args, pick_device(args))
         torch.cuda.set_device(self._device)
         self._parallel = Parallel(args.rank_in_stage, args.parallel.tensor_parallel_size, stage=self._stage.index,
                                   num_stages=self._stage.count, rendezvous=args.rendezvous, cuda=True)
+
+    def _prepare(self, args: WorkerArgs, device: torch.device) -> None:
+        """What needs no GPU."""
+        self._args = args
+        self._stage = args.stage
+        self._device = device
+        self._dtype = pick_dtype(args, device)
+        self._block_size = args.cache.block_size or _BLOCK_SIZE
+        if self._block_size % 16:
+            raise EngineStartError(f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}")
         self._limits = args.scheduler.limits("cuda", self._stage.count)
         self._rotation = self._limits.max_steps_in_flight + 2
         self._num_steps = 0
@@ -133,15 +139,12 @@ class GpuRunner(Runner):
     def load(self) -> WorkerReady:
         backend = pick_attention(self._args, self._device)
         try:
-            if not self._args.parallel.disable_custom_all_reduce:
-                self._parallel.open_peer_sums(self._args.spec.hidden_size, self._dtype,
-                                              self._limits.max_num_batched_tokens, self._device)
-            self._model = load_model(self._args, self._parallel, self._dtype, self._device)
-            self._rotary = load_rotary(self._args, self._device)
+            self._open_peer_sums()
             self._make_tables()
+            self._make_buffers()
+            self._load_model()
             num_blocks = self._size_cache(backend)
             self._attention = self._make_attention(backend, num_blocks)
-            self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))  # compiled now, not later
             self._reset()
             if backend.graph_safe and not self._args.parallel.enforce_eager:
                 self._graphs = self._capture()
@@ -154,26 +157,32 @@ class GpuRunner(Runner):
         return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cuda",
                            device=torch.cuda.get_device_name(self._device))
 
+    def _open_peer_sums(self) -> None:
+        if not self._args.parallel.disable_custom_all_reduce:
+            self._parallel.open_peer_sums(self._args.spec.hidden_size, self._dtype,
+                                          self._limits.max_num_batched_tokens, self._device)
+
+    def _load_model(self) -> None:
+        self._model = load_model(self._args, self._parallel, self._dtype, self._device)
+        self._rotary = load_rotary(self._args, self._device)
+        if self._stage.is_last:
+            self._logits = self._model.new_logits(self._limits.max_num_seqs)
+
     def _make_tables(self) -> None:
         args, limits, device = self._args, self._limits, self._device
         slots = limits.num_slots
         max_blocks = -(-args.max_model_len // self._block_size)
         self._layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._packer = StepPacker(self._layout, max_blocks, self._rotation)
-        self._message = torch.zeros(self._packer.capacity, dtype=torch.int32, device=device)
+        self._message = torch.zeros(message_size(self._layout, max_blocks), dtype=torch.int32, device=device)
         self._tables = SlotTables(
             block_tables=torch.zeros(slots, max_blocks, dtype=torch.int32, device=device),
             last_sampled=torch.zeros(slots, dtype=torch.int32, device=device),
             temperature=torch.zeros(slots, device=device), top_p=torch.ones(slots, device=device),
             min_p=torch.zeros(slots, device=device), top_k=torch.zeros(slots, dtype=torch.int32, device=device),
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
-        self._pipeline = Pipeline(args, self._tables.last_sampled, limits.max_steps_in_flight)
         tokens = limits.max_num_batched_tokens if self._stage.count > 1 else 0
         self._hidden = torch.zeros(tokens, args.spec.hidden_size, dtype=self._dtype, device=device)
         """The residual stream, as it comes from the stage before and goes to the next."""
-        self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
-                        for _ in range(self._rotation)]
-        self._clock = DeviceClock()
         if self._stage.is_last:
             self._make_sampler()
 
@@ -181,12 +190,22 @@ class GpuRunner(Runner):
         args, limits, device = self._args, self._limits, self._device
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
+        pinned: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {"device": device}
+        self._out_ids, self._special_ids = (
+            torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, **pinned) for _ in range(2))
+
+    def _make_buffers(self) -> None:
+        """What lies in the host's memory, and what only a GPU has."""
+        args, limits, device = self._args, self._limits, self._device
+        self._packer = StepPacker(self._layout, self._tables.block_tables.shape[1], self._rotation)
+        self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
+                        for _ in range(self._rotation)]
+        self._clock = DeviceClock()
+        self._pipeline = Pipeline(args, self._tables.last_sampled, limits.max_steps_in_flight)
+        if not self._stage.is_last:
+            return
         self._special = make_special_rows(args, limits, device)
-        self._logits = self._model.new_logits(limits.max_num_seqs)
-        self._out_ids = torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
-        self._host_ids = self._out_ids.numpy()
-        self._special_ids = torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
-        self._host_special_ids = self._special_ids.numpy()
+        self._host_ids, self._host_special_ids = self._out_ids.numpy(), self._special_ids.numpy()
         self._pinned_marks = torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_marks = self._pinned_marks.numpy()
         self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
@@ -208,7 +227,11 @@ class GpuRunner(Runner):
         shape = attention_shape(self._args.spec, self._parallel, self._stage)
         self._attention = self._make_attention(backend, 1)
         if backend.graph_safe:
-            self._compile()
+            wait_for_compiler(self._args.compiled)
+            # What it has not compiled is compiled here, all kernels side by side.
+            num_threads = max(1, available_cores() // self._args.parallel.num_ranks)
+            with CompilerThreads(num_threads) as threads, compiling_only(threads):
+                self._launch_all()
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
         # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
@@ -235,22 +258,57 @@ class GpuRunner(Runner):
         step.wait()
         return torch.cuda.max_memory_allocated() - before
 
-    def _compile(self) -> None:
-        """Compiles what any step may need, all kernels side by side: one after the other they take several times as
-        long."""
+    @classmethod
+    @torch.inference_mode()
+    def launch_without_gpu(cls, args: WorkerArgs, parallel: Parallel, *, device: str = "meta",
+                           num_blocks: int = 1) -> None:
+        """Launches, within kernels.compiling.compiling_only, what `load` compiles, on any machine: with tensors on a
+        device where they stand for those on a GPU (see compile_for there), and a cache of any size. Raises
+        EngineStartError where `load` would."""
+        runner = cls.__new__(cls)
+        runner._prepare(args, torch.device(device))
+        runner._parallel = parallel
+        backend = pick_attention(args, runner._device)
+        if backend.graph_safe:
+            runner._make_tables()
+            if runner._stage.is_last:
+                runner._launch_samplers()  # which take longest
+            runner._open_peer_sums()
+            runner._load_model()
+            runner._attention = runner._make_attention(backend, num_blocks)
+            runner._launch_all()
+
+    def _launch_all(self) -> None:
+        """Launches what any step may need, for it to be compiled."""
         most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
-        kinds = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
-        kinds += [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
-        with compiling_only(max(1, available_cores() // self._args.parallel.num_ranks)), self._model.kinds_of_layers():
+        # What takes longest comes first: the samplers, then attention.
+        kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
+        kinds += [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
+        with self._model.kinds_of_layers():
+            if self._stage.is_last:
+                self._launch_samplers()
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
-            if not self._stage.is_last:
-                return
-            column = torch.zeros(4, dtype=torch.int32, device=self._device)
-            wide = torch.zeros(1, self._args.spec.vocab_size, device=self._device)
-            self._sample(wide, column, column, column, column, self._special_ids)
-            for logits in (self._logits[:1, :self._args.spec.vocab_size], wide):
-                self._special.masks.mask(logits, column)
+            # Of tokens of prompts, whose logits are asked for, there may be any number.
+            self._model.warm_up((1, 2, 16, 32, 64), with_head=self._stage.is_last)
+            self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
+            if self._stage.is_last:
+                self._launch_masks()
+
+    def _launch_masks(self) -> None:
+        """Of the model's own logits, and of those of special rows."""
+        vocab, device = self._args.spec.vocab_size, self._device
+        mark, words = (torch.zeros(1, n, dtype=torch.int32, device=device) for n in (4, -(-vocab // 32)))
+        for logits in (self._logits[:1, :vocab], torch.zeros(1, vocab, device=device)):
+            mask_tokens(logits, mark[0], words)
+
+    def _launch_samplers(self) -> None:
+        """That of special rows, which are float32, and that of all others."""
+        vocab, size = self._args.spec.vocab_size, self._parallel.size
+        column = torch.zeros(4, dtype=torch.int32, device=self._device)
+        for width, dtype in ((vocab, torch.float32), (-(-vocab // size) * size, self._dtype)):
+            logits = torch.zeros(1, width, dtype=dtype, device=self._device)[:, :vocab]
+            self._sample(logits, column, column, column, column, self._special_ids)
 
     def _decode_sizes(self) -> list[int]:
         return decode_ladder(self._limits.max_num_seqs)
@@ -260,8 +318,7 @@ class GpuRunner(Runner):
         limits = self._limits
         graphs = CudaGraphs(self._launch)
         decode = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
-        most = min(limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec))
-        mixed = mixed_ladder(limits.max_num_seqs, most)
+        mixed = mixed_ladder(limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec))
         for sizes in [*mixed[-1:], *mixed[:1], *decode]:
             self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
         torch.cuda.synchronize()
@@ -429,7 +486,7 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads) \
         + 3 * spec.hidden_size * spec.intermediate_size
-    return min(_MOST_GRAPHED, int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer)))
+    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer))
 
 
 def largest_step(limits: StepLimits, max_model_len: int, block_size: int, controls: Controls) -> StepInput:

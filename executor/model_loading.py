@@ -9,7 +9,7 @@ from sidestep.executor.layers.rotary import RotaryTable
 from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.runner import WorkerArgs
-from sidestep.executor.weight_loader import DummyWeights, SafetensorsWeights
+from sidestep.executor.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
 from sidestep.ipc import registry
 from sidestep.ipc.config import cpu_has_bfloat16
 from sidestep.ipc.errors import EngineStartError
@@ -27,7 +27,7 @@ def pick_device(args: WorkerArgs) -> torch.device:
         field = "data" if replicas > 1 else "pipeline" if args.stage.count > 1 else "tensor"
         raise EngineStartError(f"{field}_parallel_size: {many} need as many GPUs, torch sees {have}; use device 'cpu' "
                                "or fewer of them")
-    return torch.device("cuda", args.replica * ranks + args.rank)
+    return torch.device("cuda", args.gpu_index)
 
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
@@ -56,6 +56,8 @@ def load_model(args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device:
     """What this rank has of the model, with its weights. Raises EngineStartError naming what is wrong with them."""
     spec, stage = args.spec, args.stage
     build = registry.load(registry.MODELS[spec.architecture])
+    if device.type == "meta":
+        return build(spec, NoWeights(dtype, device), parallel, stage)
     if args.model.load_format == "dummy":
         return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
     with SafetensorsWeights(spec.path, dtype, device) as weights:

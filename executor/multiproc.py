@@ -15,6 +15,8 @@ import time
 import msgspec
 
 from sidestep.executor.base import Executor, WorkerReady
+from sidestep.executor.cuda_driver import has_driver
+from sidestep.executor.kernel_compiler import CompilerArgs
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.worker import Failure, Order, Reply, WorkerProcArgs
 from sidestep.ipc.config import EngineConfig, available_cores
@@ -42,17 +44,24 @@ class MultiprocExecutor(Executor):
         self._failures: dict[int, Failure] = {}
         self._gone: list[int] = []
         """Ranks that have ended without a word."""
+        self._compiler: Child | None = None
 
-    def start(self) -> WorkerReady:
+    def launch(self) -> None:
         # The last stage of a pipeline reads a step long after the first one has.
         steps = create_ring(self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size)
-        with tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-") as folder:
-            rendezvous = os.path.join(folder, "store") if self._world > 1 else None
-            for rank in range(self._world):
-                self._spawn(rank, steps, rendezvous)
-            for bell in steps.bells_in:
-                os.close(bell)
-            self._steps = RingWriter(steps)
+        self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
+        rendezvous = os.path.join(self._folder.name, "store") if self._world > 1 else None
+        compiled, compiling = os.pipe()
+        for rank in range(self._world):
+            self._spawn(rank, steps, rendezvous, compiled)
+        for bell in (*steps.bells_in, compiled):
+            os.close(bell)
+        self._spawn_compiler(compiling)
+        os.close(compiling)
+        self._steps = RingWriter(steps)
+
+    def start(self) -> WorkerReady:
+        with self._folder:
             self._wait_ready()
         ready = [self._ready[rank] for rank in range(self._world)]
         return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), block_size=ready[0].block_size,
@@ -65,7 +74,7 @@ class MultiprocExecutor(Executor):
         self._send(masks, Order.MASKS)
 
     def _send(self, message: Columns, kind: Order) -> None:
-        assert self._steps is not None, "start() comes first"
+        assert self._steps is not None, "launch() comes first"
         try:
             self._steps.send(message.encode(), kind)
         except RingClosed as closed:
@@ -86,27 +95,34 @@ class MultiprocExecutor(Executor):
     def shutdown(self) -> None:
         for child in self._children:
             child.let_go()
-        for child in self._children:
+        for child in (*self._children, *([self._compiler] if self._compiler is not None else [])):
             child.stop()
 
-    def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None) -> None:
+    def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None, compiled: int) -> None:
         replies = create_ring(1)
-        args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous), steps=steps, reader=rank, replies=replies,
-                              cpu_threads=self._cpu_threads())
+        args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous, compiled), steps=steps, reader=rank,
+                              replies=replies, cpu_threads=self._cpu_threads())
         child = spawn(self._config.parallel.rank_name(rank), "sidestep.executor.worker:main", args,
-                      env=self._environment(), pass_fds=(*steps.reader_fds(rank), *replies.writer_fds()))
+                      env=self._environment(), pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled))
         for bell in replies.bells_out:
             os.close(bell)  # so that the last writer's end closes with the worker
         self._children.append(child)
         self._replies.append(RingReader(replies, 0))
         self._selector.register(replies.bells_in[0], selectors.EVENT_READ)
 
-    def _worker_args(self, rank: int, rendezvous: str | None) -> WorkerArgs:
+    def _spawn_compiler(self, compiling: int) -> None:
+        """Beside the workers, where there may be a GPU. The end of the process closes this end of the pipe."""
+        if self._config.parallel.device in ("auto", "cuda") and has_driver():
+            args = CompilerArgs(worker=self._worker_args(0, None, None), num_processes=available_cores())
+            self._compiler = spawn("kernel compiler", "sidestep.executor.kernel_compiler:main", args,
+                                   env={"OMP_NUM_THREADS": "1"}, pass_fds=(compiling,))
+
+    def _worker_args(self, rank: int, rendezvous: str | None, compiled: int | None) -> WorkerArgs:
         config = self._config
         return WorkerArgs(
             rank=rank, replica=self._replica, spec=config.spec,
             model=config.model, cache=config.cache, parallel=config.parallel, scheduler=config.scheduler,
-            max_model_len=config.max_model_len, rendezvous=rendezvous)
+            max_model_len=config.max_model_len, rendezvous=rendezvous, compiled=compiled)
 
     def _cpu_threads(self) -> int:
         return self._config.parallel.cpu_threads or \
@@ -125,6 +141,8 @@ class MultiprocExecutor(Executor):
             # On a GPU that the KV cache fills: steps of ever new sizes must not end in a search for free pieces, for
             # which the device would have to stop.
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            # As torch would say later: the context is made before (executor/worker.py).
+            "CUDA_MODULE_LOADING": "LAZY",
         }
 
     def _wait_ready(self) -> None:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.peer_sums import Part, PeerSums, Place, open_peer_memory
+from sidestep.kernels.launch import num_processors
 
 if TYPE_CHECKING:
     from sidestep.kernels.all_reduce_triton import PeerMemory
 
 _TIMEOUT = timedelta(minutes=5)
+_SOME_ADDRESS = 1 << 46
+"""Of the size and the alignment that a GPU's have."""
 
 
 class Parallel:
@@ -100,3 +103,28 @@ class Parallel:
             return self.share(total)
         head = self.rank * total // self.size
         return range(head, head + 1)
+
+
+class LoneRank(Parallel):
+    """A rank without its group, which nothing is computed in: for shapes alone."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
+        from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, most_place_bytes, space_bytes
+
+        place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize) if self.size > 1 else 0
+        if place_bytes:
+            memory = PeerMemory(
+                self.rank, (_SOME_ADDRESS,) * self.size,
+                torch.empty(space_bytes(self.size, place_bytes), dtype=torch.uint8, device=device),
+                torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device), place_bytes,
+                min(MAX_PROGRAMS, num_processors(device)))
+            self._peers = PeerSums(memory, width, dtype)
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if self.size == 1:
+            return x
+        return torch.cat([x] * self.size, -1) if out is None else out

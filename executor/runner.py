@@ -29,6 +29,13 @@ class WorkerArgs:
     """Which data-parallel replica; its GPUs follow those of the replicas before it."""
     rendezvous: str | None = None
     """A file for torch.distributed to meet in; None with one rank."""
+    compiled: int | None = None
+    """Reads end-of-file when the process that compiles kernels ahead has ended (executor/kernel_compiler.py)."""
+
+    @property
+    def gpu_index(self) -> int:
+        """Which of the GPUs that this process sees is the rank's, if it has one."""
+        return self.replica * self.parallel.num_ranks + self.rank
 
     @property
     def stage(self) -> Stage:

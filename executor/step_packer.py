@@ -20,13 +20,18 @@ MASKED_PER_ROW = MAX_STOP_TOKEN_IDS + 32
 """Most stop tokens of a request that has `min_tokens`: its own and the model's ends of sequence."""
 
 
+def message_size(layout: StepLayout, max_blocks: int) -> int:
+    """Words of the longest message. max_blocks: of the longest request."""
+    return layout.block_ids + layout.rows * (max_blocks + 2 * MASKED_PER_ROW)
+
+
 class StepPacker:
     """Packs steps of up to `layout.rows` rows and `layout.tokens` tokens."""
 
     def __init__(self, layout: StepLayout, max_blocks: int, num_buffers: int) -> None:
         """max_blocks: of the longest request."""
-        self.capacity = layout.block_ids + layout.rows * (max_blocks + 2 * MASKED_PER_ROW)
-        self.buffers = [torch.empty(self.capacity, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        size = message_size(layout, max_blocks)
+        self.buffers = [torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
                         for _ in range(num_buffers)]
         self._words = [buffer.numpy() for buffer in self.buffers]
 

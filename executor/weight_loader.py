@@ -110,6 +110,17 @@ class DummyWeights(Weights):
         return tensor
 
 
+class NoWeights(Weights):
+    """Shapes alone, for torch's meta device."""
+
+    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+        if rows is not None:
+            shape = (len(rows), *shape[1:])
+        if columns is not None:
+            shape = (shape[0], len(columns))
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
 def _files_of(folder: Path) -> list[Path]:
     """The files that the index names; without one, model.safetensors rather than what else lies beside it."""
     index = folder / "model.safetensors.index.json"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sidestep.executor.cuda_driver import begin_context, has_driver
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc import registry
 from sidestep.ipc.errors import EngineStartError
@@ -141,6 +142,8 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     """The runner of the device asked for, or found."""
     device = args.worker.parallel.device
     if device != "fake":
+        if device != "cpu" and has_driver():
+            begin_beside_torch(args.worker.gpu_index)
         import torch
 
         from sidestep.executor.model_loading import pick_device
@@ -149,6 +152,18 @@ def load_runner(args: WorkerProcArgs) -> Runner:
         device = pick_device(args.worker).type
     runner: Runner = registry.load(registry.RUNNERS[device])(args.worker)
     return runner
+
+
+def begin_beside_torch(gpu_index: int) -> None:
+    """What takes long in C, begun in threads while this one imports torch."""
+    threading.Thread(target=begin_context, args=(gpu_index,), daemon=True).start()
+    threading.Thread(target=_know_triton, daemon=True).start()
+
+
+def _know_triton() -> None:
+    from sidestep.kernels.compiling import know_triton
+
+    know_triton()
 
 
 def main(raw: bytes) -> None:

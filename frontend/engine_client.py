@@ -62,7 +62,7 @@ class EngineClient:
 
     def start_core(self, config: EngineConfig, replica: int = 0) -> None:
         """Starts the core's process and returns at once."""
-        self._core = spawn("engine core", "sidestep.engine_core.proc:main",
+        self._core = spawn("engine core", "sidestep.engine_core.entry:main",
                            CoreArgs(config=config, clients=(self._channel.address,), replica=replica))
 
     def poll_ready(self, timeout_s: float) -> Ready | None:

@@ -360,6 +360,11 @@ def api_key_of_environment() -> str | None:
     return os.environ.get("SIDESTEP_API_KEY") or None
 
 
+def triton_environment() -> dict[str, str]:
+    """What a user has told Triton."""
+    return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+
+
 def visible_gpus_of_environment() -> list[str] | None:
     """The GPUs that CUDA programs may see, by number or UUID; None for all."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -134,12 +134,13 @@ def run_child(job: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Service managers send it to every process of a service; while the program's own drains, the engine is needed.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, name="lifeline", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="lifeline", daemon=True).start()
     module, _, function = job["target"].partition(":")
     getattr(importlib.import_module(module), function)(job["args"].encode())
 
 
-def _exit_with_parent() -> None:
+def end_with_parent() -> None:
+    """Waits for the lifeline to be cut, and ends this process."""
     while os.read(0, 4096):
         pass
     # Not sys.exit: the main thread may be inside a device call that never returns.

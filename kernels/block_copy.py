@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sidestep.kernels.gpu import on_gpu
+
 
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
     """In every layer, block targets[i] becomes a copy of block sources[i].
@@ -11,7 +13,7 @@ def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
     caches [layers, blocks, ...], contiguous; sources, targets int32 [N] on its device. A negative source is skipped. No
     block is a source of one copy and the target of another.
     """
-    if caches.is_cuda:
+    if on_gpu(caches):
         from sidestep.kernels.block_copy_triton import copy_blocks as launch
 
         launch(caches, sources, targets)

@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 
+# The stride of layers depends on the number of blocks, and one kernel is for any.
 @triton.jit
-def _copy_blocks(caches, sources, targets, layer_stride, block_stride, BLOCK: tl.constexpr):
+def _copy_blocks(caches, sources, targets, layer_stride: tl.int64, block_stride, BLOCK: tl.constexpr):
     copy, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     source = tl.load(sources + copy).to(tl.int64)
     if source < 0:

@@ -12,21 +12,18 @@ Triton kernel here keeps, so that this changes no result:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+
+from sidestep.kernels.gpu import gpu_of
 
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
     """Whether kernels on this device may be launched programmatically dependent."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability >= 90
 
 
 _OFF: dict[str, bool] = {"PDL": False}
@@ -41,21 +38,5 @@ def pdl(x: Tensor) -> dict[str, bool]:
 @functools.cache
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors; a small number where there is no GPU and kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@contextmanager
-def compiling_only(num_threads: int) -> Iterator[None]:
-    """Within it a launch of a Triton kernel runs nothing, but what it needs is compiled, beside others; at its end all
-    is. For this thread's launches, while no other thread has any."""
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    JITFunction.run = compile_only
-    try:
-        with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
-            yield
-    finally:
-        JITFunction.run = run
+    gpu = gpu_of(device)
+    return gpu.processors if gpu is not None else 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.silu_mul import silu_mul
 
@@ -22,7 +23,7 @@ stream that is not scaled yet may be too large for it."""
 
 def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
     """The configuration of our own kernel, if there is one that is faster than the library's."""
-    if not x.is_cuda or x.dtype not in _HALF:
+    if not on_gpu(x) or x.dtype not in _HALF:
         return None
     from sidestep.kernels.own_linear import choose, is_hopper
 
@@ -43,7 +44,7 @@ def _product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, gated: boo
 def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
     """With more rows than _product takes, by the kernel that ends in the activation, where it is faster."""
     hidden = x.hidden if isinstance(x, Stream) else x
-    if not hidden.is_cuda or hidden.dtype not in _HALF:
+    if not on_gpu(hidden) or hidden.dtype not in _HALF:
         return None
     from sidestep.kernels.gated_gemm_triton import choose, gated_gemm
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sidestep.kernels import skinny_linear_triton as skinny
 from sidestep.kernels import streamed_config as streamed
+from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.skinny_linear_triton import SkinnyConfig
 from sidestep.kernels.streamed_config import StreamedConfig
@@ -31,7 +32,8 @@ Config = SkinnyConfig | StreamedConfig
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the device has the tensor cores and the copy engine that the streamed product is written for."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability // 10 == 9
 
 
 def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hopper: bool) -> Config | None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import on_gpu
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
@@ -16,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [..., D] of any float type; weight [D]. Computed in float32 and rounded to x's type before the weight is applied,
     as the models were trained.
     """
-    if x.is_cuda and x.dim() == 2:
+    if on_gpu(x) and x.dim() == 2:
         from sidestep.kernels.rms_norm_triton import rms_norm as launch
 
         return launch(x, weight, eps)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import on_gpu
+
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for gate_up [T, 2 F] with the gate first. Returns [T, F]."""
-    if gate_up.is_cuda:
+    if on_gpu(gate_up):
         from sidestep.kernels.silu_mul_triton import silu_mul as launch
 
         return launch(gate_up)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import on_gpu
+
 
 def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
     """-inf in place of each logit whose bit is 0.
@@ -12,7 +14,7 @@ def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
     logits [R, V]; marks int32 [R]: 1 + the number of the row's mask, 0 for a row without; words int32 [N, ceil(V /
     32)], a bit a token, the lowest first.
     """
-    if logits.is_cuda:
+    if on_gpu(logits):
         from sidestep.kernels import token_masks_triton
 
         token_masks_triton.mask_tokens(logits, marks, words)

@@ -15,12 +15,13 @@ from sidestep.kernels.decode_attention_triton import (
     decode_config,
     plan_attention,
 )
+from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.qkv_rope_triton import qkv_rope
 
 _FEW_ROWS = 16
-"""Kernels are compiled for at most this many rows and for any number, not for each. So few are normed and turned by
-decode attention itself, more by a kernel before it."""
+"""Kernels are compiled for at most this many decodes and for any number of rows, not for each. So few are normed and
+turned by decode attention itself, more by a kernel before it."""
 
 
 class TritonAttention(AttentionBackend):
@@ -30,7 +31,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        return None if device.type == "cuda" or triton.knobs.runtime.interpret else "it needs a GPU"
+        return None if gpu_of(device) is not None or triton.knobs.runtime.interpret else "it needs a GPU"
 
     def __init__(self, setup: AttentionSetup) -> None:
         shape = self._shape = setup.shape
@@ -54,7 +55,10 @@ class TritonAttention(AttentionBackend):
     def begin_step(self, batch: StepBatch) -> None:
         assert batch.rows is not None, "this backend needs rows on the device"
         self._batch, self._rows = batch, batch.rows
-        size = self._sizes[0] if len(batch.rows.slots) <= _FEW_ROWS else self._sizes[1]
+        # Steps with prompts have one form: what it costs them to look at the ends of many rows is nothing beside the
+        # prompts, and a second one would be two more of the kernels that take longest to compile.
+        few = batch.rows.max_prompt_rows == 0 and len(batch.rows.slots) <= _FEW_ROWS
+        size = self._sizes[0] if few else self._sizes[1]
         self._plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
         for window, (decode_ends, prefill_ends) in self._plan.items():
             plan_attention(batch.rows.seq_lens, batch.rows.query_starts, batch.rows.header, decode_ends, prefill_ends,

@@ -17,6 +17,7 @@ from torch import Tensor
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.peer_sums import Place
 from sidestep.executor.weight_loader import Weights
+from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.linear import add_linear, gated_linear, linear
 from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.silu_mul import silu_mul
@@ -36,7 +37,7 @@ class Linear:
         self._weight: Tensor | None = weight
         self._transposed: Tensor | None = None
         self._packed: Tensor | None = None
-        if weight.device.type == "cpu":
+        if not on_gpu(weight):
             self._lay_out_for_cpu(weight)
 
     def __repr__(self) -> str:
@@ -45,7 +46,7 @@ class Linear:
 
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Of a stream: of its norm. out: where to, on a GPU."""
-        if self._weight is not None and self._weight.is_cuda:
+        if self._weight is not None and on_gpu(self._weight):
             return linear(x, self._weight, self._bias, out)
         assert out is None, "a CPU's products choose their memory themselves"
         x = normed(x)
@@ -59,14 +60,14 @@ class Linear:
 
     def gated(self, x: Tensor | Stream) -> Tensor:
         """silu(gate) * up of the result's halves, for a matrix whose first half of rows is the gate's."""
-        if self._weight is not None and self._weight.is_cuda:
+        if self._weight is not None and on_gpu(self._weight):
             return gated_linear(x, self._weight, self._bias)
         return silu_mul(self(x))
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
         """Adds x W^T + b to residual, in place. norm: the one that the sum goes through next; what of it was done on
         the way is returned."""
-        if self._weight is not None and self._weight.is_cuda:
+        if self._weight is not None and on_gpu(self._weight):
             return add_linear(residual, x, self._weight, self._bias, norm)
         residual += self(x)
         return None

@@ -162,12 +162,14 @@ class DecoderForCausalLM:
         finally:
             self._layers = layers
 
-    def warm_up(self, sizes: Iterable[int]) -> None:
-        """Runs a layer's products for each of these numbers of tokens. The library chooses among many kernels by size,
-        and loads one when it is first used, for which it stops the device."""
+    def warm_up(self, sizes: Iterable[int], *, with_head: bool = False) -> None:
+        """Runs a layer's products, and the head's if it is asked for, for each of these numbers of tokens. The library
+        chooses among many kernels by size, and loads one when it is first used, for which it stops the device."""
         norm = self._first_norm
         for num_tokens in sizes:
             self._layers[0].warm_up(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
+            if with_head:
+                self.logits(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 
     def new_logits(self, rows: int) -> Tensor:
         """Memory for the logits of up to this many tokens."""

@@ -18,7 +18,7 @@ print(heavy)
 
 @pytest.mark.parametrize("module", [
     "sidestep", "sidestep.frontend.async_llm", "sidestep.frontend.llm", "sidestep.frontend.cli",
-    "sidestep.engine_core.proc", "sidestep.executor.multiproc", "sidestep.executor.fake"])
+    "sidestep.engine_core.entry", "sidestep.engine_core.proc", "sidestep.executor.multiproc", "sidestep.executor.fake"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", TORCH_FREE.format(module=module)], capture_output=True, text=True,
                           check=True)

@@ -2,7 +2,7 @@
 
 `python -m tests.triton.compile_kernels CAPABILITY MODEL BLOCK_SIZE WINDOW GROUP...` prints a line of JSON a kernel. It
 is a program of its own because a process has either Triton's interpreter or its compiler. The launchers get tensors
-without memory (torch's meta device) and a driver that says which GPU to compile for; each launch ends once compiled.
+without memory (torch's meta device), as in executor/kernel_compiler.py; each launch ends once compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sidestep.kernels import (
@@ -44,6 +44,8 @@ from sidestep.kernels import (
     streamed_config,
     token_masks_triton,
 )
+from sidestep.kernels.compiling import compile_for, compiling_only
+from sidestep.kernels.gpu import Gpu
 from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 
 PROCESSORS = 132
@@ -73,31 +75,12 @@ MODELS = {
 }
 
 
-class Driver:
-    """What Triton asks of a driver before it launches."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Any]]:
     """Launches compile for this capability, side by side, and the list grows by what they compile."""
-    triton.runtime.driver.set_active(Driver(capability))
-    launch.has_pdl = lambda device: capability >= 90
-    own_linear.is_hopper = lambda device: capability == 90
-    decode_attention_triton.num_processors = gated_gemm_triton.num_processors = lambda device: PROCESSORS
+    compile_for(Gpu(capability, PROCESSORS))
     compiled: list[Any] = []
-    with launch.compiling_only(os.cpu_count() or 1):
+    with ThreadPoolExecutor(os.cpu_count() or 1) as threads, compiling_only(threads):
         run = JITFunction.run
 
         def collect(self: Any, *args: Any, **kwargs: Any) -> None:

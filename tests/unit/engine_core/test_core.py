@@ -23,6 +23,9 @@ class HandExecutor(Executor):
         self.done: deque[StepOutput] = deque()
         self._running: deque[StepOutput] = deque()
 
+    def launch(self) -> None:
+        pass
+
     def start(self) -> WorkerReady:
         raise NotImplementedError
 

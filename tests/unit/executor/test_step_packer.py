@@ -37,7 +37,7 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
     tables.last_sampled.copy_(torch.arange(1000, 1007))
     largest = StepLayout(7, 50)
     packer = StepPacker(largest, LONGEST // BLOCK, ROTATION)
-    message = ints(packer.capacity)
+    message = ints(len(packer.buffers[0]))
     for number, (step, _) in enumerate(schedule(requests, 50, BLOCK)):
         state.apply(step)
         batch = make_batch(state, step, BLOCK)
