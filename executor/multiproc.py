@@ -113,7 +113,8 @@ class MultiprocExecutor(Executor):
     def _spawn_compiler(self, compiling: int) -> None:
         """Beside the workers, where there may be a GPU. The end of the process closes this end of the pipe."""
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
-            args = CompilerArgs(worker=self._worker_args(0, None, None), num_processes=available_cores())
+            num_processes = max(1, available_cores() // self._config.parallel.data_parallel_size)
+            args = CompilerArgs(worker=self._worker_args(0, None, None), num_processes=num_processes)
             self._compiler = spawn("kernel compiler", "sidestep.executor.kernel_compiler:main", args,
                                    env={"OMP_NUM_THREADS": "1"}, pass_fds=(compiling,))
 
