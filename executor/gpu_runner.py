@@ -229,7 +229,8 @@ class GpuRunner(Runner):
         if backend.graph_safe:
             wait_for_compiler(self._args.compiled)
             # What it has not compiled is compiled here, all kernels side by side.
-            num_threads = max(1, available_cores() // self._args.parallel.num_ranks)
+            sharing = self._args.parallel.num_ranks * self._args.parallel.data_parallel_size
+            num_threads = max(1, available_cores() // sharing)
             with CompilerThreads(num_threads) as threads, compiling_only(threads):
                 self._launch_all()
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))

@@ -13,7 +13,7 @@ import msgspec
 from sidestep.frontend.machine import Machine
 from sidestep.ipc.config import CacheConfig, SchedulerConfig, check_tensor_parallel
 from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.layer_split import split_layers
+from sidestep.ipc.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -72,8 +72,8 @@ def _replica_sizes(spec: ModelSpec, num_devices: int) -> Iterator[tuple[int, int
 def _size(spec: ModelSpec, machine: Machine, tp: int, pp: int, dp: int, item: int, max_model_len: int,
           cache: CacheConfig) -> Size:
     """item: bytes of a number."""
-    stages = [Stage(spec, tp, layers, first=i == 0, last=i == pp - 1) for i, layers in
-              enumerate(split_layers(spec, pp))]
+    layers = split_layers(spec, pp)
+    stages = [Shard(spec, tp, stage_of(layers, i)) for i in range(pp)]
     working = _working_bytes(spec, tp, item) if machine.gpus else 0
     tokens = max(0, min((_room(machine, cache) - stage.weights * item - working) // (stage.kv_per_token * item)
                         for stage in stages))
@@ -91,10 +91,11 @@ def _size(spec: ModelSpec, machine: Machine, tp: int, pp: int, dp: int, item: in
         full_step_floor_ms=1e3 * (read + kept) / bandwidth if bandwidth and tokens else None)
 
 
-class Stage:
-    """One rank of one pipeline stage; counts of numbers, not bytes."""
+class Shard:
+    """What one rank has of the model; counts of numbers, not bytes."""
 
-    def __init__(self, spec: ModelSpec, tp: int, num_layers: int, *, first: bool, last: bool) -> None:
+    def __init__(self, spec: ModelSpec, tp: int, stage: Stage) -> None:
+        num_layers, first, last = len(stage.layers), stage.is_first, stage.is_last
         hidden, dim = spec.hidden_size, spec.head_dim
         heads, kv_heads, width = spec.num_heads // tp, max(1, spec.num_kv_heads // tp), spec.intermediate_size // tp
         attention = hidden * dim * (2 * heads + 2 * kv_heads) + 2 * dim * spec.qk_norm

@@ -74,10 +74,12 @@ def running(pids: set[int]) -> set[int]:
     return {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
 
 
-@pytest.mark.parametrize("victim", ["replica_0_core", "replica_1_worker_1"])
-async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(make_llm: MakeLLM, victim: str) -> None:
+@pytest.mark.parametrize(("victim", "ranks"), [
+    ("replica_0_core", {"tensor_parallel_size": 2}), ("replica_1_worker_1", {"pipeline_parallel_size": 2})])
+async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
+        make_llm: MakeLLM, victim: str, ranks: dict[str, int]) -> None:
     """Those that wait and those that stream: each reader gets its own tokens, once."""
-    llm = make_llm(data_parallel_size=2, tensor_parallel_size=2, fake_step_ms=2.0, max_num_seqs=8)
+    llm = make_llm(data_parallel_size=2, fake_step_ms=2.0, max_num_seqs=8, **ranks)
     guest = AsyncLLM.join(await llm.invite())
     prompts = [[i % 5 + 1] * 20 + [i] for i in range(60)]
     tasks = [asyncio.create_task(tokens_of(each, prompt, i, 40)) for i, prompt in enumerate(prompts)

@@ -18,10 +18,10 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import DummyWeights
 from sidestep.frontend.cli import main
 from sidestep.frontend.machine import Gpu, Machine, bandwidth_of, count_links
-from sidestep.frontend.topology import Size, Stage, sizes
+from sidestep.frontend.topology import Shard, Size, sizes
 from sidestep.ipc import registry
 from sidestep.ipc.config import CacheConfig
-from sidestep.ipc.layer_split import split_layers, stage_of
+from sidestep.ipc.layer_split import stage_of
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec
 from tests.fakes import SPEC
 
@@ -53,34 +53,31 @@ class Counting(DummyWeights):
         return tensor
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("ranks", "layers"), [(1, (3,)), (2, (3,)), (4, (3,)), (8, (3,)), (1, (1, 1, 1)), (2, (2, 1))])
 @pytest.mark.parametrize("changes", [
     {}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"qk_norm": True, "architecture": "Qwen3ForCausalLM"},
     {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}], ids=str)
-def test_weights_and_cache_are_those_that_a_rank_of_the_real_model_takes(ranks: int, changes: dict[str, Any]) -> None:
+def test_weights_and_cache_are_those_that_ranks_of_the_real_model_take(
+        ranks: int, layers: tuple[int, ...], changes: dict[str, Any]) -> None:
     spec = msgspec.structs.replace(
         SPEC, num_layers=3, windows=(0, 0, 0), num_heads=8, num_kv_heads=4, head_dim=16, hidden_size=48,
         intermediate_size=64, vocab_size=96, tie_word_embeddings=False)
     spec = msgspec.structs.replace(spec, **changes)
-    weights, parallel = Counting(), Parallel()
+    parallel = Parallel()
     parallel.size = ranks
-    registry.load(registry.MODELS[spec.architecture])(spec, weights, parallel)
-    stage = Stage(spec, ranks, spec.num_layers, first=True, last=True)
-    assert stage.weights == weights.count
-    whole = stage_of((spec.num_layers,), 0)
-    assert stage.kv_per_token * 4 == attention_shape(spec, parallel, whole).bytes_per_token(torch.float32)
+    for index in range(len(layers)):
+        stage, weights = stage_of(layers, index), Counting()
+        registry.load(registry.MODELS[spec.architecture])(spec, weights, parallel, stage)
+        shard = Shard(spec, ranks, stage)
+        assert shard.weights == weights.count
+        assert shard.kv_per_token * 4 == attention_shape(spec, parallel, stage).bytes_per_token(torch.float32)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_of_a_pipeline_hold_the_model_together(tied: bool) -> None:
-    spec = msgspec.structs.replace(SPEC, num_layers=7, windows=(0,) * 7, tie_word_embeddings=tied)
-    whole = Stage(spec, 1, 7, first=True, last=True)
-    layers = split_layers(spec, 3)
-    stages = [Stage(spec, 1, count, first=i == 0, last=i == 2) for i, count in enumerate(layers)]
-    for index, stage in enumerate(stages):
-        weights = Counting()
-        registry.load(registry.MODELS[spec.architecture])(spec, weights, Parallel(), stage_of(layers, index))
-        assert stage.weights == weights.count
+    spec = msgspec.structs.replace(SPEC, num_layers=7, tie_word_embeddings=tied)
+    whole = Shard(spec, 1, stage_of((7,), 0))
+    stages = [Shard(spec, 1, stage_of((3, 3, 1), i)) for i in range(3)]
     table = spec.vocab_size * spec.hidden_size
     assert sum(s.weights for s in stages) == whole.weights + (table if tied else 0), "both ends need the table"
     assert sum(s.read for s in stages) == whole.read
