@@ -40,7 +40,7 @@ from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.grammar_masks import GrammarMasks
 from sidestep.executor.logits_processor import ProcessorSetup
 from sidestep.frontend.structured_outputs import make_grammar
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config import SchedulerConfig
 from sidestep.ipc.messages import AddRequest, pack_ids
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.shm_ring import RingReader, RingWriter, create_ring
@@ -84,7 +84,7 @@ class Wire:
     """From the core to one worker's table."""
 
     def __init__(self, vocab: int, count: int) -> None:
-        limits = StepLimits(max_num_seqs=count, max_num_batched_tokens=count, num_slots=count, target_itl_s=0.0)
+        limits = SchedulerConfig(max_num_seqs=count, async_scheduling=False).limits("cpu")
         self.core = MaskTable(limits.num_masks)
         setup = ProcessorSetup(device=torch.device("cpu"), vocab_size=vocab, num_slots=count)
         self._worker = GrammarMasks(setup, limits.num_masks)

@@ -1,7 +1,8 @@
 """The engine core: what to run (Scheduler) and where it runs (Executor), two steps in flight.
 
 While the device computes step N, step N+1 is already scheduled, encoded and queued behind it; when N's tokens come back
-N+2 is scheduled while N+1 runs. Without overlap the same loop allows one step in flight.
+N+2 is scheduled while N+1 runs. In a pipeline each stage computes a step, and one more is queued. Without overlap the
+same loop allows one step less in flight.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class EngineCore:
             self._in_flight -= 1
             self._last_progress = self._clock()
             self.recorder.output_taken(output)
-            # 2. The step that runs now may be waiting for what those tokens allow: that comes before all else.
+            # 2. The newest step may be waiting for what those tokens allow: that comes before all else.
             self.scheduler.follow(output)
             self._send_masks()
             outputs += self.scheduler.update(output).items()
@@ -85,7 +86,7 @@ class EngineCore:
         return step
 
     def _send_masks(self) -> None:
-        """To the oldest step in flight, before any step behind the next: workers read one message after the other."""
+        """Of the newest step in flight, before the step behind it: workers read one message after the other."""
         masks = self.scheduler.take_masks()
         if masks is not None:
             self.executor.submit_masks(masks)

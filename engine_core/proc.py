@@ -51,12 +51,11 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     worker = executor.start()
     max_model_len = fit_model_len(config, worker)
     kv = KVCacheManager(worker.num_kv_blocks, worker.block_size, config.cache.enable_prefix_caching)
-    limits = config.scheduler.limits(worker.device_type)
+    limits = config.scheduler.limits(worker.device_type, config.parallel.pipeline_parallel_size)
     scheduler = Scheduler(config.scheduler, limits, kv, max_model_len=max_model_len,
                           eos_token_ids=spec.eos_token_ids, grammars=grammars, clock=time.monotonic)
     loading.join()
-    core = EngineCore(scheduler, executor, max_steps_in_flight=config.scheduler.max_steps_in_flight,
-                      clock=time.monotonic)
+    core = EngineCore(scheduler, executor, max_steps_in_flight=limits.max_steps_in_flight, clock=time.monotonic)
     ready = Ready(max_model_len=max_model_len, num_kv_blocks=worker.num_kv_blocks, block_size=worker.block_size,
                   device=worker.device, core_pid=os.getpid(), worker_pids=executor.worker_pids())
     return core, ready

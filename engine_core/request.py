@@ -74,6 +74,8 @@ class Request:
     """Tokens that steps in flight will add."""
     num_in_flight: int = 0
     """Steps in flight that touch its slot and blocks."""
+    next_beat: int = 0
+    """From this beat of the pipeline on, the first stage has what it needs to go on."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache when it was first scheduled."""
     num_preemptions: int = 0
@@ -126,8 +128,10 @@ class Request:
 
     @property
     def will_be_complete(self) -> bool:
-        """Whether the tokens in flight are its last: it stops by length when they come back."""
-        return len(self.token_ids) + self.num_placeholders >= self.max_total
+        """Whether the tokens in flight are its last: it stops by length when they come back. A beam does not: it waits
+        for the others of its search, which may be in steps to come."""
+        return len(self.token_ids) + self.num_placeholders >= self.max_total \
+            and not (self.group is not None and self.group.parks_after_rows)
 
     def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Appends a sampled token; says why the request ends with it, if it does."""

@@ -119,10 +119,9 @@ class Roster:
         """Takes slot and blocks away, of its whole group; what was computed will be computed again. All or nothing:
         keeping some blocks would leave several requests each too short of blocks to go on."""
         group = request.group
-        # A choice whose last token is on its way ends by itself; a beam waits for the others, and keeps its blocks.
+        # A choice whose last token is on its way ends by itself.
         together = [request] if group is None else [
-            r for r in group.members if r.status is Status.RUNNING
-            and (not r.will_be_complete or isinstance(group, BeamGroup))]
+            r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
         for one in together:
             del self.running[one]
             one.status = Status.PREEMPTED

@@ -5,6 +5,9 @@ that decode, the rest of the token budget to chunks of prompts. `schedule()` dec
 takes its output. With overlap the second is called one step later than the first: a token that is not back yet counts
 as a placeholder. Synchronous, without sockets; the clock is given.
 
+Steps enter a pipeline in beats. As many are in flight as it has stages, and one more with overlap; a beat for which
+nobody is due is left out (micro_batches.py).
+
 `schedule()` returns None only if nothing is left to run, or if a step in flight must come back first: whoever drives it
 may sleep until then.
 
@@ -25,6 +28,7 @@ from sidestep.engine_core.group import make_choices, why_never
 from sidestep.engine_core.invariants import check_invariants
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.mask_table import MaskTable
+from sidestep.engine_core.micro_batches import pick_due, share_prompts
 from sidestep.engine_core.outbox import Outboxes
 from sidestep.engine_core.prompt_budget import PromptBudget
 from sidestep.engine_core.request import Request, Status, make_record
@@ -68,7 +72,7 @@ class Scheduler:
         """Of the steps in flight, the oldest first."""
         self._followed: StepPlan | None = None
         """A step whose tokens the grammars have, and nobody else yet."""
-        self._next_step = 0
+        self._next_step = self._next_beat = 0
         self._masks = MaskTable(limits.num_masks)
         self._last_masked = -1
         """The last step whose masks were taken."""
@@ -129,38 +133,55 @@ class Scheduler:
         roster.take_compiled(self.grammars.take_compiled())
         if roster.queue:
             roster.elapse()
-        step = StepBuilder(self._next_step, self.kv.block_size)
+        # A step may be as many beats ahead of the oldest in flight as there may be steps; with nothing in flight all
+        # tokens are known to the first stage within one round of beats.
+        limits = self._limits
+        end = self._plans[0].beat + limits.max_steps_in_flight if self._plans else self._next_beat + limits.num_stages
+        for beat in range(self._next_beat, end):
+            step = StepBuilder(self._next_step, self.kv.block_size, beat, limits.num_stages)
+            self._fill(step, beat)
+            if not step.is_empty:
+                return self._launch(step, beat)
+        return None
+
+    def _fill(self, step: StepBuilder, beat: int) -> None:
+        """Rows for all that can have one."""
+        roster = self._roster
         self._room.begin_step()
         # 1. A more urgent request that waits takes the place of the least important that run.
         if self._by_priority:
             self._room.yield_to_urgent()
         # 2. Those that run, most important first: one token each, or a chunk of prompt.
         num_preemptions = roster.num_preemptions
-        budget, prompts, seats = self._schedule_running(step)
+        budget, prompts, seats = self._schedule_running(step, beat)
         # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
         if roster.queue:
             roster.waits.reason = self._admission.admit(step, min(budget, prompts), seats) \
                 if roster.num_preemptions == num_preemptions else "kv_cache"
-        if step.is_empty:
-            return None
-        # 4. Remember what is in flight.
+
+    def _launch(self, step: StepBuilder, beat: int) -> StepInput:
+        """Remembers what is in flight."""
         message, plan = step.build()
         self.kv.pool.free(step.copied)
         self._plans.append(plan)
         self._next_step += 1
+        self._next_beat = beat + 1
         return message
 
-    def _schedule_running(self, step: StepBuilder) -> tuple[int, int, int]:
+    def _schedule_running(self, step: StepBuilder, beat: int) -> tuple[int, int, int]:
         """Rows for running requests; returns what is left of the token budget, how much of it prompts may have, and how
         many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         self._roster.forking.unpark(self.kv)
-        # Not those whose last token is on its way: they need no row any more, so their seats are free already.
-        live = [r for r in self._roster.running if len(r.token_ids) + r.num_placeholders < r.max_total]
-        decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in live)
-        prompts = self._prompt_budget.tokens(len(live) if decodes else 0, self._roster.queue.num_tokens)
-        later = len(live)
-        for request in live:
+        # Not those whose last token is on its way: they need no row any more, so their seats are free already. (See
+        # Request.will_be_complete; beams are parked then.)
+        live = [r for r in self._roster.running if len(r.token_ids) + r.num_placeholders < r.max_total or r.parked]
+        due, waiting = pick_due(live, beat, self._limits.num_stages), self._roster.queue.num_tokens
+        decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in due)
+        prompts = self._prompt_budget.tokens(len(due) if decodes else 0, waiting)
+        prompts = share_prompts(prompts, live, waiting, self._limits.num_stages)
+        later = len(due)
+        for request in due:
             later -= 1
             if request.status is not Status.RUNNING or request.parked:
                 continue  # preempted while this loop made room for another; or its prompt is being computed
@@ -213,9 +234,11 @@ class Scheduler:
         return self._outboxes.take()
 
     def take_masks(self) -> StepMasks | None:
-        """What the oldest step in flight may sample, if it waits for that: once, and before the next `schedule`."""
-        plan = self._plans[0] if self._plans else None
-        if plan is None or not plan.masked or plan.step_id == self._last_masked:
+        """What the newest step in flight may sample, if it waits for that: once, and before the next `schedule`. All
+        that it depends on has come back when that is so of the steps whose tokens are its inputs."""
+        plan = self._plans[-1] if self._plans else None
+        if plan is None or not plan.masked or plan.step_id == self._last_masked \
+                or self._plans[0].beat <= plan.beat - self._limits.num_stages:
             return None
         self._last_masked = plan.step_id
         # The token of a request that has ended in the meantime is dropped, whatever it is.

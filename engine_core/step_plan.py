@@ -17,6 +17,7 @@ class StepPlan:
     """A step in flight."""
 
     step_id: int
+    beat: int
     rows: list[Request]
     sampling: list[Request]
     """Those of `rows` that sample a token, in the same order."""
@@ -45,8 +46,11 @@ class _Rows:
 class StepBuilder:
     """Collects rows in any order; in the step those of one token come first, as `StepInput` promises."""
 
-    def __init__(self, step_id: int, block_size: int) -> None:
+    def __init__(self, step_id: int, block_size: int, beat: int = 0, num_stages: int = 1) -> None:
+        """beat: when it enters a pipeline of so many stages."""
         self._step_id = step_id
+        self._beat = beat
+        self._num_stages = num_stages
         self._block_size = block_size
         self._single = _Rows()
         self._chunks = _Rows()
@@ -66,6 +70,7 @@ class StepBuilder:
         samples = request.num_computed >= len(request.token_ids)
         if samples:
             request.num_placeholders += 1
+            request.next_beat = self._beat + self._num_stages
         if request.matcher is not None:
             self._has_grammars = True
         rows.requests.append(request)
@@ -117,10 +122,12 @@ class StepBuilder:
             forced_slots=np.array([slot for slot, _ in first.forced], np.int32) if first.forced else _NONE,
             forced_tokens=np.array([token for _, token in first.forced], np.int32) if first.forced else _NONE,
             awaits_masks=int(bool(masked)),
+            beat=self._beat,
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
         num_tokens = len(first.requests) + sum(then.num_tokens)
         num_prompts = len(first.entering) + len(then.requests)
-        return message, StepPlan(self._step_id, rows, sampling, num_tokens, len(new), num_prompts, masked)
+        return message, StepPlan(self._step_id, self._beat, rows, sampling, num_tokens, len(new), num_prompts,
+                                 masked)
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 found out while it loaded the model."""
+    """What a rank found out while it loaded its part of the model."""
 
     num_kv_blocks: int
     block_size: int

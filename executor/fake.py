@@ -8,8 +8,8 @@ not.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -68,25 +68,33 @@ class FakeMasks:
 
 
 class FakeDevice:
-    """One stream: a step begins when it is launched and the one before has ended, and takes `step_s` seconds."""
+    """One stream for each stage of a pipeline: a step begins in a stage when it is launched, the stage has done the one
+    before and the stage before has done this one; it takes `step_s` seconds in each. The first stage also waits for the
+    tokens that the step may need, as said in ipc.step."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, num_stages: int = 1) -> None:
         self._step_s = step_s
-        self._free_at = 0.0
-        self._lock = threading.Lock()
+        self._free_at = [0.0] * num_stages
+        self._ends: deque[tuple[int, float]] = deque()
+        """Beats of steps, and when their tokens were there, as long as steps may have to wait for them."""
 
-    def launch(self) -> tuple[float, float]:
-        """Start and end of a step launched now, in seconds of time.monotonic()."""
-        with self._lock:
-            start = max(time.monotonic(), self._free_at)
-            self._free_at = start + self._step_s
-            return start, self._free_at
+    def launch(self, beat: int) -> tuple[float, float]:
+        """Start and end, in the last stage, of a step launched now, in seconds of time.monotonic()."""
+        start = end = time.monotonic()
+        while self._ends and self._ends[0][0] <= beat - len(self._free_at):
+            end = max(end, self._ends.popleft()[1])
+        for stage, free_at in enumerate(self._free_at):
+            start = max(end, free_at)
+            end = self._free_at[stage] = start + self._step_s
+        self._ends.append((beat, end))
+        return start, end
 
     def sample_late(self) -> float:
         """The end of the last step, which has all that it needs for its sampling by now."""
-        with self._lock:
-            self._free_at = max(time.monotonic(), self._free_at)
-            return self._free_at
+        beat, end = self._ends.pop()
+        end = self._free_at[-1] = max(time.monotonic(), end)
+        self._ends.append((beat, end))
+        return end
 
 
 class TimedOutput(PendingOutput):
@@ -112,14 +120,17 @@ class FakeRunner(Runner):
         self._vocab_size = args.spec.vocab_size
         self._block_size = args.cache.block_size or DEFAULT_BLOCK_SIZE
         self._num_blocks = args.cache.num_kv_blocks or DEFAULT_BLOCKS
-        self._device = FakeDevice(args.parallel.fake_step_ms / 1e3)
+        self._num_stages = args.parallel.pipeline_parallel_size
+        self._device = FakeDevice(args.parallel.fake_step_ms / 1e3, self._num_stages)
         self._instant = args.parallel.fake_step_ms == 0
-        slots = args.scheduler.limits("fake").num_slots
+        slots = args.scheduler.limits("fake", self._num_stages).num_slots
         self._cache = [[0] * self._block_size for _ in range(self._num_blocks)]
         self._known: list[list[int]] = [[] for _ in range(slots)]
         self._blocks: list[list[int]] = [[] for _ in range(slots)]
         self._num_computed = [0] * slots
         self._last_sampled = [0] * slots
+        self._known_from = [0] * slots
+        """The beat from which on the first stage of a pipeline would know that token."""
         self._seed = [0] * slots
         self._num_logprobs = [0] * slots
         self._masks = FakeMasks(self._vocab_size)
@@ -134,7 +145,8 @@ class FakeRunner(Runner):
         self._enter(step)
         for slot, token in zip(step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True):
             self._last_sampled[slot] = token
-        start, end = self._device.launch()
+            self._known_from[slot] = step.beat
+        start, end = self._device.launch(step.beat)
         allowed: dict[int, Int64] = {}
         if step.awaits_masks:
             assert receive_masks is not None, "nobody gives the masks"
@@ -180,20 +192,22 @@ class FakeRunner(Runner):
         rows = sorted(zip(slots, step.num_tokens.tolist(), strict=True), key=lambda row: self._num_computed[row[0]])
         sampled: dict[int, int] = {}
         for slot, count in rows:
-            state = self._compute(slot, count)
+            state = self._compute(slot, count, step.beat)
             if self._num_computed[slot] >= len(self._known[slot]):
                 tokens = allowed.get(slot)
                 token = next_token(state, self._seed[slot], self._vocab_size if tokens is None else len(tokens))
                 self._last_sampled[slot] = token if tokens is None else int(tokens[token])
+                self._known_from[slot] = step.beat + self._num_stages
                 sampled[slot] = state
         return {slot: sampled[slot] for slot in slots if slot in sampled}
 
-    def _compute(self, slot: int, count: int) -> int:
+    def _compute(self, slot: int, count: int, beat: int) -> int:
         """Runs `count` positions of a slot and returns the hash at the last one."""
         known, blocks, size = self._known[slot], self._blocks[slot], self._block_size
         first = self._num_computed[slot]
         state = self._cache[blocks[(first - 1) // size]][(first - 1) % size] if first else 0
         for position in range(first, first + count):
+            assert position < len(known) or self._known_from[slot] <= beat, "the first stage has not got its token"
             token = known[position] if position < len(known) else self._last_sampled[slot]
             state = chain(state, token)
             self._cache[blocks[position // size]][position % size] = state

@@ -6,6 +6,10 @@ captured graph. So steps run in the order they came, and the copy of one step's 
 read its own. Sampled ids stay on the device for the next step; the last kernel also writes them to pinned memory, where
 whoever waits for the step's event finds them. Special rows (executor/special_rows.py) are sampled after that, before
 the event.
+
+In a pipeline the same holds of each stage's own part. What comes from another stage is received right before it is
+needed and on the same stream, so that the kernel that waits for it disturbs no other; what goes to another stage is
+sent from a copy, on a stream of its own, while the next step runs. Graphs lie between the two.
 """
 
 from __future__ import annotations
@@ -31,11 +35,12 @@ from sidestep.executor.logprobs import Logprobs, encode_logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.pipeline import Pipeline
 from sidestep.executor.prompt_logprobs import PromptTokens, prompt_logprobs, with_prompt_tokens
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.executor.special_rows import SpecialBatch, make_special_rows
-from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits, message_size
+from sidestep.executor.step_packer import StepPacker, masked_logits, message_size
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.config import StepLimits, available_cores
 from sidestep.ipc.controls import Controls, encode_controls
@@ -62,6 +67,9 @@ _MARGIN = 512 << 20
 _EVERYTHING = Controls(logit_bias={0: 1.0}, allowed_token_ids=[0, 1], bad_words=[[0, 1]], logprobs=MAX_LOGPROBS,
                        prompt_logprobs=MAX_LOGPROBS)
 """What takes memory while a step runs. The counts of penalties stay from step to step, and grow with those who ask."""
+
+
+_NO_IDS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +116,20 @@ class GpuRunner(Runner):
     def __init__(self, args: WorkerArgs) -> None:
         self._prepare(args, pick_device(args))
         torch.cuda.set_device(self._device)
-        self._parallel = Parallel(args.rank, args.parallel.tensor_parallel_size, rendezvous=args.rendezvous, cuda=True)
+        self._parallel = Parallel(args.rank_in_stage, args.parallel.tensor_parallel_size, stage=self._stage.index,
+                                  num_stages=self._stage.count, rendezvous=args.rendezvous, cuda=True)
 
     def _prepare(self, args: WorkerArgs, device: torch.device) -> None:
         """What needs no GPU."""
         self._args = args
+        self._stage = args.stage
         self._device = device
         self._dtype = pick_dtype(args, device)
         self._block_size = args.cache.block_size or _BLOCK_SIZE
         if self._block_size % 16:
             raise EngineStartError(f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}")
-        self._limits = args.scheduler.limits("cuda")
+        self._limits = args.scheduler.limits("cuda", self._stage.count)
+        self._rotation = self._limits.max_steps_in_flight + 2
         self._num_steps = 0
         self._graphs: CudaGraphs | None = None
 
@@ -141,7 +152,7 @@ class GpuRunner(Runner):
             raise EngineStartError(
                 f"gpu_memory_utilization: the GPU has too little memory: {str(error).splitlines()[0]} Lower "
                 "kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, stop other programs on this GPU, or "
-                "use a larger tensor_parallel_size") from None
+                "use a larger tensor_parallel_size or pipeline_parallel_size") from None
         torch.cuda.synchronize()
         return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cuda",
                            device=torch.cuda.get_device_name(self._device))
@@ -154,7 +165,8 @@ class GpuRunner(Runner):
     def _load_model(self) -> None:
         self._model = load_model(self._args, self._parallel, self._dtype, self._device)
         self._rotary = load_rotary(self._args, self._device)
-        self._logits = self._model.new_logits(self._limits.max_num_seqs)
+        if self._stage.is_last:
+            self._logits = self._model.new_logits(self._limits.max_num_seqs)
 
     def _make_tables(self) -> None:
         args, limits, device = self._args, self._limits, self._device
@@ -168,28 +180,34 @@ class GpuRunner(Runner):
             temperature=torch.zeros(slots, device=device), top_p=torch.ones(slots, device=device),
             min_p=torch.zeros(slots, device=device), top_k=torch.zeros(slots, dtype=torch.int32, device=device),
             seed=torch.zeros(slots, dtype=torch.int64, device=device))
-        self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
-                                    device=device)
-        pinned: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {"device": device}
-        self._out_ids, self._special_ids = (
-            torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, **pinned) for _ in range(2))
+        tokens = limits.max_num_batched_tokens if self._stage.count > 1 else 0
+        self._hidden = torch.zeros(tokens, args.spec.hidden_size, dtype=self._dtype, device=device)
+        """The residual stream, as it comes from the stage before and goes to the next."""
+        if self._stage.is_last:
+            self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
+                                        device=device)
+            pinned: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {"device": device}
+            self._out_ids, self._special_ids = (
+                torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, **pinned) for _ in range(2))
 
     def _make_buffers(self) -> None:
-        """What lies in the host's memory."""
+        """What steps need beside their kernels."""
         args, limits, device = self._args, self._limits, self._device
-        self._packer = StepPacker(self._layout, self._tables.block_tables.shape[1])
-        self._special = make_special_rows(args, limits, device)
-        self._host_ids, self._host_special_ids = self._out_ids.numpy(), self._special_ids.numpy()
-        self._pinned_marks = torch.zeros(ROTATION, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
-        self._host_marks = self._pinned_marks.numpy()
-        self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+        self._packer = StepPacker(self._layout, self._tables.block_tables.shape[1], self._rotation)
+        self._pipeline = Pipeline(args, self._tables.last_sampled, limits.max_steps_in_flight)
         self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
-                        for _ in range(ROTATION)]
+                        for _ in range(self._rotation)]
         self._clock = DeviceClock()
+        if self._stage.is_last:
+            self._special = make_special_rows(args, limits, device)
+            self._host_ids, self._host_special_ids = self._out_ids.numpy(), self._special_ids.numpy()
+            self._pinned_marks = torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
+            self._host_marks = self._pinned_marks.numpy()
+            self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
     def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
         return backend(AttentionSetup(
-            shape=attention_shape(self._args.spec, self._parallel), num_blocks=num_blocks,
+            shape=attention_shape(self._args.spec, self._parallel, self._stage), num_blocks=num_blocks,
             block_size=self._block_size, dtype=self._dtype, device=self._device, rotary=self._rotary,
             norm_eps=self._args.spec.rms_norm_eps, max_rows=self._limits.max_num_seqs))
 
@@ -199,13 +217,15 @@ class GpuRunner(Runner):
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
-        """Runs the largest step on a cache of one block, and gives the cache what that leaves."""
-        shape = attention_shape(self._args.spec, self._parallel)
+        """Runs the largest step on a cache of one block, and gives the cache what that leaves. All stages of a pipeline
+        do so together: they send each other what any step does."""
+        shape = attention_shape(self._args.spec, self._parallel, self._stage)
         self._attention = self._make_attention(backend, 1)
         if backend.graph_safe:
             wait_for_compiler(self._args.compiled)
             # What it has not compiled is compiled here, all kernels side by side.
-            with CompilerThreads(max(1, available_cores() // self._parallel.size)) as threads, compiling_only(threads):
+            num_threads = max(1, available_cores() // self._args.parallel.num_ranks)
+            with CompilerThreads(num_threads) as threads, compiling_only(threads):
                 self._launch_all()
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
@@ -216,8 +236,10 @@ class GpuRunner(Runner):
         free, total = torch.cuda.mem_get_info(self._device)
         # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
+        # One copy of the stream is in `working`; of each further step in flight there may be one more.
+        sent = 0 if self._stage.is_last else self._hidden.nbytes * self._limits.max_steps_in_flight
         blocks = gpu_kv_blocks(self._args, self._limits, shape.bytes_per_token(self._dtype), self._block_size,
-                               free=free, total=total, working=max(controlled, working) + graphs + _MARGIN)
+                               free=free, total=total, working=max(controlled, working) + graphs + sent + _MARGIN)
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
 
@@ -226,7 +248,9 @@ class GpuRunner(Runner):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size, controls)).wait()
+        step = self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size, controls))
+        self.settle()
+        step.wait()
         return torch.cuda.max_memory_allocated() - before
 
     @classmethod
@@ -242,7 +266,8 @@ class GpuRunner(Runner):
         backend = pick_attention(args, runner._device)
         if backend.graph_safe:
             runner._make_tables()
-            runner._launch_samplers()  # which take longest
+            if runner._stage.is_last:
+                runner._launch_samplers()  # which take longest
             runner._open_peer_sums()
             runner._load_model()
             runner._attention = runner._make_attention(backend, num_blocks)
@@ -254,13 +279,15 @@ class GpuRunner(Runner):
         # What takes longest comes first: the samplers, then attention.
         kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
         kinds += [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
-        with self._model.kinds_of_layers():
+        if self._stage.is_last:
             self._launch_samplers()
+        with self._model.kinds_of_layers():
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
             # Of tokens of prompts, whose logits are asked for, there may be any number.
             self._model.warm_up((1, 2, 16, 32, 64), with_head=True)
             self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
+        if self._stage.is_last:
             vocab, device = self._args.spec.vocab_size, self._device
             mark, words = (torch.zeros(1, n, dtype=torch.int32, device=device) for n in (4, -(-vocab // 32)))
             for logits in (self._logits[:1, :vocab], torch.zeros(1, vocab, device=device)):
@@ -295,13 +322,12 @@ class GpuRunner(Runner):
 
     @torch.inference_mode()
     def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
-        position = self._num_steps % ROTATION
+        position = self._num_steps % self._rotation
         self._num_steps += 1
         # 1. What is new, and how this step's tokens lie.
         self._state.apply(step)
-        self._special.enter(step)
         batch = make_batch(self._state, step, self._block_size)
-        apart, prompts = self._special.find(batch), self._special.find_prompts(batch)
+        apart, prompts = self._find_special(step, batch)
         rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
         found = self._graphs.find(rows, tokens) if self._graphs is not None and prompts is None else None
         layout = found.layout if found is not None else self._layout
@@ -312,20 +338,44 @@ class GpuRunner(Runner):
         self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
         if len(step.copy_sources):  # written by steps before this one, on the same stream
             self._attention.copy_blocks(step.copy_sources, step.copy_targets)
-        # 3. The whole step: inputs, model, sampling of plain rows.
+        # 3. What comes from another stage.
+        self._pipeline.begin_step(step.beat)
+        if not self._stage.is_first:
+            self._pipeline.receive_stream(self._hidden[:tokens])
+            started.record()  # again: so far it has only waited
+        # 4. The whole step, or this stage's part: inputs, model, sampling of plain rows.
         about_prompts: list[Logprobs] = []
         if found is not None:
             found.graph.replay()
         else:
             about_prompts = self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch, prompts)
-        # 4. The other rows, on the logits that the step has left. The device is at work while the masks are made.
-        if step.awaits_masks and receive_masks is not None:
-            self._special.masks.take(step, receive_masks())
-        if apart is not None and len(apart.masked):
-            self._sample_masked(batch, apart.masked, position, layout)
-        more = self._run_special(batch, apart, position, about_prompts)
+        # 5. The other rows, on the logits that the step has left. The device is at work while the masks are made.
+        more: SpecialOutput | None = None
+        if self._stage.is_last:
+            if step.awaits_masks and receive_masks is not None:
+                self._special.masks.take(step, receive_masks())
+            if apart is not None and len(apart.masked):
+                self._sample_masked(batch, apart.masked, position, layout)
+            more = self._run_special(batch, apart, position, about_prompts)
         done.record()
-        return GpuOutput(step.step_id, self._host_ids[position], batch.samples, more, started, done, self._clock)
+        # 6. What goes to another stage.
+        if not self._stage.is_last:
+            self._pipeline.send_stream(self._hidden[:tokens].clone())
+        if self._stage.count > 1:
+            at = layout.at("slots")
+            self._pipeline.end_step(step.beat, self._message[at:at + rows].long())
+        ids, samples = (self._host_ids[position], batch.samples) if self._stage.is_last else (_NO_IDS, _NO_ROWS)
+        return GpuOutput(step.step_id, ids, samples, more, started, done, self._clock)
+
+    def settle(self) -> None:
+        self._pipeline.settle()
+
+    def _find_special(self, step: StepInput, batch: HostBatch) -> tuple[Apart | None, PromptTokens | None]:
+        """Rows that are sampled apart, and tokens of prompts that are asked about; both are the last stage's."""
+        if not self._stage.is_last:
+            return None, None
+        self._special.enter(step)
+        return self._special.find(batch), self._special.find_prompts(batch)
 
     def _sample_masked(self, batch: HostBatch, rows: Int64, position: int, layout: StepLayout) -> None:
         """Samples plain rows that had to wait for their masks, by what the step's message still says of them: one small
@@ -395,10 +445,16 @@ class GpuRunner(Runner):
             header=message[:HEADER], slots=slots, seq_lens=seq_lens, query_starts=column("query_starts", 1),
             block_tables=tables.block_tables, max_decode_rows=sizes.max_decode_rows,
             max_prompt_rows=sizes.max_prompt_rows)))
+        inputs = token_ids if self._stage.is_first else self._hidden[:sizes.tokens]
+        if not self._stage.is_last:
+            hidden = self._model.states(inputs, self._attention, None).hidden
+            if hidden.data_ptr() != self._hidden.data_ptr():  # added to in place
+                self._hidden[:sizes.tokens].copy_(hidden)
+            return []
         rows = None if sizes.decode_only else last_tokens
         if prompts is not None:
             rows = with_prompt_tokens(last_tokens, prompts)
-        stream = self._model.states(token_ids, self._attention, rows)
+        stream = self._model.states(inputs, self._attention, rows)
         logits = self._model.logits(stream if prompts is None else stream.part(0, sizes.rows),
                                     self._logits[:sizes.rows])
         mask_logits(logits, message, message[MASKED:])

@@ -141,10 +141,13 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
 
     compile_for(gpu)
     thread.join()
-    forks, size = Forks(num_processes), args.parallel.tensor_parallel_size
+    forks, size, stages = Forks(num_processes), args.parallel.tensor_parallel_size, args.stage.count
     with compiling_only(forks):
-        for rank in range(min(2, size)):  # rank 0 adds what must be added once; all others are alike
-            GpuRunner.launch_without_gpu(replace(args, rank=rank), LoneRank(rank, size))
+        # The last stage samples; the first has an embedding; those between are alike. Of a stage's ranks the first adds
+        # what must be added once, and all others are alike.
+        for stage in sorted({0, min(1, stages - 1), stages - 1}, reverse=True):
+            for rank in range(min(2, size)):
+                GpuRunner.launch_without_gpu(replace(args, rank=stage * size + rank), LoneRank(rank, size))
     return forks.finish()
 
 

@@ -32,7 +32,7 @@ def gpu_kv_blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, bl
         f"of {total / gib:.1f} GiB, {(total - free) / gib:.1f} are taken by weights and other programs and "
         f"{working / gib:.1f} by the largest step; raise gpu_memory_utilization ({args.cache.gpu_memory_utilization}), "
         f"lower max_num_batched_tokens ({limits.max_num_batched_tokens}) or max_num_seqs ({limits.max_num_seqs}), or "
-        "use a larger tensor_parallel_size")
+        "use a larger tensor_parallel_size or pipeline_parallel_size")
 
 
 def _blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int, budget: int,

@@ -56,7 +56,7 @@ class Slots(tuple[int, ...]):
 
 
 class LogitsProcessor(abc.ABC):
-    """One instance lives in each worker and sees all requests; what it keeps, it keeps by slot.
+    """One instance lives in each worker that samples and sees all requests; what it keeps, it keeps by slot.
 
     All ranks must do alike. Nothing here may wait for the device: the next step is launched before this one's tokens
     are known to the host. So what depends on sampled tokens belongs into tensors, which `sampled` brings up to date.

@@ -6,7 +6,7 @@ import torch
 
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.layers.rotary import RotaryTable
-from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
@@ -21,11 +21,12 @@ def pick_device(args: WorkerArgs) -> torch.device:
     have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
     if wanted == "cpu" or (wanted == "auto" and have == 0):
         return torch.device("cpu")
-    ranks, replicas = args.parallel.tensor_parallel_size, args.parallel.data_parallel_size
+    ranks, replicas = args.parallel.num_ranks, args.parallel.data_parallel_size
     if have < ranks * replicas:
         many = f"{replicas} replicas of {ranks} ranks" if replicas > 1 else f"{ranks} ranks"
-        raise EngineStartError(f"{'data' if replicas > 1 else 'tensor'}_parallel_size: {many} need as many GPUs, "
-                               f"torch sees {have}; use device 'cpu' or fewer of them")
+        field = "data" if replicas > 1 else "pipeline" if args.stage.count > 1 else "tensor"
+        raise EngineStartError(f"{field}_parallel_size: {many} need as many GPUs, torch sees {have}; use device 'cpu' "
+                               "or fewer of them")
     return torch.device("cuda", args.gpu_index)
 
 
@@ -52,17 +53,18 @@ def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBack
 
 
 def load_model(args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DecoderForCausalLM:
-    """The model with its weights. Raises EngineStartError naming what is wrong with them."""
-    spec = args.spec
+    """What this rank has of the model, with its weights. Raises EngineStartError naming what is wrong with them."""
+    spec, stage = args.spec, args.stage
     build = registry.load(registry.MODELS[spec.architecture])
     if device.type == "meta":
-        return build(spec, NoWeights(dtype, device), parallel)
+        return build(spec, NoWeights(dtype, device), parallel, stage)
     if args.model.load_format == "dummy":
-        return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel)
+        return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
     with SafetensorsWeights(spec.path, dtype, device) as weights:
         if spec.tie_word_embeddings:
             weights.ignore("lm_head.weight")
-        model: DecoderForCausalLM = build(spec, weights, parallel)
+        model: DecoderForCausalLM = build(spec, weights, parallel, stage)
+        weights.ignore(*weights_elsewhere(spec, stage))
         weights.finish()
     return model
 

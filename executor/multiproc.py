@@ -1,7 +1,8 @@
 """Worker processes, one a rank: steps are broadcast over one ring, each rank answers on its own.
 
-Rank 0 returns the outputs; the other ranks' rings carry only "ready" and failures. A worker that dies makes its
-doorbell readable (its end of the pipe closes), so the core wakes at once and `poll` says which one died and how.
+The first rank that samples returns the outputs; the other ranks' rings carry only "ready" and failures. A worker that
+dies makes its doorbell readable (its end of the pipe closes), so the core wakes at once and `poll` says which one died
+and how. Ranks wait for each other, so one that dies makes others fail: see `_cause`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import selectors
 import tempfile
+import time
 
 import msgspec
 
@@ -16,12 +18,15 @@ from sidestep.executor.base import Executor, WorkerReady
 from sidestep.executor.cuda_driver import has_driver
 from sidestep.executor.kernel_compiler import CompilerArgs
 from sidestep.executor.runner import WorkerArgs
-from sidestep.executor.worker import Reply, WorkerProcArgs
+from sidestep.executor.worker import Failure, Order, Reply, WorkerProcArgs
 from sidestep.ipc.config import EngineConfig, available_cores
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.process import Child, spawn
-from sidestep.ipc.shm_ring import RingClosed, RingReader, RingSpec, RingWriter, create_ring
+from sidestep.ipc.shm_ring import DEFAULT_SLOTS, RingClosed, RingReader, RingSpec, RingWriter, create_ring
 from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
+
+_PATIENCE_S = 0.5
+"""How long it is looked for a rank that died when another one says that it fails."""
 
 
 class MultiprocExecutor(Executor):
@@ -30,15 +35,20 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig, replica: int = 0) -> None:
         self._config = config
         self._replica = replica
-        self._world = config.parallel.tensor_parallel_size
+        self._world = config.parallel.num_ranks
         self._children: list[Child] = []
         self._replies: list[RingReader] = []
         self._selector = selectors.DefaultSelector()
         self._steps: RingWriter | None = None
         self._compiler: Child | None = None
+        self._ready: dict[int, WorkerReady] = {}
+        self._failures: dict[int, Failure] = {}
+        self._gone: list[int] = []
+        """Ranks that have ended without a word."""
 
     def launch(self) -> None:
-        steps = create_ring(self._world)
+        # The last stage of a pipeline reads a step long after the first one has.
+        steps = create_ring(self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size)
         self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
         rendezvous = os.path.join(self._folder.name, "store") if self._world > 1 else None
         compiled, compiling = os.pipe()
@@ -52,36 +62,29 @@ class MultiprocExecutor(Executor):
 
     def start(self) -> WorkerReady:
         with self._folder:
-            ready = [self._wait_ready(rank) for rank in range(self._world)]
+            self._wait_ready()
+        ready = [self._ready[rank] for rank in range(self._world)]
         return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), block_size=ready[0].block_size,
                            device_type=ready[0].device_type, device=ready[0].device)
 
     def submit(self, step: StepInput) -> None:
-        self._send(step)
+        self._send(step, Order.STEP)
 
     def submit_masks(self, masks: StepMasks) -> None:
-        self._send(masks)
+        self._send(masks, Order.MASKS)
 
-    def _send(self, message: Columns) -> None:
+    def _send(self, message: Columns, kind: Order) -> None:
         assert self._steps is not None, "launch() comes first"
         try:
-            self._steps.send(message.encode())
+            self._steps.send(message.encode(), kind)
         except RingClosed as closed:
-            raise EngineDeadError(self._find_death() or f"the workers take no steps: {closed}") from None
+            raise EngineDeadError(self._cause() or f"the workers take no steps: {closed}") from None
 
     def poll(self) -> StepOutput | None:
-        for rank, replies in enumerate(self._replies):
-            closed = replies.clear_bell()
-            message = replies.receive()
-            if message is None:
-                if closed:
-                    raise EngineDeadError(self._death_cause(rank))
-                continue
-            kind, data = message
-            if kind == Reply.OUTPUT:
-                return StepOutput.decode(data)
-            raise EngineDeadError(f"worker {rank} failed: {bytes(data).decode()}")
-        return None
+        output = self._hear_all()
+        if output is None and self._has_failed:
+            raise EngineDeadError(self._cause())
+        return output
 
     def fileno(self) -> int:
         return int(self._selector.fileno())
@@ -90,15 +93,18 @@ class MultiprocExecutor(Executor):
         return [child.pid for child in self._children]
 
     def shutdown(self) -> None:
-        for child in (*self._children, *([self._compiler] if self._compiler is not None else [])):
+        children = [*self._children, *([self._compiler] if self._compiler is not None else [])]
+        for child in children:
+            child.let_go()
+        for child in children:
             child.stop()
 
     def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None, compiled: int) -> None:
         replies = create_ring(1)
         args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous, compiled), steps=steps, reader=rank,
                               replies=replies, cpu_threads=self._cpu_threads())
-        child = spawn(f"worker {rank}", "sidestep.executor.worker:main", args, env=self._environment(),
-                      pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled))
+        child = spawn(self._config.parallel.rank_name(rank), "sidestep.executor.worker:main", args,
+                      env=self._environment(), pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled))
         for bell in replies.bells_out:
             os.close(bell)  # so that the last writer's end closes with the worker
         self._children.append(child)
@@ -140,26 +146,56 @@ class MultiprocExecutor(Executor):
             "CUDA_MODULE_LOADING": "LAZY",
         }
 
-    def _wait_ready(self, rank: int) -> WorkerReady:
-        replies = self._replies[rank]
-        try:
-            replies.wait()
-        except RingClosed:  # it died without a word
-            raise EngineStartError(self._death_cause(rank)) from None
-        message = replies.receive()
-        assert message is not None
-        kind, data = message
-        if kind != Reply.READY:
-            raise EngineStartError(bytes(data).decode())
-        return msgspec.json.decode(bytes(data), type=WorkerReady)
+    def _wait_ready(self) -> None:
+        """Until all ranks have loaded, or one cannot."""
+        while len(self._ready) < self._world:
+            self._selector.select()
+            self._hear_all()
+            if self._has_failed:
+                raise EngineStartError(self._cause())
 
-    def _find_death(self) -> str | None:
-        """How the first worker that has gone ended."""
-        for rank, replies in enumerate(self._replies):
-            if replies.clear_bell() or self._children[rank].wait(0):
-                return self._death_cause(rank)
+    def _hear_all(self) -> StepOutput | None:
+        """The next output; takes note of whatever else ranks have to say until then."""
+        for rank in range(len(self._replies)):
+            if (output := self._hear(rank)) is not None:
+                return output
         return None
 
-    def _death_cause(self, rank: int) -> str:
-        self._children[rank].wait(2.0)
-        return self._children[rank].death_cause()
+    def _hear(self, rank: int) -> StepOutput | None:
+        replies = self._replies[rank]
+        closed = replies.clear_bell()
+        message = replies.receive()
+        if message is None:
+            if closed and rank not in self._failures and rank not in self._gone:
+                self._gone.append(rank)
+            return None
+        kind, data = message
+        if kind == Reply.OUTPUT:
+            return StepOutput.decode(data)
+        if kind == Reply.READY:
+            self._ready[rank] = msgspec.json.decode(bytes(data), type=WorkerReady)
+        else:
+            self._failures[rank] = msgspec.json.decode(bytes(data), type=Failure)
+        return None
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._failures or self._gone)
+
+    def _cause(self) -> str:
+        """How it began: with a rank that ended without a word, else with the one that spoke first. Empty if nobody
+        knows, after some time."""
+        until = time.monotonic() + _PATIENCE_S
+        while not self._gone and time.monotonic() < until and not (self._failures and self._world == 1):
+            self._hear_all()
+            time.sleep(0.01)
+        if self._gone:
+            child = self._children[self._gone[0]]
+            child.wait(2.0)
+            return child.death_cause()
+        if not self._failures:
+            return ""
+        rank, failure = min(self._failures.items(), key=lambda item: item[1].at_ns)
+        if len(self._ready) == self._world:
+            return f"{self._config.parallel.rank_name(rank)} failed: {failure.text}"
+        return failure.text if self._world == 1 else f"{self._config.parallel.rank_name(rank)}: {failure.text}"

@@ -1,4 +1,5 @@
-"""Tensor parallelism: which rank this is, and the collectives among ranks (Megatron; Shoeybi et al. 2019)."""
+"""Which rank this is, and the collectives of tensor parallelism among the ranks of a stage (Megatron; Shoeybi et al.
+2019)."""
 
 from __future__ import annotations
 
@@ -20,21 +21,27 @@ _SOME_ADDRESS = 1 << 46
 
 
 class Parallel:
-    """One rank's view of its group. With one rank all collectives are the identity."""
+    """One rank's view of those that share its layers. With one rank all collectives are the identity."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, rendezvous: str | None = None, cuda: bool = False) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, stage: int = 0, num_stages: int = 1,
+                 rendezvous: str | None = None, cuda: bool = False) -> None:
+        """rank, size: in this stage of the pipeline; all ranks of all stages meet in the file `rendezvous`."""
         self.rank = rank
         self.size = size
         self._cuda = cuda
         self._dist: Any = None
         self._group: Any = None
         self._peers: PeerSums | None = None
-        if size > 1:
+        self._has_world = size * num_stages > 1
+        if self._has_world:
             import torch.distributed as dist
 
-            dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{rendezvous}", rank=rank,
-                                    world_size=size, timeout=_TIMEOUT)
-            self._dist = dist
+            dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{rendezvous}",
+                                    rank=stage * size + rank, world_size=size * num_stages, timeout=_TIMEOUT)
+            self._dist = dist if size > 1 else None
+            if size > 1 and num_stages > 1:  # each rank takes part in the making of each group
+                groups = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(num_stages)]
+                self._group = groups[stage]
 
     def __repr__(self) -> str:
         return f"Parallel(rank {self.rank} of {self.size})"
@@ -47,7 +54,7 @@ class Parallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
         if self._dist is not None:
-            self._dist.all_reduce(x)
+            self._dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -56,7 +63,7 @@ class Parallel:
         if self._dist is None:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._dist.all_gather(parts, x.contiguous())
+        self._dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, -1, out=out)
 
     def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
@@ -76,11 +83,13 @@ class Parallel:
                                 self.minimum)
 
     def minimum(self, value: int) -> int:
-        """The smallest of the ranks' values, on every rank."""
-        if self._dist is None:
+        """The smallest of all ranks' values, those of other stages too, on every rank."""
+        if not self._has_world:
             return value
+        import torch.distributed as dist
+
         lowest = torch.tensor(value, dtype=torch.int64, device="cuda" if self._cuda else "cpu")
-        self._dist.all_reduce(lowest, op=self._dist.ReduceOp.MIN)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
         return int(lowest)
 
     def share(self, total: int) -> range:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from sidestep.ipc.errors import EngineStartError
-from sidestep.kernels.launch import num_processors
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CHECK_TIMEOUT_S = 60.0
-"""Seconds for the first sums, compiled before."""
+_TRIAL_TIMEOUT_S = 60.0
+"""Seconds for the first sums, once they are compiled; another rank may still be compiling."""
 _EPS = 1e-6
 
 
@@ -96,8 +95,10 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
     that all can.
     """
     from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, space_bytes
+    from sidestep.kernels.launch import num_processors
 
     space: Tensor | None = None
+    addresses: tuple[int, ...] = ()
     memory: PeerMemory | None = None
 
     def allocate() -> None:
@@ -105,17 +106,21 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
         space = _allocate(space_bytes(size, place_bytes), device)
 
     def exchange() -> None:
-        nonlocal memory
+        nonlocal addresses
         assert space is not None
         addresses = _exchange(space, rank, size, group)
         space.zero_()  # before any rank writes a flag
         torch.cuda.synchronize(device)
-        memory = PeerMemory(rank, addresses, space, torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
-                            place_bytes, min(MAX_PROGRAMS, num_processors(device)))
 
     def try_out() -> None:
-        assert memory is not None
-        if not check(memory, width, dtype):
+        nonlocal memory
+        assert space is not None
+        programs = minimum(min(MAX_PROGRAMS, num_processors(device)))
+        memory = PeerMemory(rank, addresses, space, torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
+                            place_bytes, programs)
+        right = try_sums(memory, width, dtype)
+        _await_end()
+        if not right:
             raise RuntimeError("it gives wrong sums")
 
     for act in (lambda: _require_access(rank, size, device), allocate, exchange, try_out):
@@ -128,7 +133,7 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
             reason = (str(error).splitlines() or [type(error).__name__])[0]
         failed = minimum(size if reason is None else rank)
         if failed < size:
-            if failed == rank:
+            if failed == rank and reason is not None:  # not of the same number in another stage
                 logger.warning("ranks sum through torch.distributed, not through one another's memory: %s", reason)
             return None
     return memory
@@ -170,9 +175,8 @@ _handles: list[Any] = []
 """Kept for the life of the process: kernels hold bare addresses."""
 
 
-def check(memory: PeerMemory, width: int, dtype: torch.dtype) -> bool:
-    """Compiles the kernels, and lets the ranks sum something that they know. Raises EngineStartError if that does not
-    end."""
+def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
+    """Compiles the kernels, and lets the ranks sum rows [.., width] that they know; whether all was right, bool []."""
     from sidestep.kernels.all_reduce_triton import SumConfig, sum_parts
 
     ranks, device = len(memory.addresses), memory.own.device
@@ -181,23 +185,28 @@ def check(memory: PeerMemory, width: int, dtype: torch.dtype) -> bool:
     # Whole numbers, so that any order gives the same sum; neighbours, rows and ranks have different ones.
     base = (torch.arange(rows * width, device=device) % 61).view(rows, width)
     right = torch.ones((), dtype=torch.bool, device=device)
-    kinds: tuple[Kind, ...] = ("one_shot", "two_shot")
-    sums = [(kind, add) for kind in kinds for add in (False, True)]
-    for number, (kind, add) in enumerate(sums):
-        memory.part(number % 3, rows, width, dtype).copy_(base + memory.rank)
+    trials: tuple[tuple[Place, Kind, bool], ...] = (
+        (Place.EMBEDDING, "one_shot", False), (Place.ATTENTION, "one_shot", True),
+        (Place.EMBEDDING, "two_shot", False), (Place.MLP, "two_shot", True))
+    for place, kind, add in trials:
+        memory.part(place, rows, width, dtype).copy_(base + memory.rank)
         hidden = base.to(dtype)
-        normed = sum_parts(memory, number % 3, hidden, norm, SumConfig(kind, memory.programs), add=add)
+        normed = sum_parts(memory, place, hidden, norm, SumConfig(kind, memory.programs), add=add)
         expected = ((ranks + add) * base + ranks * (ranks - 1) // 2).to(dtype)
         assert normed is not None
         wide = expected.float()
         reference = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)
         right &= (hidden == expected).all() & ((normed.float() - reference).abs() < 0.05).all()
+    return right
+
+
+def _await_end() -> None:
+    """Raises EngineStartError if what was launched does not end."""
     done = torch.cuda.Event()
     done.record()
-    until = time.monotonic() + _CHECK_TIMEOUT_S
+    until = time.monotonic() + _TRIAL_TIMEOUT_S
     while not done.query():
         if time.monotonic() > until:
             raise EngineStartError("disable_custom_all_reduce: the GPUs do not see what they write to one another's "
                                    "memory; start with --disable-custom-all-reduce")
         time.sleep(0.001)
-    return bool(right)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sidestep.executor.base import WorkerReady
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.layer_split import Stage
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.ipc.step import StepInput, StepMasks, StepOutput
 
@@ -34,7 +35,22 @@ class WorkerArgs:
     @property
     def gpu_index(self) -> int:
         """Which of the GPUs that this process sees is the rank's, if it has one."""
-        return self.replica * self.parallel.tensor_parallel_size + self.rank
+        return self.replica * self.parallel.num_ranks + self.rank
+
+    @property
+    def stage(self) -> Stage:
+        """The layers of this rank."""
+        return self.parallel.stage(self.spec, self.rank)
+
+    @property
+    def rank_in_stage(self) -> int:
+        """Among those that share these layers."""
+        return self.rank % self.parallel.tensor_parallel_size
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank sends the outputs: the first of those that sample, which all sample the same tokens."""
+        return self.stage.is_last and self.rank_in_stage == 0
 
 
 class PendingOutput(abc.ABC):
@@ -79,3 +95,6 @@ class Runner(abc.ABC):
     def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
         """Launches a step. Its columns may be used until this returns. receive_masks: waits for the masks of a step
         that awaits some; called when the model has been launched, since they depend on the step before."""
+
+    def settle(self) -> None:  # noqa: B027
+        """No step has come for a while: ends what is under way between ranks and waits for the next one."""

@@ -139,7 +139,7 @@ class SpecialRows:
 
     def find(self, batch: HostBatch) -> Apart | None:
         """Rows that sample in this step, but are no plain ones; None if there is none."""
-        if not self._count:
+        if not self._count or not self._known[batch.slots].any():
             return None
         special, masked = (np.flatnonzero(kind[batch.slots] & batch.samples) for kind in (self._special, self._masked))
         return Apart(special, masked) if len(special) or len(masked) else None

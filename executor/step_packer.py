@@ -1,7 +1,7 @@
 """A step as one message of 32-bit words in pinned memory: the only copy from host to device that a step needs.
 
 The order of words is that of kernels.prepare_step_triton.StepLayout. Buffers rotate, so that none is written while the
-copy of an earlier step still reads it: a step is packed only when all but one of those before it have come back.
+copy of an earlier step still reads it: there are more of them than steps in flight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from sidestep.ipc.sampling_params import MAX_STOP_TOKEN_IDS
 from sidestep.ipc.step import Int32, StepInput
 from sidestep.kernels.prepare_step_triton import MASKED, SAMPLING, StepLayout
 
-ROTATION = 4
 MASKED_PER_ROW = MAX_STOP_TOKEN_IDS + 32
 """Most stop tokens of a request that has `min_tokens`: its own and the model's ends of sequence."""
 
@@ -29,11 +28,11 @@ def message_size(layout: StepLayout, max_blocks: int) -> int:
 class StepPacker:
     """Packs steps of up to `layout.rows` rows and `layout.tokens` tokens."""
 
-    def __init__(self, layout: StepLayout, max_blocks: int) -> None:
+    def __init__(self, layout: StepLayout, max_blocks: int, num_buffers: int) -> None:
         """max_blocks: of the longest request."""
         size = message_size(layout, max_blocks)
         self.buffers = [torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-                        for _ in range(ROTATION)]
+                        for _ in range(num_buffers)]
         self._words = [buffer.numpy() for buffer in self.buffers]
 
     def pack(self, position: int, layout: StepLayout, batch: HostBatch, step: StepInput,

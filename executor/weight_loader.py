@@ -79,9 +79,9 @@ class SafetensorsWeights(Weights):
             tensor = part[:]
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
-    def ignore(self, name: str) -> None:
-        """This tensor may be there without being asked for."""
-        self._unused.discard(name)
+    def ignore(self, *beginnings: str) -> None:
+        """Tensors whose names begin so may be there without being asked for."""
+        self._unused = {name for name in self._unused if not name.startswith(beginnings)}
 
     def finish(self) -> None:
         """All layers have what they need. Raises EngineStartError if something was left over."""

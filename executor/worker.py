@@ -25,6 +25,18 @@ from sidestep.ipc.process import decode_args, freeze_heap
 from sidestep.ipc.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
 from sidestep.ipc.step import StepInput, StepMasks
 
+_IDLE_S = 1.0
+"""Seconds without a message after which there is time to tidy up."""
+
+
+class Order(enum.IntEnum):
+    """Kinds of message from the core to its workers."""
+
+    STEP = 0
+    """Columns of StepInput."""
+    MASKS = 1
+    """Columns of StepMasks."""
+
 
 class Reply(enum.IntEnum):
     """Kinds of message from a worker to the core."""
@@ -33,10 +45,17 @@ class Reply(enum.IntEnum):
     """JSON of WorkerReady."""
     OUTPUT = 1
     """Columns of StepOutput."""
-    START_FAILED = 2
-    """One line of text for the user: it could not start."""
-    FAILED = 3
-    """Text: a step raised."""
+    FAILED = 2
+    """JSON of Failure: it could not start, or a step raised."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A worker's last words."""
+
+    text: str
+    """For people. One line, if it is the user who can do something."""
+    at_ns: int
+    """When, on the monotonic clock that the machine's processes share: who waits for a rank that fails may fail too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +122,7 @@ class Drain:
                 self._send(step)
             except Exception:
                 # A device reports a failed kernel at the next wait, which is here.
-                self._replies.send([failure_text().encode()], Reply.FAILED)
+                report(self._replies, failure_text())
                 return
             self._num_waited_for += 1
 
@@ -112,6 +131,11 @@ def failure_text() -> str:
     """The exception being handled, for people: its last line first, then the trace."""
     trace = traceback.format_exc().strip()
     return f"{trace.splitlines()[-1]}\n{trace}"
+
+
+def report(replies: RingWriter, text: str) -> None:
+    """Says why it fails."""
+    replies.send([msgspec.json.encode(Failure(text, time.monotonic_ns()))], Reply.FAILED)
 
 
 def load_runner(args: WorkerProcArgs) -> Runner:
@@ -150,47 +174,48 @@ def main(raw: bytes) -> None:
         runner = load_runner(args)
         ready = runner.load()
     except EngineStartError as error:
-        replies.send([str(error).encode()], Reply.START_FAILED)
+        report(replies, str(error))
         return
     except Exception:
-        replies.send([failure_text().encode()], Reply.START_FAILED)
+        report(replies, failure_text())
         raise
     try:
         replies.send([msgspec.json.encode(ready)], Reply.READY)
         freeze_heap()
-        run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.rank == 0)
+        run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.answers)
     except RingClosed:
         pass  # the core has ended
     except Exception:
-        replies.send([failure_text().encode()], Reply.FAILED)
+        report(replies, failure_text())
         raise
 
 
 def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
-    """The loop. Only one rank answers: all ranks sample the same tokens."""
+    """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage before the last."""
     drain = Drain(replies)
     while True:
-        wait_for_step(steps, drain)
+        wait_for_step(runner, steps, drain)
         message = steps.receive()
-        if message is None:
+        if message is None or message[0] == Order.MASKS:
             continue
         received = time.monotonic_ns()
         step = StepInput.decode(message[1])
         if step.awaits_masks:  # the step's bytes must outlive the next message's coming
             step = StepInput.decode(bytes(message[1]))
-        pending = runner.execute(step, lambda: receive_masks(steps, drain))
+        pending = runner.execute(step, lambda: receive_masks(runner, steps, drain))
         if answers:
             drain.put(Launched(pending, received, time.monotonic_ns()))
 
 
-def receive_masks(steps: RingReader, drain: Drain) -> StepMasks:
+def receive_masks(runner: Runner, steps: RingReader, drain: Drain) -> StepMasks:
     """The masks of the step that is being launched. They cannot come before the output of the step before has left."""
     while (message := steps.receive()) is None:
-        wait_for_step(steps, drain)
+        wait_for_step(runner, steps, drain)
+    assert message[0] == Order.MASKS
     return StepMasks.decode(message[1])
 
 
-def wait_for_step(steps: RingReader, drain: Drain) -> None:
+def wait_for_step(runner: Runner, steps: RingReader, drain: Drain) -> None:
     """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in microseconds, where
     waking a thread that waits takes tens of them, several times on the way from one step to the next."""
     until = time.perf_counter() + SPIN_S
@@ -201,4 +226,6 @@ def wait_for_step(steps: RingReader, drain: Drain) -> None:
             break
     if not steps.has_message:
         drain.wait_for_rest()
-        steps.wait()
+        if not steps.wait(_IDLE_S):
+            runner.settle()
+            steps.wait()

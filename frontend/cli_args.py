@@ -22,7 +22,8 @@ from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs, parse_bytes
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import SamplingParams
 
-_ALIASES = {"tensor_parallel_size": ["-tp"], "data_parallel_size": ["-dp"], "model": ["-m"]}
+_ALIASES = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"],
+            "model": ["-m"]}
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
                    "max_tokens", "min_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty",
                    "repetition_penalty")

@@ -69,6 +69,7 @@ class FrontendChannel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._out, self._in = _open(self._context, zmq.PUSH), _open(self._context, zmq.PULL)
         self._gone = _watch(self._in)
+        self._is_sealed = False
         try:
             self._out.bind(self.address.to_core)
             self._in.bind(self.address.from_core)
@@ -87,11 +88,17 @@ class FrontendChannel:
         # It has connected to one end if it has sent something, but perhaps not to the other, which it tries again and
         # again. A PUSH socket without a peer cannot be written to.
         self._out.poll(_CONNECT_MS, zmq.POLLOUT)
+        self._is_sealed = True
         remove_address(self.address)
 
     def send(self, message: ToCore) -> None:
-        """Queues a message; never waits."""
-        self._out.send(encode(message))
+        """Queues a message; never waits, once `seal` has seen the core connect. One to a core that has gone is lost;
+        who sends it is told of that end in another way."""
+        try:
+            self._out.send(encode(message), zmq.NOBLOCK if self._is_sealed else 0)
+        except zmq.Again:
+            # Without a peer the socket would wait for one, on the thread that is to hear that there is none any more.
+            pass
 
     def fileno(self) -> int:
         """Readable when `receive` may have something."""

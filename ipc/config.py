@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
 from sidestep.ipc.registry import ATTENTION_BACKENDS, ROUTERS
 
@@ -49,6 +50,11 @@ def parse_bytes(text: str) -> int:
     if lowered and lowered[-1] in units:
         return int(float(lowered[:-1]) * units[lowered[-1]])
     return int(lowered)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """'17,15'."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def _require(condition: bool, name: str, problem: str) -> None:
@@ -130,7 +136,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """How large steps and tables may become."""
+    """How large steps and tables may become, and how many steps there may be at once."""
 
     max_num_seqs: int
     """Most rows of one step."""
@@ -139,7 +145,12 @@ class StepLimits:
     num_slots: int
     """Rows of a worker's tables."""
     target_itl_s: float
-    """Seconds that a step with decodes should last at most, prompts permitting; 0: any."""
+    """Seconds that a step with decodes should last at most, prompts permitting; 0: any. A stage's part of it, in a
+    pipeline."""
+    num_stages: int
+    """Stages of the pipeline: a token is known to the first one when so many further steps have begun."""
+    max_steps_in_flight: int
+    """Each stage has one; with overlap, one more is queued."""
 
     @property
     def num_masks(self) -> int:
@@ -177,22 +188,18 @@ class SchedulerConfig:
                  f"{tokens} is less than max_num_seqs ({seqs}): a decode step of all running requests would not fit; "
                  "raise it or lower max_num_seqs")
 
-    @property
-    def max_steps_in_flight(self) -> int:
-        """Two with overlap (one runs, one is queued behind it), one without."""
-        return 2 if self.async_scheduling else 1
-
-    def limits(self, device: str) -> StepLimits:
+    def limits(self, device: str, num_stages: int = 1) -> StepLimits:
         """What was asked for, filled up with the defaults of a device ('cuda', 'cpu' or 'fake'). One default gives way
         to a limit that was asked for: a decode step of all running requests fits in any case."""
         default = _GPU_LIMITS if device == "cuda" else _LIMITS
         seqs = self.max_num_seqs or min(default[0], self.max_num_batched_tokens or default[0])
         tokens = self.max_num_batched_tokens or max(default[1], seqs)
+        target = self.target_itl_ms if self.target_itl_ms is not None else _GPU_TARGET_ITL_MS * (device == "cuda")
+        steps = num_stages + self.async_scheduling
         # A slot is reused only after the last step that touches it has come back, so with overlap a full batch may end
         # while another full batch enters.
-        target = self.target_itl_ms if self.target_itl_ms is not None else _GPU_TARGET_ITL_MS * (device == "cuda")
-        return StepLimits(max_num_seqs=seqs, max_num_batched_tokens=tokens, num_slots=seqs * self.max_steps_in_flight,
-                          target_itl_s=target / 1e3)
+        return StepLimits(max_num_seqs=seqs, max_num_batched_tokens=tokens, num_slots=seqs * steps,
+                          target_itl_s=target / 1e3 / num_stages, num_stages=num_stages, max_steps_in_flight=steps)
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,11 @@ class ParallelConfig:
     """Where the model runs, and how."""
 
     tensor_parallel_size: int = option(1, "Number of ranks that share each layer; one process each.")
+    pipeline_parallel_size: int = option(
+        1, "Number of stages that the layers are divided into, each of tensor_parallel_size ranks.")
+    pipeline_layers: tuple[int, ...] | None = option(
+        None, "How many layers each stage has, such as 17,15. Default: so many that stages take about equally long, "
+        "with the output head in the last.", parse=parse_layers)
     data_parallel_size: int = option(
         1, "Number of replicas of the model, each with its own cache, GPUs and processes; requests are spread over "
         "them.")
@@ -214,14 +226,37 @@ class ParallelConfig:
     enforce_eager: bool = option(False, "Launch each kernel by itself instead of whole steps as CUDA graphs.")
     disable_custom_all_reduce: bool = option(
         False, "Ranks on GPUs sum through torch.distributed (NCCL) alone, not through one another's memory.")
-    fake_step_ms: float = option(0.0, "Device 'fake' only: how long a step keeps the device busy, in milliseconds.")
+    fake_step_ms: float = option(
+        0.0, "Device 'fake' only: how long a step keeps the device, or each stage, busy, in milliseconds.")
 
     def __post_init__(self) -> None:
         _require_choice(self, "device", "attention_backend")
-        _require_positive_int(self, "tensor_parallel_size", "data_parallel_size", "cpu_threads")
+        _require_positive_int(self, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+                              "cpu_threads")
+        if (layers := self.pipeline_layers) is not None:
+            _require(len(layers) == self.pipeline_parallel_size, "pipeline_layers",
+                     f"has {len(layers)} numbers, one is wanted for each of {self.pipeline_parallel_size} stages "
+                     "(pipeline_parallel_size)")
+            _require(min(layers) >= 1, "pipeline_layers", f"each stage needs a layer, not {min(layers)}")
         _require(self.fake_step_ms >= 0, "fake_step_ms", "must not be negative")
         _require(self.fake_step_ms == 0 or self.device == "fake", "fake_step_ms",
                  f"has a meaning only with device 'fake', not {self.device!r}")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the model, or of each replica. Those of one stage come one after the other."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def rank_name(self, rank: int) -> str:
+        """For people: 'worker 3 (stage 1, tp rank 1)', as far as there are several."""
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        places = [f"stage {rank // tp}"] * (pp > 1) + [f"tp rank {rank % tp}"] * (tp > 1)
+        return f"worker {rank} ({', '.join(places)})" if places else f"worker {rank}"
+
+    def stage(self, spec: ModelSpec, rank: int) -> Stage:
+        """What part of the model a rank has."""
+        layers = self.pipeline_layers or split_layers(spec, self.pipeline_parallel_size)
+        return stage_of(tuple(layers), rank // self.tensor_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -272,6 +307,11 @@ class EngineConfig:
         if isinstance(wanted, int):
             _require(wanted <= limit, "max_model_len", f"{wanted} is more than the model's {limit} positions")
         check_tensor_parallel(spec, tp)
+        pp, layers = self.parallel.pipeline_parallel_size, self.parallel.pipeline_layers
+        _require(pp <= spec.num_layers, "pipeline_parallel_size",
+                 f"{pp} is more than the model's {spec.num_layers} layers")
+        _require(layers is None or sum(layers) == spec.num_layers, "pipeline_layers",
+                 f"{layers} have {sum(layers or ())} layers, the model has {spec.num_layers}")
 
     @property
     def max_model_len(self) -> int:

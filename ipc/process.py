@@ -77,10 +77,14 @@ class Child:
             return f"{self.name} (pid {self.pid}) was killed by {signal.Signals(-code).name}"
         return f"{self.name} (pid {self.pid}) exited with status {code}"
 
-    def stop(self, timeout_s: float = 3.0) -> None:
-        """Ends the child: lifeline first, then a kill. May be called twice."""
+    def let_go(self) -> None:
+        """Tells the child to end, and does not wait for it."""
         self._stopping = True
         self._close_lifeline()
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """Ends the child: lifeline first, then a kill. May be called twice."""
+        self.let_go()
         if not self._ended.wait(timeout_s):
             self._popen.kill()
             self._ended.wait(timeout_s)

@@ -4,6 +4,8 @@ Core to workers, `StepInput`: which rows run and how many tokens each, plus only
 in full) and KV blocks that were added. A worker keeps the rest, one row per slot. Workers to core, `StepOutput`: the
 sampled tokens, in the order of the rows that sampled.
 
+Steps go through the stages of a pipeline one after the other, each stage taking them in the order of their numbers.
+
 A row samples when this step computes the last token that is known of it. Both sides can tell without being told: the
 core by its own count, the worker because `num_computed[slot] + num_tokens >= prefill_len[slot]`. A sampled token never
 travels from core to worker: the next step takes it from the worker's own `last_sampled[slot]`. Only a beam is told its
@@ -139,6 +141,9 @@ class StepInput(Columns):
     """[F] That token."""
     awaits_masks: int = 0
     """1: the step's tokens are sampled when its StepMasks has come, which is the next message."""
+    beat: int = 0
+    """When it enters the pipeline. Beats only grow, and some have no step. A row's unknown token was sampled by a step
+    that is as many beats back as the pipeline has stages, or more; on a single stage, by any step before."""
 
 
 @dataclass(slots=True)
@@ -212,7 +217,7 @@ class StepOutput(Columns):
     token_ids: Int32
     """[rows that sampled] One token each, in row order."""
     received_ns: int = 0
-    """When rank 0 had the step's message."""
+    """When the rank that answers had the step's message."""
     launched_ns: int = 0
     """When it had queued the step's work on the device."""
     logprobs: UInt8 = field(default_factory=_no_bytes)

@@ -65,14 +65,14 @@ def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: i
                    policy: str = "fcfs", prefix_caching: bool = True, max_model_len: int = 4096,
                    eos: tuple[int, ...] = (), clock: Callable[[], float] | None = None,
                    overlap: bool = True, target_itl_ms: float | None = None,
-                   grammars: Grammars | None = None) -> Scheduler:
+                   grammars: Grammars | None = None, num_stages: int = 1) -> Scheduler:
     """A scheduler over a small cache; its invariants are checked after the test."""
     clock = clock or Clock()
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, scheduling_policy=policy,
                              async_scheduling=overlap, target_itl_ms=target_itl_ms)
-    scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(num_blocks, block_size, prefix_caching),
-                          max_model_len=max_model_len, eos_token_ids=eos, clock=clock,
-                          grammars=grammars or Grammars("", VOCAB_SIZE, eos, clock))
+    kv = KVCacheManager(num_blocks, block_size, prefix_caching)
+    scheduler = Scheduler(config, config.limits("fake", num_stages), kv, max_model_len=max_model_len,
+                          eos_token_ids=eos, clock=clock, grammars=grammars or Grammars("", VOCAB_SIZE, eos, clock))
     _made.add(scheduler)
     return scheduler
 
@@ -89,9 +89,10 @@ def invariants_hold() -> object:
 def make_runner(scheduler: Scheduler, vocab_size: int = VOCAB_SIZE) -> FakeRunner:
     """A fake device with the scheduler's sizes."""
     cache = CacheConfig(block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks)
+    parallel = ParallelConfig(device="fake", pipeline_parallel_size=scheduler._limits.num_stages)
     return FakeRunner(WorkerArgs(
         rank=0, spec=msgspec.structs.replace(SPEC, vocab_size=vocab_size), model=ModelConfig(), cache=cache,
-        parallel=ParallelConfig(device="fake"), scheduler=scheduler._config, max_model_len=4096))
+        parallel=parallel, scheduler=scheduler._config, max_model_len=4096))
 
 
 def _on_the_wire(message: Columns) -> bytes:
@@ -113,8 +114,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.runner = make_runner(self.scheduler, self.vocab_size)
         self._in_flight: deque[bytes] = deque()
-        self._masks: StepMasks | None = None
-        """Of the oldest of them, as soon as they are known."""
+        self._masks: deque[bytes] = deque()
 
     @property
     def num_in_flight(self) -> int:
@@ -132,6 +132,7 @@ class Engine:
         self.steps.append(step)
         self._check_contract(step)
         self._in_flight.append(_on_the_wire(step))
+        self._take_masks()
         self.scheduler.check_invariants()
         return True
 
@@ -149,15 +150,20 @@ class Engine:
 
     def take(self) -> None:
         """Runs the oldest step and gives its output to the scheduler."""
-        masks = self._masks or self.scheduler.take_masks()
         step = StepInput.decode(self._in_flight.popleft())
-        assert bool(step.awaits_masks) == (masks is not None)
-        output = self.runner.execute(step, lambda: StepMasks.decode(_on_the_wire(masks))).wait()
+        output = self.runner.execute(step, lambda: StepMasks.decode(self._masks.popleft())).wait()
         output = StepOutput.decode(_on_the_wire(output))
         self.scheduler.follow(output)
-        self._masks = self.scheduler.take_masks()
+        self._take_masks()
         self._note(self.scheduler.update(output))
         self.scheduler.check_invariants()
+
+    def _take_masks(self) -> None:
+        """As the core does it: they come between their step and the next."""
+        masks = self.scheduler.take_masks()
+        if masks is not None:
+            assert masks.step_id == self.steps[-1].step_id, "steps behind it have been sent"
+            self._masks.append(_on_the_wire(masks))
 
     def turn(self) -> bool:
         """One turn of the core's loop. False when nothing is left to do."""

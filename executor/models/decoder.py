@@ -1,7 +1,7 @@
 """The dense decoder that the Llama family shares: what differs between its members is in ModelSpec.
 
 Weights are pulled by their checkpoint names while the layers are built, each rank its own part (Megatron's layout:
-attention by heads, the MLP by its inner width, two all-reduces a layer).
+attention by heads, the MLP by its inner width, two all-reduces a layer). Of a pipeline, a stage builds its own layers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallel
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.peer_sums import Place
 from sidestep.executor.weight_loader import Weights
+from sidestep.ipc.layer_split import Stage, stage_of
 from sidestep.ipc.model_spec import ModelSpec
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 
@@ -26,11 +27,22 @@ def rows_of_heads(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-def attention_shape(spec: ModelSpec, parallel: Parallel) -> AttentionShape:
+def attention_shape(spec: ModelSpec, parallel: Parallel, stage: Stage) -> AttentionShape:
     """One rank's part of the model's attention."""
     return AttentionShape(
-        num_layers=spec.num_layers, num_heads=len(parallel.share(spec.num_heads)),
-        num_kv_heads=len(parallel.kv_heads(spec.num_kv_heads)), head_dim=spec.head_dim, windows=spec.windows)
+        num_layers=len(stage.layers), num_heads=len(parallel.share(spec.num_heads)),
+        num_kv_heads=len(parallel.kv_heads(spec.num_kv_heads)), head_dim=spec.head_dim,
+        windows=spec.windows[stage.layers.start:stage.layers.stop])
+
+
+def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
+    """How the names of weights begin that only other stages need."""
+    names = [f"model.layers.{i}." for i in range(spec.num_layers) if i not in stage.layers]
+    if not stage.is_first:
+        names.append("model.embed_tokens.")
+    if not stage.is_last:
+        names += ["model.norm.", "lm_head."]
+    return names
 
 
 class Attention:
@@ -90,12 +102,14 @@ class Layer:
     """One decoder layer. Both halves take the residual stream [T, D], which they may write over, and return it with
     their part added, on its way through the norm that comes after them.
 
-    following: the norm after the layer, which is the next layer's first or the model's last.
+    following: the norm after the layer, which is the next layer's first or the model's last. place: among the layers of
+    this rank.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, index: int, following: RmsNorm, parallel: Parallel) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, index: int, place: int, following: RmsNorm,
+                 parallel: Parallel) -> None:
         name = f"model.layers.{index}"
-        self._index = index
+        self._place = place
         between = hidden_norm(spec, weights, f"{name}.post_attention_layernorm")
         self._attention = Attention(spec, weights, f"{name}.self_attn", between, parallel)
         self._mlp = Mlp(spec, weights, f"{name}.mlp", following, parallel)
@@ -106,23 +120,34 @@ class Layer:
 
     def __call__(self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None) -> Stream:
         """rows: the tokens of which anything is needed but their keys and values (int [R]; None for all)."""
-        return self._mlp(self._attention(stream, self._index, attention, rows))
+        return self._mlp(self._attention(stream, self._place, attention, rows))
 
 
 class DecoderForCausalLM:
-    """The whole model of one rank."""
+    """What one rank has of the model."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: Parallel) -> None:
-        shard = vocab_shard(weights, "model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel)
-        self._embedding = VocabParallelEmbedding(shard, parallel)
-        norms = [hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in range(spec.num_layers)]
-        norms.append(hidden_norm(spec, weights, "model.norm"))
+    def __init__(self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None) -> None:
+        """stage: of a pipeline; None for all layers."""
+        stage = stage or stage_of((spec.num_layers,), 0)
+
+        def shard(name: str) -> Tensor:
+            return vocab_shard(weights, name, spec.vocab_size, spec.hidden_size, parallel)
+
+        embedded = shard("model.embed_tokens") if stage.is_first else None
+        self._embedding = VocabParallelEmbedding(embedded, parallel) if embedded is not None else None
+        norms = [hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in stage.layers]
         self._first_norm = norms[0]
-        self._windows = spec.windows
-        self._layers = [Layer(spec, weights, i, norms[i + 1], parallel) for i in range(spec.num_layers)]
-        if not spec.tie_word_embeddings:
-            shard = vocab_shard(weights, "lm_head", spec.vocab_size, spec.hidden_size, parallel)
-        self._head = VocabParallelHead(shard, spec.vocab_size, parallel)
+        # What a stage sends on is the stream itself. The norm that its last product is told of is looked at by nobody,
+        # so any will do: the right one is another stage's.
+        following = [*norms[1:], hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0]]
+        self._windows = spec.windows[stage.layers.start:stage.layers.stop]
+        self._layers = [Layer(spec, weights, index, place, following[place], parallel)
+                        for place, index in enumerate(stage.layers)]
+        self._head: VocabParallelHead | None = None
+        if stage.is_last:
+            tied = spec.tie_word_embeddings
+            output = embedded if tied and embedded is not None else shard("model.embed_tokens" if tied else "lm_head")
+            self._head = VocabParallelHead(output, spec.vocab_size, parallel)
 
     @contextmanager
     def kinds_of_layers(self) -> Iterator[None]:
@@ -143,11 +168,12 @@ class DecoderForCausalLM:
         norm = self._first_norm
         for num_tokens in sizes:
             self._layers[0].warm_up(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
-            if with_head:
+            if with_head and self._head is not None:
                 self.logits(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 
     def new_logits(self, rows: int) -> Tensor:
         """Memory for the logits of up to this many tokens."""
+        assert self._head is not None
         return self._head.new_logits(rows, self._first_norm.weight)
 
     def __call__(self, token_ids: Tensor, attention: AttentionBackend, logits_rows: Tensor | None,
@@ -156,13 +182,17 @@ class DecoderForCausalLM:
         rows of new_logits, where they shall be written; on a GPU only."""
         return self.logits(self.states(token_ids, attention, logits_rows), out)
 
-    def states(self, token_ids: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
-        """The residual stream after the last layer, of the tokens at `rows` (int [R]; None for all)."""
-        stream = self._embedding(token_ids, self._first_norm)
+    def states(self, inputs: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
+        """The residual stream after the last layer of this rank, of the tokens at `rows` (int [R]; None for all).
+        inputs: token ids int [T]; what the stage before has sent, [T, D], where there is one, which may be written
+        over."""
+        norm = self._first_norm
+        stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
         for layer in self._layers[:-1]:
             stream = layer(stream, attention)
         return self._layers[-1](stream, attention, rows)
 
     def logits(self, stream: Stream, out: Tensor | None = None) -> Tensor:
-        """[R, V] of what `states` gave, or of some of its rows."""
+        """[R, V] of what `states` gave, or of some of its rows. Of the last stage."""
+        assert self._head is not None
         return self._head(stream, out)

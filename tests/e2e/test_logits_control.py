@@ -138,10 +138,13 @@ def test_a_processor_of_the_users(options: dict[str, Any], model_folder: Path) -
     assert run(path, prompts, params, logits_processors=[RAMP], **options) == expected
 
 
-def test_an_exception_in_a_processor_ends_the_engine_with_its_cause(model_folder: Path) -> None:
+@pytest.mark.parametrize(("stages", "name"), [(1, "worker 0"), (2, r"worker 1 \(stage 1\)")])
+def test_an_exception_in_a_processor_ends_the_engine_with_its_cause(stages: int, name: str, model_folder: Path) -> None:
+    """It is in the last stage; those before it then fail too, because it has gone."""
     wrong = SamplingParams(extra_args={TokenRamp.__name__: {"token": 3}})
-    with pytest.raises(EngineDeadError, match="KeyError: 'step'"):
-        run(write_model("llama-gqa", model_folder), [[1, 2]], [wrong], logits_processors=[RAMP])
+    with pytest.raises(EngineDeadError, match=f"^{name} failed: KeyError: 'step'"):
+        run(write_model("llama-gqa", model_folder), [[1, 2]], [wrong], logits_processors=[RAMP],
+            pipeline_parallel_size=stages)
 
 
 def test_the_example_s_program_runs() -> None:

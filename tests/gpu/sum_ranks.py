@@ -16,7 +16,7 @@ from sidestep.kernels.rms_norm import RmsNorm
 from tests.triton.support import Values, assert_close
 
 PLACE_BYTES = 1 << 23
-SHAPES = [(1, 4096), (3, 1000), (64, 1024), (257, 896), (300, 4096)]
+SHAPES = [(1, 4096), (64, 1024), (257, 1000), (300, 4096)]
 SUMS_OF_A_GRAPH, REPLAYS = 7, 2000
 EPS = 1e-6
 

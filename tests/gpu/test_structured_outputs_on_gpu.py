@@ -49,3 +49,15 @@ def test_plain_neighbours_do_not_change() -> None:
     mixed = outputs(FORMS * 6)
     plain = outputs([None] * 24)
     assert [mixed[i] for i in range(2, 24, 4)] == [plain[i] for i in range(2, 24, 4)]
+
+
+def test_forms_with_other_controls_sample_the_same_tokens() -> None:
+    """Held rows alone are sampled with the step's own kernels from the model's type, those with more from float32."""
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=60, structured_outputs=form, **more)
+              for more in ({}, {"logprobs": 1}, {"logit_bias": {0: 1e-30}})
+              for i, form in enumerate(form for form in FORMS if form is not None)]
+    with LLM(dtype="float32", kv_cache_memory_bytes=1 << 30) as llm:
+        found = [output.outputs[0].token_ids
+                 for output in llm.generate(["def f(x, y):\n"] * len(params), params, use_tqdm=False)]
+    third = len(found) // 3
+    assert found[:third] == found[third:2 * third] == found[2 * third:]

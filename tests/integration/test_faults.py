@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -40,22 +41,23 @@ def engine_processes(llm: AsyncLLM) -> tuple[int, list[int]]:
     return core.pid, [p.pid for p in core.children()]
 
 
-@pytest.mark.parametrize("victim", ["core", "rank 0", "rank 1"])
+@pytest.mark.parametrize("victim", ["core", "worker 0 (stage 0, tp rank 0)", "worker 2 (stage 1, tp rank 0)",
+                                    "worker 3 (stage 1, tp rank 1)"])
 @pytest.mark.parametrize("params", [ENDLESS, HELD], ids=["plain", "held to a form"])
 async def test_a_killed_process_fails_every_waiting_call_with_the_cause(make_llm: MakeLLM, victim: str,
                                                                         params: SamplingParams) -> None:
-    llm = make_llm(fake_step_ms=2.0, tensor_parallel_size=2)
+    llm = make_llm(fake_step_ms=2.0, tensor_parallel_size=2, pipeline_parallel_size=2)
     calls = [asyncio.create_task(consume(llm, params)) for _ in range(5)]
     while (await llm.get_stats())["num_running"] < 5:
         await asyncio.sleep(0)
     core, workers = engine_processes(llm)
-    os.kill({"core": core, "rank 0": workers[0], "rank 1": workers[1]}[victim], signal.SIGKILL)
+    os.kill(core if victim == "core" else workers[int(victim[len("worker ")])], signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
         results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         assert isinstance(result, EngineDeadError)
         assert "SIGKILL" in str(result)
-        assert ("engine core" if victim == "core" else "worker") in str(result)
+        assert ("engine core" if victim == "core" else victim) in str(result)
     with pytest.raises(EngineDeadError):
         await consume(llm)
     with pytest.raises(EngineDeadError):
@@ -63,6 +65,57 @@ async def test_a_killed_process_fails_every_waiting_call_with_the_cause(make_llm
     assert llm.errored
     for pid in (core, *workers):
         assert gone(pid)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it(make_llm: MakeLLM, stage: int) -> None:
+    """With real messages between the stages: what the other one has to say is that nobody answers."""
+    options = {"device": "cpu", "load_format": "dummy", "cpu_threads": 1, "max_model_len": 2048}
+    llm = make_llm(pipeline_parallel_size=2, **options)
+    call = asyncio.create_task(consume(llm))
+    while (await llm.get_stats())["num_steps"] < 10:
+        await asyncio.sleep(0)
+    core, workers = engine_processes(llm)
+    os.kill(workers[stage], signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(EngineDeadError, match=rf"worker {stage} \(stage {stage}\) .* was killed by SIGKILL"):
+            await call
+    assert all(gone(pid) for pid in (core, *workers))
+
+
+async def test_after_a_death_another_engine_starts_at_once(make_llm: MakeLLM) -> None:
+    options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    llm = make_llm(**options)
+    os.kill(engine_processes(llm)[1][2], signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        await consume(llm)
+    await consume(make_llm(**options), SamplingParams(max_tokens=3))
+
+
+def test_a_rank_that_is_killed_while_ranks_come_together_is_named(fake_model: str) -> None:
+    """The others would wait for it for minutes."""
+    args = EngineArgs(model=fake_model, device="cpu", load_format="dummy", pipeline_parallel_size=2)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(AsyncLLM.from_engine_args, args)
+        while len(ranks := workers_that_start()) < 2:
+            time.sleep(0.01)
+        ranks["worker 1 (stage 1)"].kill()
+        with pytest.raises(EngineStartError, match=r"worker 1 \(stage 1\) .* was killed by SIGKILL"):
+            starting.result(2 * LIMIT_S)
+    assert psutil.wait_procs(list(ranks.values()), timeout=LIMIT_S)[1] == []
+
+
+def workers_that_start() -> dict[str, psutil.Process]:
+    """Of this program's engines, by name."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            name = process.cmdline()[-1]
+        except (psutil.NoSuchProcess, IndexError):
+            continue
+        if name.startswith("worker "):
+            found[name] = process
+    return found
 
 
 def gone(pid: int) -> bool:

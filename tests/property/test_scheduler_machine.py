@@ -24,17 +24,20 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common."""
+    """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common, in pipelines of one
+    to three stages."""
 
     @initialize(num_blocks=st.integers(7, 14), max_num_seqs=st.integers(1, 5), budget=st.integers(5, 24),
-                policy=st.sampled_from(["fcfs", "priority"]), depth=st.integers(1, 2),
+                policy=st.sampled_from(["fcfs", "priority"]), overlap=st.booleans(), num_stages=st.integers(1, 3),
                 caching=st.sampled_from([True, True, False]))
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, depth: int, caching: bool) -> None:
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, overlap: bool, num_stages: int,
+              caching: bool) -> None:
         self.clock = Clock()
         self.grammars = SmallGrammars(self.clock)
         self.engine = Engine(make_scheduler(
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, prefix_caching=caching,
-            eos=(0,), clock=self.clock, overlap=depth == 2, grammars=self.grammars), depth)
+            eos=(0,), clock=self.clock, overlap=overlap, grammars=self.grammars, num_stages=num_stages),
+            num_stages + overlap)
         self.requests: dict[int, tuple[list[int], int]] = {}
         """By handle; each choice of a group has its own."""
         self.seeds: dict[int, int] = {}
@@ -196,14 +199,15 @@ TestSchedulerMachine = SchedulerMachine.TestCase
     requests=st.lists(st.tuples(st.sampled_from(PREFIXES), st.lists(st.integers(1, 49), min_size=1, max_size=20),
                                 st.integers(1, 20)), min_size=1, max_size=10),
     budget=st.integers(8, 64), block_size=st.sampled_from([1, 3, 4, 16]), num_tokens=st.integers(48, 200),
-    depth=st.integers(1, 2), caching=st.booleans(), stagger=st.integers(0, 3))
-def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_or_overlap(
-        requests: list[tuple[list[int], list[int], int]], budget: int, block_size: int, num_tokens: int, depth: int,
-        caching: bool, stagger: int) -> None:
+    overlap=st.booleans(), num_stages=st.integers(1, 3), caching=st.booleans(), stagger=st.integers(0, 3))
+def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_stages(
+        requests: list[tuple[list[int], list[int], int]], budget: int, block_size: int, num_tokens: int, overlap: bool,
+        num_stages: int, caching: bool, stagger: int) -> None:
     num_blocks = -(-num_tokens // block_size)
     assume(all(len(a) + len(b) + n <= num_blocks * block_size for a, b, n in requests))
     engine = Engine(make_scheduler(num_blocks=num_blocks, block_size=block_size, budget=budget,
-                                   prefix_caching=caching, overlap=depth == 2), depth)
+                                   prefix_caching=caching, overlap=overlap, num_stages=num_stages),
+                    num_stages + overlap)
     for handle, (prefix, rest, count) in enumerate(requests):
         engine.scheduler.add(make_request(prefix + rest, count, handle=handle))
         for _ in range(stagger):

@@ -25,14 +25,15 @@ from sidestep.kernels.gpu import Gpu
 GPU = Gpu(90, 132)
 
 
-def worker_args(path: str, dtype: str, ranks: int = 1) -> WorkerArgs:
+def worker_args(path: str, dtype: str, rank: int = 0, ranks: int = 1, stages: int = 1) -> WorkerArgs:
     return WorkerArgs(
-        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype=dtype, load_format="dummy"),
-        cache=CacheConfig(), parallel=ParallelConfig(attention_backend="triton", tensor_parallel_size=ranks),
-        scheduler=SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=200), max_model_len=200)
+        rank=rank, spec=load_model_spec(path), model=ModelConfig(model=path, dtype=dtype, load_format="dummy"),
+        cache=CacheConfig(), max_model_len=200,
+        parallel=ParallelConfig(attention_backend="triton", tensor_parallel_size=ranks, pipeline_parallel_size=stages),
+        scheduler=SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=200))
 
 
-def keys(path: str, ranks: int) -> list[list[str]]:
+def keys(path: str, ranks: int, stages: int) -> list[list[str]]:
     found: list[list[str]] = []
 
     def note(*, key: str, fn: Any, **_: Any) -> bool:
@@ -43,9 +44,10 @@ def keys(path: str, ranks: int) -> list[list[str]]:
     for device, num_blocks in (("meta", 1), ("cpu", 37)):
         found.append([])
         compile_for(GPU, device)
-        for rank in range(ranks):
+        for rank in range(ranks * stages):
             with CompilerThreads(1) as threads, compiling_only(threads):
-                GpuRunner.launch_without_gpu(worker_args(path, "bfloat16", ranks), LoneRank(rank, ranks), device=device,
+                args = worker_args(path, "bfloat16", rank, ranks, stages)
+                GpuRunner.launch_without_gpu(args, LoneRank(args.rank_in_stage, ranks), device=device,
                                              num_blocks=num_blocks)
     return [sorted(set(each)) for each in found]
 
@@ -66,7 +68,7 @@ def worker(path: str) -> list[tuple[str, bool]]:
 if __name__ == "__main__":
     model, command = sys.argv[1:]
     if command == "keys":
-        print(json.dumps([keys(model, ranks) for ranks in (1, 2)]))
+        print(json.dumps([keys(model, 1, 1), keys(model, 2, 1), keys(model, 1, 3)]))
     elif command == "worker":
         print(json.dumps(worker(model)))
     else:

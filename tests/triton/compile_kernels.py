@@ -133,12 +133,11 @@ def launch_sums(model: Model, page: int, window: int) -> None:
     """Over as many ranks as one host has, and over an odd number of them."""
     norm = RmsNorm(bf16(model.hidden), 1e-6)
     counters = torch.empty(all_reduce_triton.MAX_PROGRAMS, dtype=torch.int64, device="meta")
-    for ranks in (8, 3):
+    for ranks, kind in ((8, "one_shot"), (8, "two_shot"), (3, "one_shot")):
         memory = all_reduce_triton.PeerMemory(1, tuple((i + 1) << 40 for i in range(ranks)), bf16(1), counters,
                                               1 << 24, all_reduce_triton.MAX_PROGRAMS)
-        for kind in ("one_shot", "two_shot"):
-            config = all_reduce_triton.SumConfig(kind, 64)
-            all_reduce_triton.sum_parts(memory, 1, bf16(ROWS, model.hidden), norm, config, add=ranks == 8)
+        config = all_reduce_triton.SumConfig("one_shot" if kind == "one_shot" else "two_shot", 64)
+        all_reduce_triton.sum_parts(memory, 1, bf16(ROWS, model.hidden), norm, config, add=ranks == 8)
 
 
 def launch_attention(model: Model, page: int, window: int) -> None:

@@ -29,7 +29,7 @@ from triton.runtime.interpreter import interpreter_builder
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel_state import Parallel
-from sidestep.executor.peer_sums import PeerSums
+from sidestep.executor.peer_sums import PeerSums, try_sums
 from sidestep.executor.weight_loader import DummyWeights
 from sidestep.kernels import all_reduce_triton
 from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, SumConfig, space_bytes, sum_parts
@@ -72,7 +72,7 @@ class Sum:
 
 def plan(ranks: int) -> Iterator[Sum]:
     """Every kind of sum with every way of being slow, by every rank."""
-    count = 4 * len(SHAPES)
+    count = 3 * len(SHAPES)
     for n in range(count):
         rows, width = SHAPES[n % len(SHAPES)]
         slow, way = n // 3 % ranks, n % 3
@@ -168,7 +168,7 @@ def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
     parallel.rank, parallel.size, parallel._peers = rank, ranks, peers
     model = DecoderForCausalLM(spec, DummyWeights(0, torch.float32, torch.device("cpu")), parallel)
     attention: Any = Attention(spec.num_heads * spec.head_dim // ranks)
-    for tokens, rows in ((1, None), (9, torch.tensor([2, 8])), (1, None), (5, None)):
+    for tokens, rows in ((1, None), (7, torch.tensor([2, 6])), (1, None)):
         yield model.states(torch.arange(tokens) * 7 % 37, attention, rows)
 
 
@@ -179,6 +179,7 @@ def run_model(rank: int, spaces: list[Tensor]) -> int:
     all_reduce_triton.SUMS.update({ranks: ((24 * 4, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))})
     memory = PeerMemory(rank, tuple(space.data_ptr() for space in spaces), spaces[rank],
                         torch.zeros(MAX_PROGRAMS, dtype=torch.int64), PLACE_BYTES, programs=3)
+    assert try_sums(memory, 24, torch.float16), "the trial at the start finds right what is right"
     product = Linear.__call__
 
     def call(self: Linear, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from sidestep.executor.request_state import RequestState
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.sampler import Sampler
 from sidestep.executor.special_rows import SpecialRows
-from sidestep.executor.step_packer import ROTATION, StepPacker
+from sidestep.executor.step_packer import StepPacker
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.controls import Controls
 from sidestep.ipc.step import StepMasks
@@ -37,8 +37,8 @@ def test_masked_rows_get_the_sampler_s_tokens_and_plain_rows_are_left_alone() ->
     masks = GrammarMasks(ProcessorSetup(device=DEVICE, vocab_size=VOCAB, num_slots=SLOTS), 8)
     runner._special = SpecialRows([], masks, SLOTS, DEVICE)
     runner._special.enter(step)
-    runner._out_ids = torch.full((ROTATION, MOST), -1, dtype=torch.int32, device=DEVICE)
-    runner._pinned_marks = torch.zeros(ROTATION, MOST, dtype=torch.int32)
+    runner._out_ids = torch.full((4, MOST), -1, dtype=torch.int32, device=DEVICE)
+    runner._pinned_marks = torch.zeros(4, MOST, dtype=torch.int32)
     runner._host_marks = runner._pinned_marks.numpy()
     runner._marks = torch.zeros(MOST, dtype=torch.int32, device=DEVICE)
     runner._args = WorkerArgs(rank=0, spec=msgspec.structs.replace(SPEC, vocab_size=VOCAB), model=ModelConfig(),
@@ -50,7 +50,7 @@ def test_masked_rows_get_the_sampler_s_tokens_and_plain_rows_are_left_alone() ->
     runner._logits = memory
     apart = runner._special.find(batch)
     assert apart is not None and apart.masked.tolist() == [0, 2, 3, 4] and not len(apart.special)
-    packer = StepPacker(layout, 4)
+    packer = StepPacker(layout, 4, num_buffers=4)
     packer.pack(2, layout, batch, step, apart)
     runner._message = packer.buffers[2].to(DEVICE)
     # Row 3 is of a request that has ended in the meantime.

@@ -10,7 +10,6 @@ from sidestep.executor.gpu_runner import GpuRunner
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.sampler import Sampler
 from sidestep.executor.special_rows import SpecialBatch
-from sidestep.executor.step_packer import ROTATION
 from sidestep.kernels.prepare_step_triton import SlotTables
 from sidestep.kernels.sampling_triton import scratch_size
 from tests.triton.support import DEVICE
@@ -31,7 +30,7 @@ def make_runner(state: RequestState) -> GpuRunner:
         min_p=torch.from_numpy(state.min_p).to(DEVICE), top_k=torch.from_numpy(state.top_k).to(DEVICE),
         seed=torch.from_numpy(state.seed).to(DEVICE))
     runner._scratch = torch.empty(scratch_size(MOST, VOCAB), dtype=torch.int32, device=DEVICE)
-    runner._special_ids = torch.full((ROTATION, MOST), -1, dtype=torch.int32, device=DEVICE)
+    runner._special_ids = torch.full((4, MOST), -1, dtype=torch.int32, device=DEVICE)
     return runner
 
 

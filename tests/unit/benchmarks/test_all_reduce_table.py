@@ -25,11 +25,14 @@ def test_where_nccl_is_always_faster_nothing_is_chosen() -> None:
     assert entries_of({4096: row(1, 4, 6)}) == []
 
 
-def test_what_is_written_is_the_table() -> None:
-    table: Any = {2: [(4096, "one_shot", 64)], 4: [(4096, "one_shot", 16), (8192, "two_shot", 128)], 8: []}
+def test_what_is_written_is_the_table_and_what_was_not_measured_is_kept() -> None:
+    measured: Any = {2: [(4096, "one_shot", 64)], 4: [(4096, "one_shot", 16), (8192, "two_shot", 128)], 3: []}
+    before: Any = {4: ((1, "one_shot", 1),), 8: ((2, "two_shot", 2),)}
     scope: dict[str, Any] = {}
-    exec(table_text(table, "GPU"), scope)
-    assert scope["SUMS"] == {ranks: tuple(entries) for ranks, entries in table.items()}
+    text = table_text(measured, before, "GPU")
+    exec(text, scope)
+    assert scope["SUMS"] == {**before, **{ranks: tuple(entries) for ranks, entries in measured.items()}}
+    assert [line for line in text.splitlines() if "not measured" in line] == ["    8: (  # not measured on it"]
 
 
 def test_shapes_hold_the_bytes() -> None:

@@ -150,13 +150,11 @@ def test_the_token_in_flight_of_a_preempted_request_is_delivered_before_it_enter
     engine = Engine(make_scheduler(policy="priority", max_num_seqs=1))
     engine.scheduler.add(make_request([1], 9, handle=0, priority=5))
     engine.launch()
-    engine.launch()
     engine.scheduler.add(make_request([2], 1, handle=1, priority=0))
     engine.launch()  # preempts; its seat is free, its slot and blocks are not
     assert engine.steps[-1].slots.tolist() != engine.steps[0].slots.tolist()
     engine.take()
-    engine.take()
-    assert len(engine.tokens[0]) == 2
+    assert len(engine.tokens[0]) == 1
     engine.run()
     assert engine.tokens[0] == expected_tokens([1], 9, 0, VOCAB_SIZE)
 

@@ -62,7 +62,7 @@ def grammar(params: StructuredOutputsParams) -> Grammar:
 def engine(grammars: Grammars, *, overlap: bool = True, **options: Any) -> Engine:
     sizes = {"num_blocks": 400, "block_size": 32, "max_num_seqs": 32, "budget": 512} | options
     scheduler = make_scheduler(grammars=grammars, eos=EOS, overlap=overlap, clock=grammars._clock, **sizes)
-    return Engine(scheduler, depth=2 if overlap else 1, vocab_size=VOCAB)
+    return Engine(scheduler, depth=scheduler._limits.max_steps_in_flight, vocab_size=VOCAB)
 
 
 def text_of(run: Engine, handle: int, tokenizer: Tokenizer) -> str:
@@ -160,7 +160,9 @@ def mixed(run: Engine) -> None:
 
 
 def test_neighbours_and_overlap_change_no_token(grammars: Grammars) -> None:
-    runs = [engine(grammars), engine(grammars, overlap=False), engine(grammars, max_num_seqs=3, budget=5)]
+    run_all(engine(grammars), [OBJECT, LONG], 3)  # known from now on: no plain request ends before
+    runs = [engine(grammars), engine(grammars, overlap=False), engine(grammars, max_num_seqs=3, budget=5),
+            engine(grammars, num_stages=2), engine(grammars, num_stages=3, overlap=False)]
     for run in runs:
         mixed(run)
         assert run.tokens == runs[0].tokens and run.finished.keys() == runs[0].finished.keys()
@@ -362,27 +364,25 @@ class Wire(HandExecutor):
         self.done.append(output)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_masks_follow_their_step_and_come_before_the_one_after(depth: int, grammars: Grammars) -> None:
-    run = engine(grammars, overlap=depth == 2)
+@pytest.mark.parametrize(("num_stages", "overlap"), [(1, False), (1, True), (2, True), (3, True), (3, False)])
+def test_masks_follow_their_step_and_come_before_the_one_after(num_stages: int, overlap: bool,
+                                                               grammars: Grammars) -> None:
+    run = engine(grammars, num_stages=num_stages, overlap=overlap)
     scheduler: Scheduler = run.scheduler
     executor = Wire()
     executor.runner = run.runner
-    core = EngineCore(scheduler, executor, max_steps_in_flight=depth, clock=grammars._clock)
+    core = EngineCore(scheduler, executor, max_steps_in_flight=num_stages + overlap, clock=grammars._clock)
     scheduler.add(make_request([1], 9, grammar=grammar(LONG)))
     run.run()
     core.handle(make_request([1, 2, 3], 6, handle=1, grammar=grammar(LONG)))
     core.handle(make_request([1, 2, 3], 20, handle=2))
-    first = scheduler._next_step
     while scheduler.has_unfinished:
         core.step()
         if core.in_flight:
             executor.finish_step()
-    num_masked = sum(kind == "masks" for kind, _ in executor.messages)
-    assert num_masked == 6
-    expected = [(kind, first + i) for i in range(num_masked) for kind in ("step", "masks")]
-    assert executor.messages[:2 * num_masked] == expected
-    assert all(kind == "step" for kind, _ in executor.messages[2 * num_masked:])
+    masked = [(place, step) for place, (kind, step) in enumerate(executor.messages) if kind == "masks"]
+    assert len({step for _, step in masked}) == len(masked) == 6
+    assert all(executor.messages[place - 1] == ("step", step) for place, step in masked)
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
-from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import DummyWeights
+from sidestep.ipc.layer_split import stage_of
 from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 from tests.fakes import SPEC
 
@@ -55,6 +56,43 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr(Linear, "__call__", call)
     monkeypatch.setattr(Linear, "add_to", add_to)
     return begun
+
+
+class Asked(DifferentNorms):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(0, torch.float32, torch.device("cpu"))
+        self.names: list[str] = []
+
+    def get(self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None) -> Tensor:
+        self.names.append(name)
+        return super().get(name, shape, rows, columns)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "norms shared out"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [(1, 2), (2, 1), (1, 1, 1)])
+def test_stages_one_after_the_other_are_the_model(layers: tuple[int, ...], tied: bool, shared: bool,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = msgspec.structs.replace(SMALL, tie_word_embeddings=tied)
+    whole, rows = Asked(), torch.tensor([1, 4])
+    expected = logits(DecoderForCausalLM(spec, whole, Parallel()), rows)
+    begun = begin_norms(monkeypatch) if shared else []
+    stream, seen = torch.arange(5), list[str]()
+    for index in range(len(layers)):
+        stage, weights = stage_of(layers, index), Asked()
+        model = DecoderForCausalLM(spec, weights, Parallel(), stage)
+        seen += weights.names
+        others = tuple(weights_elsewhere(spec, stage))
+        assert not [name for name in weights.names if name.startswith(others) and
+                    not (tied and stage.is_last and "embed" in name)]
+        out = model.states(stream, NoAttention(), rows if stage.is_last else None)  # type: ignore[arg-type]
+        stream = model.logits(out) if stage.is_last else out.hidden
+    torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-5)
+    assert not shared or begun
+    twice = ["model.embed_tokens.weight"] if tied else []
+    assert sorted(seen) == sorted(whole.names + twice), "each weight is one stage's, but for tied embeddings"
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([1, 4])], ids=["all rows", "some rows"])

@@ -9,12 +9,13 @@ import torch
 
 from sidestep.executor.input_batch import Apart, make_batch
 from sidestep.executor.request_state import RequestState
-from sidestep.executor.step_packer import ROTATION, StepPacker, masked_logits
+from sidestep.executor.step_packer import StepPacker, masked_logits
 from sidestep.kernels.prepare_step_triton import MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
 from tests.unit.executor.steps import Request, make_step, schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK, LONGEST = 16, 96
+ROTATION = 4
 
 
 def ints(*size: int) -> torch.Tensor:
@@ -35,7 +36,7 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
     state, tables = RequestState(7, LONGEST, BLOCK), new_tables(7)
     tables.last_sampled.copy_(torch.arange(1000, 1007))
     largest = StepLayout(7, 50)
-    packer = StepPacker(largest, LONGEST // BLOCK)
+    packer = StepPacker(largest, LONGEST // BLOCK, ROTATION)
     message = ints(len(packer.buffers[0]))
     for number, (step, _) in enumerate(schedule(requests, 50, BLOCK)):
         state.apply(step)
@@ -86,7 +87,7 @@ def test_special_and_masked_rows_are_left_to_others() -> None:
     """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of masked rows, which are
     sampled from the step's own logits, are seen to at once."""
     state, layout = RequestState(4, 64, BLOCK), StepLayout(4, 16)
-    packer = StepPacker(layout, 8)
+    packer = StepPacker(layout, 8, ROTATION)
     entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(4)}
     step = make_step([(0, 2, [0]), (1, 2, [1]), (2, 2, [2]), (3, 2, [3])], entering)
     state.apply(step)

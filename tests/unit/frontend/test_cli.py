@@ -45,16 +45,19 @@ def test_every_engine_option_is_a_flag_with_help(command: list[str], capsys: pyt
 
 def test_flags_give_what_was_asked_for_and_defaults_otherwise() -> None:
     parsed = make_parser("1").parse_args(
-        ["generate", "-tp", "2", "--max-model-len", "1k", "--no-async-scheduling", "--kv-cache-memory-bytes", "2G",
-         "--temperature", "0.5", "--seed", "7", "--stop", "a", "--stop", "b", "prompt"])
-    assert engine_args(parsed) == EngineArgs(tensor_parallel_size=2, max_model_len=1024, async_scheduling=False,
-                                             kv_cache_memory_bytes=2 << 30)
+        ["generate", "-tp", "2", "-pp", "2", "--pipeline-layers", "17,15", "--max-model-len", "1k",
+         "--no-async-scheduling", "--kv-cache-memory-bytes", "2G", "--temperature", "0.5", "--seed", "7",
+         "--stop", "a", "--stop", "b", "prompt"])
+    assert engine_args(parsed) == EngineArgs(
+        tensor_parallel_size=2, pipeline_parallel_size=2, pipeline_layers=(17, 15), max_model_len=1024,
+        async_scheduling=False, kv_cache_memory_bytes=2 << 30)
     assert sampling_params(parsed, max_tokens=64) == SamplingParams(temperature=0.5, stop=["a", "b"], seed=7,
                                                                     max_tokens=64)
     assert parsed.prompts == ["prompt"]
 
 
-@pytest.mark.parametrize("words", [["--nonsense"], ["--dtype", "int3"], ["--max-num-seqs", "many"]])
+@pytest.mark.parametrize("words", [["--nonsense"], ["--dtype", "int3"], ["--max-num-seqs", "many"],
+                                   ["--pipeline-layers", "1;2"]])
 def test_unknown_flags_and_values_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["generate", *words, "x"])

@@ -3,6 +3,8 @@
 import os
 import select
 
+import zmq
+
 from sidestep.ipc.channels import CoreChannel, FrontendChannel, new_address
 from sidestep.ipc.messages import AbortRequests, Answer, Call, ToCore
 
@@ -106,4 +108,20 @@ def test_a_frontend_sees_the_core_leave() -> None:
     core.close()
     while not frontend.core_is_gone():
         assert poll.poll(10_000), "it was not told"
+    frontend.close()
+
+
+def test_sending_to_a_core_that_has_gone_waits_for_nobody() -> None:
+    """The event loop that sends is the one that must hear of the end."""
+    frontend = FrontendChannel()
+    core = CoreChannel([frontend.address])
+    frontend.seal()
+    core.close()
+    poll = select.poll()
+    poll.register(frontend.gone_fileno(), select.POLLIN)
+    while not frontend.core_is_gone():
+        assert poll.poll(10_000), "nobody has noticed"
+    while frontend._out.poll(0, zmq.POLLOUT):
+        pass  # its other connection goes a moment later
+    frontend.send(Call(client=0, call_id=1, method="ping"))
     frontend.close()

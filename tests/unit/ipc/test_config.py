@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from sidestep.ipc.config import EngineArgs, SchedulerConfig, parse_bytes, parse_length
+from sidestep.ipc.config import EngineArgs, ParallelConfig, SchedulerConfig, parse_bytes, parse_length
 from sidestep.ipc.errors import EngineStartError, ValidationError
+from sidestep.ipc.layer_split import split_layers
+from sidestep.ipc.model_spec import load_model_spec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
@@ -23,7 +25,8 @@ def write(folder: Path, **changes: Any) -> str:
 
 @pytest.mark.parametrize(("field", "value"), [
     ("dtype", "int3"), ("load_format", "magic"), ("device", "abacus"), ("block_size", 0), ("max_num_seqs", -1),
-    ("gpu_memory_utilization", 1.5), ("tensor_parallel_size", 0), ("scheduling_policy", "lottery"),
+    ("gpu_memory_utilization", 1.5), ("tensor_parallel_size", 0), ("pipeline_parallel_size", 0),
+    ("pipeline_layers", (3, 2)), ("scheduling_policy", "lottery"),
     ("max_model_len", "long"), ("fake_step_ms", 3.0), ("num_kv_blocks", 0), ("max_num_batched_tokens", True),
     ("stream_interval", 0)])
 def test_a_wrong_value_is_refused_by_name(field: str, value: object) -> None:
@@ -59,6 +62,34 @@ def test_a_tensor_parallel_size_that_does_not_fit_the_model_is_refused(tmp_path:
         EngineArgs(model=write(tmp_path, **changes), tensor_parallel_size=size).create_engine_config()
 
 
+@pytest.mark.parametrize(("options", "problem"), [
+    ({"pipeline_parallel_size": 3}, "pipeline_parallel_size: 3 is more than the model's 2 layers"),
+    ({"pipeline_parallel_size": 2, "pipeline_layers": (1, 2)}, "pipeline_layers: .* 3 layers, the model has 2"),
+    ({"pipeline_parallel_size": 2, "pipeline_layers": (2, 0)}, "pipeline_layers: each stage needs a layer")])
+def test_stages_that_do_not_fit_the_model_are_refused(tmp_path: Path, options: Any, problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        EngineArgs(model=write(tmp_path), **options).create_engine_config()
+
+
+def test_ranks_are_named_by_what_they_have(tmp_path: Path) -> None:
+    parallel = EngineArgs(model=write(tmp_path, num_hidden_layers=5), pipeline_parallel_size=2, tensor_parallel_size=2,
+                          pipeline_layers=(2, 3)).create_engine_config().parallel
+    spec = load_model_spec(str(tmp_path))
+    assert [parallel.stage(spec, rank).layers for rank in range(4)] == [range(2)] * 2 + [range(2, 5)] * 2
+    assert parallel.rank_name(2) == "worker 2 (stage 1, tp rank 0)"
+    assert ParallelConfig().rank_name(0) == "worker 0"
+
+
+def test_stages_without_numbers_of_layers_take_about_equally_long(tmp_path: Path) -> None:
+    llama_8b = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                "num_key_value_heads": 8, "vocab_size": 128256}
+    spec = load_model_spec(write(tmp_path, **llama_8b))
+    assert [split_layers(spec, n) for n in (1, 2, 4)] == [(32,), (17, 15), (9, 8, 8, 7)], "the head is 1.5 layers"
+    for count in range(1, 33):
+        layers = split_layers(spec, count)
+        assert sum(layers) == 32 and len(layers) == count and min(layers) >= 1
+
+
 def test_max_model_len_beyond_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="max_model_len: 300 is more than the model's 256"):
         EngineArgs(model=write(tmp_path), max_model_len=300).create_engine_config()
@@ -68,7 +99,7 @@ def test_sections_hold_what_was_given(tmp_path: Path) -> None:
     config = EngineArgs(model=write(tmp_path), max_num_seqs=3, block_size=32, max_model_len=100,
                         async_scheduling=False).create_engine_config()
     assert (config.scheduler.max_num_seqs, config.cache.block_size, config.max_model_len) == (3, 32, 100)
-    assert config.scheduler.max_steps_in_flight == 1
+    assert config.scheduler.limits("cpu").max_steps_in_flight == 1
     assert config.spec.eos_token_ids == (1, 2)
 
 
