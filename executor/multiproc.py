@@ -93,9 +93,10 @@ class MultiprocExecutor(Executor):
         return [child.pid for child in self._children]
 
     def shutdown(self) -> None:
-        for child in self._children:
+        children = [*self._children, *([self._compiler] if self._compiler is not None else [])]
+        for child in children:
             child.let_go()
-        for child in (*self._children, *([self._compiler] if self._compiler is not None else [])):
+        for child in children:
             child.stop()
 
     def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None, compiled: int) -> None:

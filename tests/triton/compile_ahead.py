@@ -69,7 +69,7 @@ def worker(path: str) -> list[tuple[str, bool]]:
 if __name__ == "__main__":
     model, command = sys.argv[1:]
     if command == "keys":
-        print(json.dumps([keys(model, *sizes) for sizes in ((1, 1), (2, 1), (1, 2))]))
+        print(json.dumps([keys(model, *sizes) for sizes in ((1, 1), (2, 1), (1, 3))]))
     elif command == "worker":
         print(json.dumps(worker(model)))
     else:
