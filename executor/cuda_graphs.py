@@ -12,11 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+from sidestep.ipc.model_spec import ModelSpec
 from sidestep.kernels.prepare_step_triton import StepLayout
 
 _MOST_GRAPHED = 2048
 """Tokens up to which the ladder is fine: more graphs would take their time at the start."""
 _FINE = 256
+_LAUNCH_LAYER_S = 450e-6
+_FLOPS = 5e14
+"""Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast one: 130e-6);
+operations a second of large products."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,15 @@ def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSi
         tokens.append(max_tokens)
     rows = sorted({min(128, max_rows), max_rows})
     return [StepSizes(r, n, r, r) for n in tokens for r in rows if r <= n]
+
+
+def worthwhile_tokens(spec: ModelSpec) -> int:
+    """Up to how many tokens a step with prompts has a graph: as many as the device computes in twice the time that the
+    host takes to launch their kernels one by one."""
+    launches_s = spec.num_layers * _LAUNCH_LAYER_S
+    layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads) \
+        + 3 * spec.hidden_size * spec.intermediate_size
+    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer))
 
 
 class CudaGraphs:

@@ -14,24 +14,23 @@ sent from a copy, on a stream of its own, while the next step runs. Graphs lie b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, StepBatch
 from sidestep.executor.base import WorkerReady
-from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder
+from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder, worthwhile_tokens
 from sidestep.executor.device_clock import DeviceClock
+from sidestep.executor.gpu_output import GpuOutput, SpecialOutput
 from sidestep.executor.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.kernel_compiler import wait_for_compiler
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
-from sidestep.executor.logprobs import Logprobs, encode_logprobs
+from sidestep.executor.largest_step import ALL_CONTROLS, largest_step
+from sidestep.executor.logprobs import Logprobs
 from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel_state import Parallel
@@ -42,12 +41,10 @@ from sidestep.executor.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.executor.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.step_packer import StepPacker, masked_logits, message_size
 from sidestep.executor.transfer import to_device
-from sidestep.ipc.config import StepLimits, available_cores
-from sidestep.ipc.controls import Controls, encode_controls
+from sidestep.ipc.config import available_cores
+from sidestep.ipc.controls import Controls
 from sidestep.ipc.errors import EngineStartError
-from sidestep.ipc.model_spec import ModelSpec
-from sidestep.ipc.sampling_params import MAX_LOGPROBS
-from sidestep.ipc.step import Int32, Int64, StepInput, StepMasks, StepOutput
+from sidestep.ipc.step import Int64, StepInput, StepMasks
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
@@ -58,56 +55,9 @@ from sidestep.kernels.token_masks import mask_tokens
 _BLOCK_SIZE = 64
 _PAD = 128
 """Eager steps are filled up to a multiple of this many tokens."""
-_LAUNCH_LAYER_S = 450e-6
-_FLOPS = 5e14
-"""Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast one: 130e-6);
-operations a second of large products."""
 _MARGIN = 512 << 20
 """Bytes left to the driver, to graphs and to libraries' own buffers."""
-_EVERYTHING = Controls(logit_bias={0: 1.0}, allowed_token_ids=[0, 1], bad_words=[[0, 1]], logprobs=MAX_LOGPROBS,
-                       prompt_logprobs=MAX_LOGPROBS)
-"""What takes memory while a step runs. The counts of penalties stay from step to step, and grow with those who ask."""
-
-
 _NO_IDS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialOutput:
-    """What a step's special rows gave, in pinned memory."""
-
-    rows: Int64
-    ids: Int32
-    logprobs: list[Logprobs]
-    prompt_logprobs: list[Logprobs]
-
-
-class GpuOutput(PendingOutput):
-    """A step on the device, or behind others in its queue."""
-
-    def __init__(self, step_id: int, ids: Int32, samples: npt.NDArray[np.bool_], special: SpecialOutput | None,
-                 started: torch.cuda.Event, done: torch.cuda.Event, clock: DeviceClock) -> None:
-        self._step_id = step_id
-        self._ids = ids
-        self._samples = samples
-        self._special = special
-        self._started = started
-        self._done = done
-        self._clock = clock
-
-    @property
-    def ready(self) -> bool:
-        return bool(self._done.query())
-
-    def wait(self) -> StepOutput:
-        self._done.synchronize()
-        start, end = self._clock.times(self._started, self._done, time.monotonic_ns())
-        ids, special = self._ids[:len(self._samples)], self._special
-        if special is None:
-            return StepOutput(self._step_id, start, end, ids[self._samples])
-        ids[special.rows] = special.ids
-        return StepOutput(self._step_id, start, end, ids[self._samples], logprobs=encode_logprobs(special.logprobs),
-                          prompt_logprobs=encode_logprobs(special.prompt_logprobs))
 
 
 class GpuRunner(Runner):
@@ -236,7 +186,7 @@ class GpuRunner(Runner):
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
         # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
-        controlled, working = (self._working_bytes(controls) for controls in (_EVERYTHING, Controls()))
+        controlled, working = (self._working_bytes(controls) for controls in (ALL_CONTROLS, Controls()))
         del self._attention
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -479,35 +429,3 @@ class GpuRunner(Runner):
             logits, header=header, slots=slots, seq_lens=seq_lens, samples=samples, temperature=tables.temperature,
             top_k=tables.top_k, top_p=tables.top_p, min_p=tables.min_p, seed=tables.seed, scratch=self._scratch,
             last_sampled=tables.last_sampled, out_ids=out_ids, pdl=has_pdl(self._device))
-
-
-def worthwhile_tokens(spec: ModelSpec) -> int:
-    """Up to how many tokens a step with prompts has a graph: as many as the device computes in twice the time that the
-    host takes to launch their kernels one by one."""
-    launches_s = spec.num_layers * _LAUNCH_LAYER_S
-    layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads) \
-        + 3 * spec.hidden_size * spec.intermediate_size
-    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer))
-
-
-def largest_step(limits: StepLimits, max_model_len: int, block_size: int, controls: Controls) -> StepInput:
-    """A step with as many rows and tokens as any may have, all of them of new requests with these controls; it lies in
-    block 0."""
-    rows = limits.max_num_seqs
-    counts = np.ones(rows, np.int32)
-    left = limits.max_num_batched_tokens - rows
-    for row in range(rows - 1, -1, -1):
-        more = min(left, max_model_len - 1)
-        counts[row] += more
-        left -= more
-    blocks = -(-counts // block_size)
-    asked = encode_controls(controls)
-    zeros, slots = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32)
-    return StepInput(
-        step_id=0, slots=slots, num_tokens=counts, num_new_blocks=blocks, block_ids=np.zeros(blocks.sum(), np.int32),
-        new_slots=slots, new_num_known=counts, new_num_prompt=counts, new_num_computed=zeros,
-        new_num_sent=counts, new_token_ids=np.zeros(counts.sum(), np.int32), new_temperature=np.ones(rows, np.float32),
-        new_top_p=np.full(rows, 0.9, np.float32), new_min_p=np.zeros(rows, np.float32), new_top_k=zeros + 5,
-        new_seed=np.zeros(rows, np.int64), new_min_tokens=zeros, new_num_stop_ids=zeros,
-        new_stop_ids=np.empty(0, np.int32), new_control_sizes=zeros + len(asked),
-        new_controls=np.frombuffer(asked * rows, np.uint8))

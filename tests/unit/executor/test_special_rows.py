@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sidestep.executor.gpu_runner import _EVERYTHING, largest_step
+from sidestep.executor.largest_step import ALL_CONTROLS, largest_step
 from sidestep.executor.model_runner import ModelRunner
 from sidestep.ipc.controls import Controls
 from tests.e2e.models import random_prompts, write_model
@@ -75,7 +75,7 @@ def test_a_step_whose_special_rows_do_not_sample(runner: ModelRunner) -> None:
 def test_the_largest_step_with_all_controls(tmp_path: Path) -> None:
     """That by which a GPU's runner finds out how much memory it needs; a plain one leaves nothing of it."""
     runner = make_runner(write_model("llama-gqa", tmp_path))
-    for controls, told in ((_EVERYTHING, True), (Controls(), False)):
+    for controls, told in ((ALL_CONTROLS, True), (Controls(), False)):
         step = largest_step(runner._limits, 256, 16, controls)
         step.block_ids[:] = np.arange(len(step.block_ids))
         output = runner.execute(step).wait()
