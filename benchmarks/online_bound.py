@@ -1,17 +1,22 @@
 """What latencies a load of requests that come one by one allows at best: a queue served in order at a fixed cost.
 
     python benchmarks/online_bound.py [--rate 50] [--seconds 12] [--us-per-token 19 21 23 25] [--chunk 1024 2048 8192]
+                                      [--order first shortest aged ratio]
 
 The load of benchmarks/gpu_online.py. Each step takes one token of every request that decodes, and prompts, first come
 first served, up to --chunk tokens (all 8,192 while nothing decodes); it lasts as long as its tokens cost, at least as
 long as reading the weights, and then its keys and values are read. No host, no idle time. So it shows what a device
-with a given rate of arithmetic cannot do better by any schedule of this kind.
+with a given rate of arithmetic cannot do better by any schedule of this kind. --order tells whether another order of
+those who wait would: `shortest` prompt first, `aged` (the shortest, less the time that it has waited), or by the
+`ratio` of that time to its length.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +41,17 @@ class Request:
     last: float = 0.0
 
 
-def run(load: list[Request], chunk: int, token_s: float) -> tuple[list[float], list[float]]:
+Order = Callable[[Request, float, float], float]
+"""Of a request, the time and the seconds a token: who has the least comes first."""
+ORDERS: dict[str, Order] = {
+    "first": lambda request, now, token_s: request.at,
+    "shortest": lambda request, now, token_s: request.prompt_left,
+    "aged": lambda request, now, token_s: request.prompt_left * token_s - (now - request.at),
+    "ratio": lambda request, now, token_s: (request.at - now) / request.prompt_left,
+}
+
+
+def run(load: list[Request], chunk: int, token_s: float, order: Order) -> tuple[list[float], list[float]]:
     """Seconds to each request's first token, and all gaps after."""
     now, waiting, running = 0.0, list[Request](), list[Request]()
     ttft, gaps = list[float](), list[float]()
@@ -45,6 +60,7 @@ def run(load: list[Request], chunk: int, token_s: float) -> tuple[list[float], l
             now = max(now, load[0].at)
         while load and load[0].at <= now:
             waiting.append(load.pop(0))
+        waiting.sort(key=lambda request: order(request, now, token_s))
         left = prompts = (chunk if running else _LARGEST) - len(running)
         for request in waiting:
             taken = min(left, request.prompt_left)
@@ -69,13 +85,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12)
     parser.add_argument("--us-per-token", nargs="+", type=float, default=[19, 21, 23, 25])
     parser.add_argument("--chunk", nargs="+", type=int, default=[1024, 2048, 8192])
+    parser.add_argument("--order", nargs="+", choices=list(ORDERS), default=["first"])
     args = parser.parse_args()
     planned = online(args.rate, round(args.rate * args.seconds), 128_256)
     for cost in args.us_per_token:
-        for chunk in args.chunk:
+        for chunk, order in itertools.product(args.chunk, args.order):
             load = [Request(at, len(prompt), length, len(prompt)) for at, prompt, length in planned]
-            ttft, gaps = ([value * 1e3 for value in values] for values in run(load, chunk, cost / 1e6))
-            print(f"{cost:g} us a token, chunks of {chunk}: TTFT p50/p99 {percentile(ttft, 50):.0f}/"
+            ttft, gaps = ([value * 1e3 for value in values] for values in run(load, chunk, cost / 1e6, ORDERS[order]))
+            print(f"{cost:g} us a token, chunks of {chunk}, {order}: TTFT p50/p99 {percentile(ttft, 50):.0f}/"
                   f"{percentile(ttft, 99):.0f} ms, ITL p50/p99 {percentile(gaps, 50):.1f}/"
                   f"{percentile(gaps, 99):.1f} ms")
 
