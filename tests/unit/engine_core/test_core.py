@@ -27,14 +27,14 @@ class HandExecutor(Executor):
         pass
 
     def start(self) -> WorkerReady:
-        raise NotImplementedError
+        raise AssertionError("a core is given workers that have started")
 
     def submit(self, step: StepInput) -> None:
         self.submitted.append(step)
         self._running.append(self.runner.execute(step).wait())
 
     def submit_masks(self, masks: StepMasks) -> None:
-        raise NotImplementedError
+        raise AssertionError("no request here has a grammar")
 
     def finish_step(self) -> None:
         self.done.append(self._running.popleft())

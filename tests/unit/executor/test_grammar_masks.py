@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 
 from sidestep.executor.model_runner import ModelRunner
 from sidestep.ipc.controls import Controls
 from sidestep.ipc.step import LogprobColumns, StepInput, StepMasks
-from tests.e2e.models import random_prompts, write_model
+from tests.e2e.models import random_prompts
 from tests.unit.executor.steps import Request, make_step, schedule
-from tests.unit.executor.test_model_runner import VOCAB, make_runner, run
+from tests.unit.executor.test_model_runner import VOCAB, run
 
 HELD = Controls(has_grammar=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def runner(tmp_path: Path) -> ModelRunner:
-    return make_runner(write_model("llama-gqa", tmp_path))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def words_of(runner: ModelRunner, allowed: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -21,12 +21,7 @@ VOCAB = 257
 """Of the smallest family, so that prompts fit all of them."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_runner(path: str, block_size: int = 16, num_kv_blocks: int | None = 1200, **changes: Any) -> ModelRunner:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from sidestep.executor.largest_step import ALL_CONTROLS, largest_step
 from sidestep.executor.model_runner import ModelRunner
@@ -16,18 +14,7 @@ from tests.e2e.models import random_prompts, write_model
 from tests.unit.executor.steps import Request, make_step
 from tests.unit.executor.test_model_runner import VOCAB, make_runner, run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def runner(tmp_path: Path) -> ModelRunner:
-    return make_runner(write_model("llama-gqa", tmp_path))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain_requests() -> list[Request]:
