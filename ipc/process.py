@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -91,7 +92,8 @@ class Child:
 
     def _close_lifeline(self) -> None:
         assert self._popen.stdin is not None
-        self._popen.stdin.close()
+        with suppress(BrokenPipeError):  # of arguments that it never read; the pipe is closed all the same
+            self._popen.stdin.close()
 
     def _watch(self) -> None:
         self._popen.wait()

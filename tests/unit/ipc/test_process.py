@@ -3,8 +3,11 @@
 import os
 import queue
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +36,25 @@ def test_exit_status_is_reported_also_to_one_who_asks_late() -> None:
     causes: queue.Queue[str] = queue.Queue()
     child.on_death(causes.put)
     assert causes.get(timeout=1) == f"quitter (pid {child.pid}) exited with status 3"
+
+
+class EndedAtOnce(subprocess.Popen[bytes]):
+    """Has ended before anything can be written to it."""
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_death_is_reported_of_one_that_never_read_its_arguments(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(subprocess, "Popen", EndedAtOnce)
+    child = spawn("stillborn", "tests.unit.ipc.children:wait_for_ever", "x" * size)
+    causes: queue.Queue[str] = queue.Queue()
+    child.on_death(causes.put)
+    assert causes.get(timeout=10) == f"stillborn (pid {child.pid}) exited with status 1"
+    child.stop()
 
 
 @pytest.mark.parametrize("target", ["wait_for_ever", "hold_the_interpreter"])
