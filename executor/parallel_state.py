@@ -58,13 +58,16 @@ class Parallel:
         return x
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[..., N] of each rank side by side: [..., size * N], on every rank; in `out`, if that is given and there are
+        """[T, N] of each rank side by side: [T, size * N], on every rank; in `out`, if that is given and there are
         several ranks."""
         if self._dist is None:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._dist.all_gather(parts, x.contiguous(), group=self._group)
-        return torch.cat(parts, -1, out=out)
+        rows, width = x.shape
+        parts = x.new_empty(self.size, rows, width)
+        self._dist.all_gather_into_tensor(parts.view(-1, width), x.contiguous(), group=self._group)
+        side_by_side = x.new_empty(rows, self.size * width) if out is None else out
+        side_by_side.view(rows, self.size, width).copy_(parts.transpose(0, 1))
+        return side_by_side
 
     def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
         """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none can do so then."""

@@ -7,12 +7,13 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from examples.logits_processor import TokenRamp
 from sidestep import DEFAULT_MODEL, LLM, EngineDeadError, EngineStartError, SamplingParams, ValidationError
@@ -57,25 +58,35 @@ def test_greedy_tokens_equal_plain_arithmetic(options: dict[str, Any], model_fol
     assert run(path, prompts, params, **options) == expected
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.fixture(scope="module")
+def bundled() -> PreTrainedModel:
+    """The model of the package, as transformers runs it."""
+    return load_reference(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "in turn"])
+def engine(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """One for all draws."""
+    with LLM(device="cpu", dtype="float32", cpu_threads=1, async_scheduling=request.param) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("control", [
     {}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.0, "repetition_penalty": 1.4}, {"min_p": 0.4},
     {"logit_bias": {40: 0.7, 41: -0.4}, "presence_penalty": 0.5},
     {"logit_bias": {40: 0.7, 41: -0.4}, "top_k": 2}, {"logit_bias": {40: 0.7, 41: -0.4}, "top_p": 0.6}], ids=str)
-def test_frequencies_of_the_first_two_tokens(control: dict[str, Any], overlap: bool) -> None:
+def test_frequencies_of_the_first_two_tokens(control: dict[str, Any], engine: LLM, bundled: PreTrainedModel) -> None:
     """Chi-square over 1,500 draws of a pair; the second token of a pair depends on the first by its penalties."""
-    model = load_reference(DEFAULT_MODEL)
     prompt = [300, 41, 17]
     common: dict[str, Any] = {"allowed_token_ids": [40, 41, 42], "temperature": 1.7, "max_tokens": 2,
                               "ignore_eos": True}
-    flat = {"logit_bias": flatten(model, prompt, common["allowed_token_ids"])}
+    flat = {"logit_bias": flatten(bundled, prompt, common["allowed_token_ids"])}
     for token, bias in control.get("logit_bias", {}).items():
         flat["logit_bias"][token] += bias
     params = {**common, **control, **flat}
-    expected = reference_pairs(model, prompt, SamplingParams(**params))
-    draws = run(DEFAULT_MODEL, [prompt] * 1500, [SamplingParams(**params, seed=i) for i in range(1500)],
-                async_scheduling=overlap)
-    seen = Counter(map(tuple, draws))
+    expected = reference_pairs(bundled, prompt, SamplingParams(**params))
+    draws = engine.generate([prompt] * 1500, [SamplingParams(**params, seed=i) for i in range(1500)], use_tqdm=False)
+    seen = Counter(tuple(draw.outputs[0].token_ids) for draw in draws)
     possible = [pair for pair, p in expected.items() if p > 0]
     assert set(seen) <= set(possible)
     wanted = 1500 * torch.tensor([expected[pair] for pair in possible], dtype=torch.float64)
