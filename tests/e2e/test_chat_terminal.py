@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
+import termios
 
 import pytest
+
+
+def enter_terminal() -> None:
+    """In the new process: as a shell starts a program, whatever this one was started by and ignores."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_until(terminal: int, words: bytes, seen: bytes = b"") -> bytes:
@@ -24,7 +33,7 @@ def test_a_conversation_and_how_it_ends(key: bytes, status: int) -> None:
     terminal, inside = pty.openpty()
     chat = subprocess.Popen([sys.executable, "-m", "sidestep", "chat", "--temperature", "0", "--max-tokens", "40"],
                             stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
-                            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0))
+                            preexec_fn=enter_terminal)
     os.close(inside)
     read_until(terminal, b"> ")
     os.write(terminal, b"Hello!\n")
