@@ -47,7 +47,9 @@ def test_a_load_on_our_server_is_served_whole(make_server: Make, bench: Callable
     assert (report["url"], report["model"]) == (server.url, "fake")
     assert tokens_of(report) == 24
     assert round(report["total_tokens_per_s"] * report["seconds"]) == 24 + 30
-    assert 0 < report["ttft_ms_p50"] <= report["e2e_ms_p50"] and report["tpot_ms_p50"] > 0
+    assert 0 < report["ttft_ms_p50"] <= report["e2e_ms_p50"]
+    # All 4 tokens may come at once; what there is between them is told whole.
+    assert report["ttft_ms_mean"] + 3 * report["tpot_ms_mean"] == pytest.approx(report["e2e_ms_mean"])
     server.until_idle()
     warm_up = server.metrics()["sidestep:generation_tokens_total"] - 24
     assert warm_up == 16  # and nothing else was asked for
