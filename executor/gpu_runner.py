@@ -140,9 +140,12 @@ class GpuRunner(Runner):
         args, limits, device = self._args, self._limits, self._device
         self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
                                     device=device)
-        pinned: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {"device": device}
-        self._out_ids, self._special_ids = (
-            torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, **pinned) for _ in range(2))
+        self._out_ids, self._special_ids, self._pinned_marks = (self._pinned(limits.max_num_seqs) for _ in range(3))
+
+    def _pinned(self, count: int) -> Tensor:
+        """int32 [rotation, count] in memory of the host that the GPU reads and writes too."""
+        where: dict[str, Any] = {"pin_memory": True} if self._device.type == "cuda" else {"device": self._device}
+        return torch.zeros(self._rotation, count, dtype=torch.int32, **where)
 
     def _make_buffers(self) -> None:
         """What lies in the host's memory, and what only a GPU has."""
@@ -156,7 +159,6 @@ class GpuRunner(Runner):
             return
         self._special = make_special_rows(args, limits, device)
         self._host_ids, self._host_special_ids = self._out_ids.numpy(), self._special_ids.numpy()
-        self._pinned_marks = torch.zeros(self._rotation, limits.max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._host_marks = self._pinned_marks.numpy()
         self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
@@ -327,6 +329,7 @@ class GpuRunner(Runner):
         ids, samples = (self._host_ids[position], batch.samples) if self._stage.is_last else (_NO_IDS, _NO_ROWS)
         return GpuOutput(step.step_id, ids, samples, more, started, done, self._clock)
 
+    @torch.inference_mode()
     def settle(self) -> None:
         self._pipeline.settle()
 

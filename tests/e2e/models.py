@@ -50,10 +50,12 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def write_model(family: str, folder: Path) -> str:
-    """A random model in float32. Weights are large, so that logits are far apart and depend on the whole context."""
+def write_model(family: str, folder: Path, **changes: Any) -> str:
+    """A random model in float32. Weights are large, so that logits are far apart and depend on the whole context.
+    changes: of the family's configuration."""
     torch.manual_seed(7)
     config = FAMILIES[family]()
+    config.update(changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from tests.triton.support import INTERPRETED
+from tests.triton.support import INTERPRETED, skip_overflow_checks
 
 # The interpreter computes with numpy, which speaks up where a GPU just computes: lanes that are padding (heads that
 # fill up a tile, say) divide 0 by 0 and subtract infinity from infinity; their results are masked when stored.
@@ -34,8 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_without_overflow_checks() -> None:
-    """It would do each integer operation twice, for an assertion that never fires in the interpreter."""
+    """For all tests of kernels."""
     if INTERPRETED:
-        from triton.runtime.interpreter import interpreter_builder
-
-        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+        skip_overflow_checks()

@@ -6,6 +6,7 @@ float32 and float16 alone: bfloat16 is silently wrong in it, so that is tested o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,13 @@ _poisons = itertools.count()
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNINITIALISED = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
                   torch.ops.aten.empty_strided)
+
+
+def skip_overflow_checks() -> None:
+    """The interpreter would do each integer operation twice, for an assertion that never fires in it."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
 
 
 class Values:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from sidestep.executor.model_runner import ModelRunner
+from sidestep.executor.runner import Runner
 from sidestep.ipc.controls import Controls
 from sidestep.ipc.step import LogprobColumns, StepInput, StepMasks
 from tests.e2e.models import random_prompts
@@ -18,7 +21,7 @@ HELD = Controls(has_grammar=True)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def words_of(runner: ModelRunner, allowed: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def words_of(runner: Any, allowed: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Masks that allow these tokens."""
     masks = np.zeros((len(allowed), -(-runner._args.spec.vocab_size // 32) * 32), np.uint8)
     for mask, tokens in zip(masks, allowed, strict=True):
@@ -26,10 +29,10 @@ def words_of(runner: ModelRunner, allowed: list[list[int]]) -> np.ndarray[tuple[
     return np.packbits(masks, axis=1, bitorder="little").view(np.int32).reshape(-1)
 
 
-def run_held(runner: ModelRunner, requests: list[Request]) -> list[bytes]:
+def run_held(runner: Runner, requests: list[Request], budget: int = 40) -> list[bytes]:
     """Request i has slot i; those with a grammar may sample 40 + step or 80 + slot. Returns the logprobs of steps."""
     logprobs, num_masks = [], 0
-    for step, sampling in schedule(requests, 40, 16):
+    for step, sampling in schedule(requests, budget, 16):
         held = [row for row, slot in enumerate(step.slots.tolist())
                 if requests[slot].controls.has_grammar and requests[slot] in sampling]
         step.awaits_masks = int(bool(held))

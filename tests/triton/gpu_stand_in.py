@@ -1,0 +1,151 @@
+"""A GPU's runner without a GPU: its tensors are on the CPU, its kernels run in Triton's interpreter, and what it asks
+of torch.cuda is done at once.
+
+So everything around the kernels is tested where there is no GPU: what a step's message says, which kernels a step
+launches, padding, graphs, rows that are sampled apart. Not the kernels' order on several streams, nor memory.
+
+Below it, the runners and the requests that tests compare.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from sidestep.executor import gpu_runner
+from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes
+from sidestep.executor.gpu_runner import GpuRunner
+from sidestep.executor.model_runner import ModelRunner
+from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.controls import Controls
+from sidestep.ipc.model_spec import load_model_spec
+from sidestep.kernels import gpu
+from sidestep.kernels.gpu import Gpu, stand_for
+from sidestep.kernels.prepare_step_triton import StepLayout
+from tests.e2e.models import random_prompts
+from tests.triton.support import PoisonedAllocations
+from tests.unit.executor.steps import Request
+
+VOCAB = 257
+"""Of the smallest model."""
+MEMORY = 1 << 30
+PROCESSORS = 2
+"""As few as kernels are interpreted with elsewhere."""
+
+
+class Event:
+    """Of a device that has done all that it was given."""
+
+    def __init__(self, **_: bool) -> None:
+        self._ns = 0
+
+    def record(self) -> None:
+        self._ns = time.monotonic_ns()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        assert self._ns, "nobody has recorded it"
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._ns - self._ns) / 1e6
+
+
+class Stream:
+    """There is one."""
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+class Graph:
+    """What was launched while it was captured, which is nothing before it is replayed."""
+
+    capturing: Graph | None = None
+
+    def __init__(self) -> None:
+        self.replay: Callable[[], object] = lambda: None
+
+    def capture_begin(self, **_: object) -> None:
+        Graph.capturing = self
+
+    def capture_end(self) -> None:
+        Graph.capturing = None
+
+
+class Graphs(CudaGraphs):
+    """Whose graphs launch a step of their sizes again, from the device's memory alone."""
+
+    def __init__(self, run: Callable[[StepSizes, StepLayout], object]) -> None:
+        def note(sizes: StepSizes, layout: StepLayout) -> None:
+            assert Graph.capturing is not None
+            Graph.capturing.replay = lambda: run(sizes, layout)
+
+        super().__init__(note)
+
+
+class InterpretedRunner(GpuRunner):
+    """Of one rank of several, which talk through gloo, or of one."""
+
+    def __init__(self, args: WorkerArgs) -> None:
+        self._prepare(args, torch.device("cpu"))
+        self._parallel = Parallel(args.rank_in_stage, args.parallel.tensor_parallel_size, stage=self._stage.index,
+                                  num_stages=self._stage.count, rendezvous=args.rendezvous)
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Within it tensors on the CPU stand for those on a GPU. What is allocated uninitialised comes poisoned, so that
+    nothing may depend on it, and between margins, which are looked at on leaving."""
+    with pytest.MonkeyPatch.context() as patch, PoisonedAllocations():
+        nothing = {name: lambda *_: None for name in (
+            "synchronize", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle")}
+        answers: dict[str, Any] = {
+            **nothing, "Event": Event, "Stream": Stream, "CUDAGraph": Graph, "current_stream": Stream,
+            "stream": lambda _: nullcontext(), "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 0,
+            "mem_get_info": lambda _: (MEMORY, MEMORY), "get_device_name": lambda _: "a stand-in"}
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, answer)
+        patch.setattr(gpu_runner, "CudaGraphs", Graphs)
+        # There is nothing to compile. That all of it can be launched, tests/triton/test_compile_ahead.py shows.
+        patch.setattr(gpu_runner, "compiling_only", lambda _: nullcontext())
+        patch.setattr(GpuRunner, "_launch_all", lambda _: None)
+        patch.setattr(gpu, "_stand_ins", {})
+        stand_for(Gpu(80, PROCESSORS), "cpu")
+        try:
+            yield
+        finally:
+            gpu.gpu_of.cache_clear()
+
+
+def worker_args(path: str, backend: str = "triton", **parallel: Any) -> WorkerArgs:
+    return WorkerArgs(
+        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype="float32"),
+        cache=CacheConfig(block_size=16, num_kv_blocks=30),
+        parallel=ParallelConfig(device="cpu", attention_backend=backend, **parallel),
+        scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=12), max_model_len=48)
+
+
+def cpu_runner(path: str) -> ModelRunner:
+    runner = ModelRunner(worker_args(path, "torch"))
+    runner.load()
+    return runner
+
+
+CONTROLS = [Controls(), Controls(logit_bias={7: 30.0}, presence_penalty=60.0), Controls(logprobs=2, prompt_logprobs=1),
+            Controls(), Controls(allowed_token_ids=[5, 6, 7], repetition_penalty=1.5)]
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy and not, plain and not, one that must not end yet."""
+    return [Request(prompt, 3, temperature=[0.0, 0.9][i // 2 % 2], top_k=[0, 9][i % 2], top_p=[1.0, 0.8][i // 3],
+                    seed=i, min_tokens=2 * (i == 3), stop_ids=range(200) if i == 3 else (), controls=CONTROLS[i])
+            for i, prompt in enumerate(random_prompts(5, VOCAB, longest=20, seed=5))]

@@ -1,0 +1,140 @@
+"""The GPU's runner gives what the CPU's gives for the same steps: its kernels in Triton's interpreter, all else as it
+is (see gpu_stand_in.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sidestep.executor.gpu_runner import GpuRunner
+from sidestep.executor.runner import PendingOutput, Runner
+from sidestep.ipc.controls import Controls
+from sidestep.ipc.step import LogprobColumns, StepInput, StepOutput, UInt8
+from tests.e2e.models import random_prompts, write_model
+from tests.triton.gpu_stand_in import VOCAB, InterpretedRunner, cpu_runner, mixed_requests, standing_in, worker_args
+from tests.triton.support import INTERPRETED
+from tests.unit.executor.steps import Request, make_step, schedule
+from tests.unit.executor.test_grammar_masks import run_held
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="with a GPU, tests/gpu has the runner itself"),
+    # Padding is not a number here (see standing_in), and numpy speaks up.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered in:RuntimeWarning")]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small one of two layers: the interpreter takes its time."""
+    return write_model("llama-gqa", tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def runner(model: str) -> GpuRunner:
+    """Loaded once, which has run the largest step and captured graphs."""
+    with standing_in():
+        made = InterpretedRunner(worker_args(model))
+        made.load()
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outputs(runner: Runner, steps: Sequence[StepInput], depth: int = 2) -> list[StepOutput]:
+    """With so many steps in flight."""
+    flying: list[PendingOutput] = []
+    found = []
+    for step in steps:
+        flying.append(runner.execute(step))
+        if len(flying) == depth:
+            found.append(flying.pop(0).wait())
+    return found + [pending.wait() for pending in flying]
+
+
+def compare(runner: GpuRunner, model: str, steps: Sequence[StepInput]) -> None:
+    """It gives what the CPU's gives, and something."""
+    expected = outputs(cpu_runner(model), steps)
+    with standing_in():
+        got = outputs(runner, steps)
+    assert sum(len(output.token_ids) for output in expected) >= len(steps)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.step_id == theirs.step_id and ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.start_ns <= ours.end_ns
+        compare_logprobs(ours.logprobs, theirs.logprobs)
+        compare_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+
+
+def compare_logprobs(ours: UInt8 | bytes, theirs: UInt8 | bytes) -> None:
+    assert bool(len(ours)) == bool(len(theirs))
+    if len(ours):
+        a, b = LogprobColumns.unpack(ours), LogprobColumns.unpack(theirs)
+        for name in ("keys", "positions", "sizes", "ranks", "token_ids"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist(), name
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_steps_give_what_they_give_on_a_cpu(eager: bool, runner: GpuRunner, model: str,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts, decodes and both, captured or not, with two steps in flight."""
+    assert runner._graphs is not None
+    if eager:
+        monkeypatch.setattr(runner, "_graphs", None)
+    compare(runner, model, [step for step, _ in schedule(mixed_requests(), 12, 16)])
+
+
+def test_a_copied_block_and_another_token_than_the_sampled_one(runner: GpuRunner, model: str) -> None:
+    """As beams have it: row 1 enters with a copy of what row 0 has computed, each goes on with a token of its own."""
+    parent, child = Request(range(1, 21), 3), Request([9], 3)
+    begin, go_on = make_step([(0, 12, [0])], {0: parent}, 0), make_step([(0, 8, [1])], {}, 1)
+    fork = make_step([(0, 1, []), (1, 1, [0, 2])], {1: child}, 2)
+    fork.new_num_known, fork.new_num_prompt, fork.new_num_computed = (np.array([n], np.int32) for n in (21, 20, 20))
+    fork.copy_sources, fork.copy_targets = np.array([1], np.int32), np.array([2], np.int32)
+    fork.forced_slots, fork.forced_tokens = np.array([0], np.int32), np.array([4], np.int32)
+    compare(runner, model, [begin, go_on, fork, make_step([(0, 1, []), (1, 1, [])], {}, 3)])
+
+
+def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(runner: GpuRunner, model: str) -> None:
+    """Alone in the step's own logits, with other controls in a copy of them."""
+    def requests() -> list[Request]:
+        controls = [Controls(), Controls(has_grammar=True), Controls(has_grammar=True, logprobs=1),
+                    Controls(has_grammar=True), Controls(logit_bias={3: 30.0})]
+        return [Request(prompt, 3, temperature=[0.0, 0.9][i % 2], seed=i, controls=controls[i])
+                for i, prompt in enumerate(random_prompts(5, VOCAB, longest=9, seed=6))]
+
+    expected, got = requests(), requests()
+    told = run_held(cpu_runner(model), expected, budget=12)
+    with standing_in():
+        found = run_held(runner, got, budget=12)
+    assert [r.output for r in got] == [r.output for r in expected]
+    for ours, theirs in zip(found, told, strict=True):
+        compare_logprobs(ours, theirs)
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
+def test_ranks_give_what_one_gives_on_a_cpu(size: int, stages: int, tmp_path: Path) -> None:
+    """That share layers, and that each have some (tests/triton/gpu_ranks.py)."""
+    model = write_model("llama-gqa", tmp_path, num_hidden_layers=max(2, stages))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "tests.triton.gpu_ranks", model, str(size), str(stages)], cwd=ROOT,
+                          env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-4000:]
+    got, expected = json.loads(done.stdout)
+    assert got == [expected] * size
+    assert sum(map(len, expected)) == 6 * stages
