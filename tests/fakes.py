@@ -15,7 +15,7 @@ from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.fake import FakeRunner
-from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.runner import Runner, WorkerArgs
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
@@ -101,18 +101,20 @@ def _on_the_wire(message: Columns) -> bytes:
 
 @dataclass
 class Engine:
-    """Scheduler and fake device, step by step, with up to `depth` steps in flight; all crosses the wire format."""
+    """Scheduler and device, a fake one if none is given, step by step, with up to `depth` steps in flight; all crosses
+    the wire format."""
 
     scheduler: Scheduler
     depth: int = 2
     vocab_size: int = VOCAB_SIZE
+    runner: Runner | None = None
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.runner = make_runner(self.scheduler, self.vocab_size)
+        self._runner = self.runner or make_runner(self.scheduler, self.vocab_size)
         self._in_flight: deque[bytes] = deque()
         self._masks: deque[bytes] = deque()
 
@@ -151,7 +153,7 @@ class Engine:
     def take(self) -> None:
         """Runs the oldest step and gives its output to the scheduler."""
         step = StepInput.decode(self._in_flight.popleft())
-        output = self.runner.execute(step, lambda: StepMasks.decode(self._masks.popleft())).wait()
+        output = self._runner.execute(step, lambda: StepMasks.decode(self._masks.popleft())).wait()
         output = StepOutput.decode(_on_the_wire(output))
         self.scheduler.follow(output)
         self._take_masks()

@@ -16,9 +16,12 @@ import torch
 
 from sidestep.executor.gpu_runner import GpuRunner
 from sidestep.executor.runner import PendingOutput, Runner
+from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.controls import Controls
+from sidestep.ipc.messages import unpack_ids
 from sidestep.ipc.step import LogprobColumns, StepInput, StepOutput, UInt8
 from tests.e2e.models import random_prompts, write_model
+from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
 from tests.triton.gpu_stand_in import VOCAB, InterpretedRunner, cpu_runner, mixed_requests, standing_in, worker_args
 from tests.triton.support import INTERPRETED
 from tests.unit.executor.steps import Request, make_step, schedule
@@ -125,6 +128,27 @@ def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(runner: GpuRunner,
     assert [r.output for r in got] == [r.output for r in expected]
     for ours, theirs in zip(found, told, strict=True):
         compare_logprobs(ours, theirs)
+
+
+def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, model: str) -> None:
+    """With too few blocks for all requests, among them choices of one prompt and a beam search."""
+    def serve(device: Runner) -> dict[int, list[int]]:
+        scheduler = make_scheduler(num_blocks=6, block_size=16, max_num_seqs=5, budget=12, max_model_len=48)
+        engine = Engine(scheduler, runner=device)
+        for i, prompt in enumerate(random_prompts(2, VOCAB, longest=14, seed=8)):
+            scheduler.add(make_request(prompt, 9, handle=i, temperature=0.8 * i, presence_penalty=0.5 * i))
+        scheduler.add(make_request(list(range(18)), 5, handle=2, n=2, temperature=1.0, logprobs=1))
+        scheduler.add(make_beam_request([7, 8, 9], BeamSearchParams(beam_width=2, max_tokens=4), handle=4))
+        engine.run()
+        assert any(end.num_preemptions for end in engine.finished.values()), "blocks did for all"
+        assert any(len(step.copy_sources) for step in engine.steps)
+        beams = engine.finished[4].beams
+        assert len(engine.finished) == 5 and len(beams) == 2
+        return engine.tokens | {5 + i: unpack_ids(beam.token_ids).tolist() for i, beam in enumerate(beams)}
+
+    expected = serve(cpu_runner(model))
+    with standing_in():
+        assert serve(runner) == expected
 
 
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
