@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -107,14 +108,14 @@ class Engine:
     scheduler: Scheduler
     depth: int = 2
     vocab_size: int = VOCAB_SIZE
-    runner: Runner | None = None
+    runner: Any = None
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._runner = self.runner or make_runner(self.scheduler, self.vocab_size)
+        self.runner: Runner = self.runner or make_runner(self.scheduler, self.vocab_size)
         self._in_flight: deque[bytes] = deque()
         self._masks: deque[bytes] = deque()
 
@@ -153,7 +154,7 @@ class Engine:
     def take(self) -> None:
         """Runs the oldest step and gives its output to the scheduler."""
         step = StepInput.decode(self._in_flight.popleft())
-        output = self._runner.execute(step, lambda: StepMasks.decode(self._masks.popleft())).wait()
+        output = self.runner.execute(step, lambda: StepMasks.decode(self._masks.popleft())).wait()
         output = StepOutput.decode(_on_the_wire(output))
         self.scheduler.follow(output)
         self._take_masks()
