@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
 import pytest
@@ -35,6 +37,24 @@ def test_a_chat_streams_and_remembers(command: list[str], tiny: LiveServer) -> N
     assert tokens > apart + 5, "the second prompt had the first, and its answer, in it"
 
 
+class OnlyModels(BaseHTTPRequestHandler):
+    """Of another server."""
+
+    def do_GET(self) -> None:
+        body = b'{"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]}'
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
 @pytest.fixture
 def backend() -> Iterator[str]:
     """The URL of a backend that runs."""
@@ -55,8 +75,34 @@ def backend() -> Iterator[str]:
 
 
 def test_a_backend_streams_from_the_engine_inside_it(backend: str) -> None:
-    with httpx2.stream("POST", f"{backend}/complete", content=b"def get_name(", timeout=60) as answer:
+    with httpx2.stream("POST", f"{backend}/complete", json={"prompt": "def get_name("}, timeout=60) as answer:
         pieces = list(answer.iter_text())
     assert answer.status_code == 200 and len("".join(pieces)) > 20 and len(pieces) > 1
-    refused = httpx2.post(f"{backend}/complete", content=b"", timeout=60)
-    assert refused.status_code == 400 and "prompt" in refused.json()["error"]
+    refused = httpx2.post(f"{backend}/complete", json={"prompt": ""}, timeout=60)
+    assert refused.status_code == 400 and "prompt" in refused.json()["detail"]
+    refused = httpx2.post(f"{backend}/complete", json={"prompt": "x", "max_tokens": 0}, timeout=60)
+    assert refused.status_code == 400 and "max_tokens" in refused.json()["detail"]
+
+
+def run_load(url: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(EXAMPLES / "load_test.py"), url, "12", "40"], capture_output=True,
+                          text=True, timeout=100)
+
+
+def test_a_load_is_served_whole(tiny: LiveServer) -> None:
+    before = tiny.metrics()
+    done = run_load(tiny.url)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"12 requests, 0 failed\nfirst piece: p50 [\d.]+ ms, p99 [\d.]+ ms\n"
+                        r"between pieces: p50 [\d.]+ ms, p99 [\d.]+ ms\n", done.stdout)
+    name = 'sidestep:http_responses_total{path="/v1/chat/completions",status="200"}'
+    assert tiny.metrics()[name] - before.get(name, 0) == 12
+
+
+def test_a_load_that_fails_says_so() -> None:
+    """The server knows its models, and nothing else."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), OnlyModels) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = run_load(f"http://127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
+    assert (done.returncode, done.stdout) == (1, "12 requests, 12 failed\n") and "404" in done.stderr
