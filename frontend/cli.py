@@ -18,6 +18,9 @@ from sidestep.frontend.cli_args import (
 )
 from sidestep.ipc.errors import SidestepError
 
+_COMPLETE = "complete"
+"""What others call `generate`."""
+
 
 def make_parser(version: str) -> argparse.ArgumentParser:
     """All commands and their flags."""
@@ -25,7 +28,8 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sidestep {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="complete prompts, streaming", allow_abbrev=False)
+    generate = commands.add_parser("generate", aliases=[_COMPLETE], help="complete prompts, streaming",
+                                   allow_abbrev=False)
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; the lines of standard input if none")
     add_url_flags(generate)
     add_engine_flags(generate, positional_model=False)
@@ -80,7 +84,7 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
     """Runs a command; returns its exit status. What the user can mend is one line on standard error."""
     parsed = make_parser(version).parse_args(argv)
     try:
-        if parsed.command == "generate":
+        if parsed.command in ("generate", _COMPLETE):
             from sidestep.frontend.cli_generate import run_generate as run
         elif parsed.command == "chat":
             from sidestep.frontend.cli_chat import run_chat as run

@@ -35,8 +35,9 @@ def test_a_chat_with_a_server_is_that_with_an_engine(tiny: LiveServer) -> None:
 
 
 def test_prompts_are_completed_by_a_server_as_by_an_engine(tiny: LiveServer) -> None:
-    words = ["generate", "--temperature", "0", "--max-tokens", "12", "def get_name(", "class Stack:"]
-    there, here = run(*words, "--url", tiny.url + "/v1/"), run(*words)
+    """`complete` is another name of `generate`."""
+    words = ["--temperature", "0", "--max-tokens", "12", "def get_name(", "class Stack:"]
+    there, here = run("complete", *words, "--url", tiny.url + "/v1/"), run("generate", *words)
     assert there.returncode == 0, there.stderr
     texts, _, summary = there.stdout.rpartition("\n\n")
     assert texts == here.stdout.rpartition("\n\n")[0] and summary.startswith("2 requests in ")
