@@ -16,7 +16,7 @@ from sidestep.engine_core.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.fake import FakeRunner
-from sidestep.executor.runner import Runner, WorkerArgs
+from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
@@ -109,13 +109,14 @@ class Engine:
     depth: int = 2
     vocab_size: int = VOCAB_SIZE
     runner: Any = None
+    """The device."""
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.runner: Runner = self.runner or make_runner(self.scheduler, self.vocab_size)
+        self.runner = self.runner or make_runner(self.scheduler, self.vocab_size)
         self._in_flight: deque[bytes] = deque()
         self._masks: deque[bytes] = deque()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -38,7 +39,10 @@ def test_a_chat_streams_and_remembers(command: list[str], tiny: LiveServer) -> N
 
 
 class OnlyModels(BaseHTTPRequestHandler):
-    """Of another server."""
+    """Of a server that knows its models, refuses each second request, and breaks off its answers to the others."""
+
+    protocol_version = "HTTP/1.1"
+    posts = itertools.count()
 
     def do_GET(self) -> None:
         body = b'{"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]}'
@@ -49,7 +53,15 @@ class OnlyModels(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        self.send_error(404)
+        self.close_connection = True
+        if next(self.posts) % 2:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"10\r\ndata: ")
 
     def log_message(self, *words: object) -> None:
         pass
@@ -100,9 +112,9 @@ def test_a_load_is_served_whole(tiny: LiveServer) -> None:
 
 
 def test_a_load_that_fails_says_so() -> None:
-    """The server knows its models, and nothing else."""
     with ThreadingHTTPServer(("127.0.0.1", 0), OnlyModels) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         done = run_load(f"http://127.0.0.1:{server.server_address[1]}")
         server.shutdown()
-    assert (done.returncode, done.stdout) == (1, "12 requests, 12 failed\n") and "404" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "12 requests, 12 failed\n")
+    assert "404" in done.stderr and "Connection error" in done.stderr

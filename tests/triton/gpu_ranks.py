@@ -20,9 +20,10 @@ import torch
 
 from sidestep.executor.runner import Runner
 from sidestep.ipc.step import StepInput
-from tests.triton.gpu_stand_in import InterpretedRunner, cpu_runner, mixed_requests, standing_in, worker_args
+from tests.triton.gpu_stand_in import InterpretedRunner, mixed_requests, standing_in, worker_args
 from tests.triton.support import skip_overflow_checks
 from tests.unit.executor.steps import schedule
+from tests.unit.executor.test_model_runner import make_runner
 
 _BLOCKS = 5
 """Of each group."""
@@ -76,7 +77,7 @@ def main(model: str, size: int, stages: int) -> None:
         if any([os.waitpid(child, 0)[1] for child in children]):
             raise SystemExit("a rank failed")
         got = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks - size, ranks)]
-    print(json.dumps([got, tokens(cpu_runner(model), steps_of(stages))]))
+    print(json.dumps([got, tokens(make_runner(model), steps_of(stages))]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ of torch.cuda is done at once.
 So everything around the kernels is tested where there is no GPU: what a step's message says, which kernels a step
 launches, padding, graphs, rows that are sampled apart. Not the kernels' order on several streams, nor memory.
 
-Below it, the runners and the requests that tests compare.
+Below it, what several tests give to such runners.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from sidestep.executor import gpu_runner
 from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes
 from sidestep.executor.gpu_runner import GpuRunner
-from sidestep.executor.model_runner import ModelRunner
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -32,9 +31,8 @@ from sidestep.kernels.prepare_step_triton import StepLayout
 from tests.e2e.models import random_prompts
 from tests.triton.support import PoisonedAllocations
 from tests.unit.executor.steps import Request
+from tests.unit.executor.test_model_runner import VOCAB
 
-VOCAB = 257
-"""Of the smallest model."""
 MEMORY = 1 << 30
 PROCESSORS = 2
 """As few as kernels are interpreted with elsewhere."""
@@ -126,18 +124,12 @@ def standing_in() -> Iterator[None]:
             gpu.gpu_of.cache_clear()
 
 
-def worker_args(path: str, backend: str = "triton", **parallel: Any) -> WorkerArgs:
+def worker_args(path: str, **parallel: Any) -> WorkerArgs:
     return WorkerArgs(
         rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype="float32"),
         cache=CacheConfig(block_size=16, num_kv_blocks=30),
-        parallel=ParallelConfig(device="cpu", attention_backend=backend, **parallel),
+        parallel=ParallelConfig(device="cpu", attention_backend="triton", **parallel),
         scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=12), max_model_len=48)
-
-
-def cpu_runner(path: str) -> ModelRunner:
-    runner = ModelRunner(worker_args(path, "torch"))
-    runner.load()
-    return runner
 
 
 CONTROLS = [Controls(), Controls(logit_bias={7: 30.0}, presence_penalty=60.0), Controls(logprobs=2, prompt_logprobs=1),

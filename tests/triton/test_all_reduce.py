@@ -4,27 +4,16 @@ On GPUs: tests/gpu/test_all_reduce.py."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, choose, most_place_bytes, space_bytes
 from sidestep.kernels.tuned_all_reduce import SUMS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.triton.support import run_interpreted
 
 
 def run_ranks(ranks: int, what: str) -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                        "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "tests.triton.sum_ranks", str(ranks), what], cwd=ROOT, env=env,
-                          capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout == f"{what} of {ranks} ranks: the same bits\n"
+    assert run_interpreted("tests.triton.sum_ranks", str(ranks), what) == f"{what} of {ranks} ranks: the same bits\n"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -4,15 +4,11 @@ is (see gpu_stand_in.py)."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from sidestep.executor.gpu_runner import GpuRunner
 from sidestep.executor.runner import PendingOutput, Runner
@@ -22,18 +18,17 @@ from sidestep.ipc.messages import unpack_ids
 from sidestep.ipc.step import LogprobColumns, StepInput, StepOutput, UInt8
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
-from tests.triton.gpu_stand_in import VOCAB, InterpretedRunner, cpu_runner, mixed_requests, standing_in, worker_args
-from tests.triton.support import INTERPRETED
+from tests.triton.gpu_stand_in import InterpretedRunner, mixed_requests, standing_in, worker_args
+from tests.triton.support import INTERPRETED, run_interpreted
 from tests.unit.executor.steps import Request, make_step, schedule
 from tests.unit.executor.test_grammar_masks import run_held
+from tests.unit.executor.test_model_runner import VOCAB, make_runner
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not INTERPRETED, reason="with a GPU, tests/gpu has the runner itself"),
     # Padding is not a number here (see standing_in), and numpy speaks up.
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered in:RuntimeWarning")]
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def runner(model: str) -> GpuRunner:
+def runner(model: str, one_thread: None) -> GpuRunner:
     """Loaded once, which has run the largest step and captured graphs."""
     with standing_in():
         made = InterpretedRunner(worker_args(model))
         made.load()
     return made
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def outputs(runner: Runner, steps: Sequence[StepInput], depth: int = 2) -> list[StepOutput]:
@@ -72,7 +59,7 @@ def outputs(runner: Runner, steps: Sequence[StepInput], depth: int = 2) -> list[
 
 def compare(runner: GpuRunner, model: str, steps: Sequence[StepInput]) -> None:
     """It gives what the CPU's gives, and something."""
-    expected = outputs(cpu_runner(model), steps)
+    expected = outputs(make_runner(model), steps)
     with standing_in():
         got = outputs(runner, steps)
     assert sum(len(output.token_ids) for output in expected) >= len(steps)
@@ -122,7 +109,7 @@ def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(runner: GpuRunner,
                 for i, prompt in enumerate(random_prompts(5, VOCAB, longest=9, seed=6))]
 
     expected, got = requests(), requests()
-    told = run_held(cpu_runner(model), expected, budget=12)
+    told = run_held(make_runner(model), expected, budget=12)
     with standing_in():
         found = run_held(runner, got, budget=12)
     assert [r.output for r in got] == [r.output for r in expected]
@@ -146,7 +133,7 @@ def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, mod
         assert len(engine.finished) == 5 and len(beams) == 2
         return engine.tokens | {5 + i: unpack_ids(beam.token_ids).tolist() for i, beam in enumerate(beams)}
 
-    expected = serve(cpu_runner(model))
+    expected = serve(make_runner(model))
     with standing_in():
         assert serve(runner) == expected
 
@@ -155,10 +142,6 @@ def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, mod
 def test_ranks_give_what_one_gives_on_a_cpu(size: int, stages: int, tmp_path: Path) -> None:
     """That share layers, and that each have some (tests/triton/gpu_ranks.py)."""
     model = write_model("llama-gqa", tmp_path, num_hidden_layers=max(2, stages))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "tests.triton.gpu_ranks", model, str(size), str(stages)], cwd=ROOT,
-                          env=env, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-4000:]
-    got, expected = json.loads(done.stdout)
+    got, expected = json.loads(run_interpreted("tests.triton.gpu_ranks", model, str(size), str(stages)))
     assert got == [expected] * size
     assert sum(map(len, expected)) == 6 * stages
