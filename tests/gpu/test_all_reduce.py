@@ -12,8 +12,7 @@ import torch
 
 from tests.e2e.models import random_prompts, write_model
 from tests.e2e.test_parity import engine_tokens
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import PYTHON_PATH, ROOT
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [
@@ -24,7 +23,7 @@ def test_graphs_of_sums(ranks: int, dtype: str, tmp_path: Path) -> None:
     meet = str(tmp_path / "meet")
     processes = [subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.sum_ranks", str(rank), str(ranks), meet, dtype], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        env=os.environ | {"PYTHONPATH": PYTHON_PATH}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(ranks)]
     try:
         said = [process.communicate(timeout=100) for process in processes]

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.models import write_model
+from tests.processes import PYTHON_PATH, ROOT
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["qwen3-tied", "llama-biases", "mistral-window"])
 def test_a_worker_compiles_nothing_itself(family: str, dtype: str, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / "model")
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run([sys.executable, "-m", "tests.gpu.worker_start", model, dtype], cwd=ROOT, env=env,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -13,13 +13,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.processes import PYTHON_PATH, ROOT
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -28,7 +29,6 @@ DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 """For tests of what does not depend on the type: each further type would be another compilation on a GPU."""
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
 
-ROOT = Path(__file__).resolve().parents[2]
 _MARGIN = 1024
 """Elements: as many as kernels write at a time, so that a mask that is missing fails a test and does not end it all."""
 # Each tensor has a poison of its own, none the NaN that arithmetic makes: NaN read behind one tensor and stored behind
@@ -52,7 +52,7 @@ def skip_overflow_checks() -> None:
 def run_interpreted(module: str, *words: str) -> str:
     """Runs a program of tests/triton in a process of its own; what it prints."""
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                        "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+                        "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, env=env, capture_output=True, text=True,
                           timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]

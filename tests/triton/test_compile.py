@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import PYTHON_PATH, ROOT
+
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
 """What one program may have, by compute capability."""
 COMMON = {"_rms_norm", "_silu_mul", "_copy_blocks", "_mask_logits", "_mask_tokens", "_prepare", "_score_tiles",
@@ -56,7 +57,7 @@ SLOW += [Job(capability, model, groups=("common", "sums", "products"))
 def run(job: Job, cache: Path) -> subprocess.CompletedProcess[str]:
     """The kernels are compiled anew: an empty cache, and no interpreter."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": PYTHON_PATH}
     arguments = [job.capability, job.model, job.block_size, job.window, *job.groups]
     return subprocess.run([sys.executable, "-m", "tests.triton.compile_kernels", *map(str, arguments)], cwd=ROOT,
                           env=env, capture_output=True, text=True)

@@ -13,14 +13,13 @@ from triton.backends.nvidia import driver
 
 from sidestep.executor.cuda_driver import has_driver
 from tests.e2e.models import write_model
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import PYTHON_PATH, ROOT
 
 
 def run(model: str, command: str, cache: Path) -> str:
     """With a lifeline, without which forks end, and without the interpreter."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": PYTHON_PATH}
     process = subprocess.Popen([sys.executable, "-m", "tests.triton.compile_ahead", model, command], cwd=ROOT, env=env,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
