@@ -125,7 +125,7 @@ def run(form: StructuredOutputsParams, grammars: Grammars, vocab: int, count: in
             if request.matcher is not None and request.matcher.is_stopped():
                 requests[i] = make_requests(1, grammar, grammars)[0]
         with watch("masks"):
-            masks = grammars.masks(requests)
+            masks = [mask for mask in grammars.masks(requests, [False] * count, 0, 0.0) if mask is not None]
         with watch("place"):
             message = wire.core.message(0, range(count), requests, masks)
         with watch("send"):
@@ -134,7 +134,7 @@ def run(form: StructuredOutputsParams, grammars: Grammars, vocab: int, count: in
             wire.take(message)
         with watch("all sent"):
             places = np.arange(count, dtype=np.int32)
-            alone.take(alone.send(StepMasks(0, 0, places, places, masks.reshape(-1))))
+            alone.take(alone.send(StepMasks(0, 0, places, places, np.concatenate(masks))))
         for i, mask in enumerate(masks):
             key = mask.tobytes()
             if key not in allowed:

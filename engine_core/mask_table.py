@@ -29,8 +29,9 @@ class MaskTable:
     def __repr__(self) -> str:
         return f"MaskTable({len(self._masks)} of {self._num_places} places)"
 
-    def message(self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Int32) -> StepMasks:
-        """What the workers must know of a step's masks, [n, words], those of n requests in these rows."""
+    def message(self, step_id: int, rows: Sequence[int], requests: Sequence[Request],
+                masks: Sequence[Int32]) -> StepMasks:
+        """What the workers must know of a step's masks, [words] each, those of requests in these rows."""
         if len(self._masks) + len(requests) > self._num_places:  # nothing that this step needs may be overwritten
             self._masks.clear()
             self._places.clear()

@@ -33,6 +33,11 @@ class PromptBudget:
     def __repr__(self) -> str:
         return f"PromptBudget({self.tokens(0, 0)} tokens in {self._target * 1e3:g} ms)"
 
+    @property
+    def decode_s(self) -> float:
+        """Seconds that a step without prompts lasts, lately; 0 before the first."""
+        return self._decode
+
     def learn(self, num_prompt_tokens: int, seconds: float) -> None:
         """A step is back."""
         if num_prompt_tokens == 0:

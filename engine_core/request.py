@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from sidestep.engine_core.group import Group
+    from sidestep.engine_core.mask_jobs import MaskJob
 
 
 class Status(enum.IntEnum):
@@ -87,6 +88,11 @@ class Request:
     """Where its output is in its grammar, if it has one."""
     matcher_group: int = 0
     """Requests of one group have matchers of one compilation."""
+    has_ended_grammar: bool = False
+    """Whether all that could follow its last token is the end."""
+    mask_job: MaskJob | None = None
+    mask_row: int = 0
+    """Who computes what it may sample next, and the mask's row there; None between steps."""
     mask_place: int = 0
     """Of its last mask in the workers' tables; see engine_core/mask_table.py."""
     queued: float = 0.0
@@ -138,8 +144,7 @@ class Request:
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
-        # All that could follow is the end; unless the next mask could not be computed, which the next token will tell.
-        if self.matcher is not None and self.matcher.is_stopped() and not self.matcher.is_error():
+        if self.has_ended_grammar:
             return FinishReason.STOP, None
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None

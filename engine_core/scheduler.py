@@ -18,7 +18,7 @@ Its parts: where each request is (roster.py), who enters (admission.py), who giv
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
 from sidestep.engine_core.admission import Admission
@@ -39,11 +39,17 @@ from sidestep.engine_core.step_plan import StepBuilder, StepPlan
 from sidestep.engine_core.step_results import StepResults
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.ipc.config import SchedulerConfig, StepLimits
+from sidestep.ipc.controls import GRAMMAR_ALONE
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs
 from sidestep.ipc.records import RequestRecord
-from sidestep.ipc.step import StepInput, StepMasks, StepOutput
+from sidestep.ipc.step import Int32, StepInput, StepMasks, StepOutput
 
 _NO_BLOCKS: list[int] = []
+_PATIENCE_S = 0.5e-3
+_LATE_SHARE = 4
+"""For at least so many seconds, and half as long as a step without prompts lasts, a step waits for all of its masks;
+after that for all but those of one row, or of one row in so many. So what takes long costs its own request a turn, and
+not everybody."""
 
 
 class Scheduler:
@@ -76,6 +82,8 @@ class Scheduler:
         self._masks = MaskTable(limits.num_masks)
         self._last_masked = -1
         """The last step whose masks were taken."""
+        self._num_postponed = 0
+        """Tokens that were not sampled in the first step that could have, for want of a mask."""
 
     def __repr__(self) -> str:
         return f"Scheduler({self._roster!r}, in_flight={len(self._plans)}, {self.kv!r})"
@@ -195,10 +203,10 @@ class Scheduler:
                 blocks = self._room.grow(request, request.num_computed + count)
             if blocks is None:
                 continue
-            if request.group is None:
-                step.add(request, count, blocks)
-            elif request.is_new:
+            if request.is_new:
                 step.enter(request, count)
+            elif request.group is None:
+                step.add(request, count, blocks)
             else:
                 step.add(request, count, blocks)
                 if isinstance(request.group, BeamGroup):
@@ -242,9 +250,38 @@ class Scheduler:
             return None
         self._last_masked = plan.step_id
         # The token of a request that has ended in the meantime is dropped, whatever it is.
-        rows = [(row, request) for row, request in plan.masked if request.status is not Status.FINISHED]
-        requests = [request for _, request in rows]
-        return self._masks.message(plan.step_id, [row for row, _ in rows], requests, self.grammars.masks(requests))
+        requests = [request for _, request in plan.masked if request.status is not Status.FINISHED]
+        masks = self._masks_in_time(plan, requests)
+        there = [(row, request) for row, request in plan.masked if request in masks]
+        return self._masks.message(plan.step_id, [row for row, _ in there], [request for _, request in there],
+                                   [masks[request] for _, request in there])
+
+    def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
+        """Of the newest step; those whose masks are late do not sample in it."""
+        num_rows = len(plan.rows)
+        most_late = max(num_rows // _LATE_SHARE, min(1, num_rows - 1))
+        found = self.grammars.masks(requests, [self._may_be_late(request) for request in requests], most_late,
+                                    max(_PATIENCE_S, self._prompt_budget.decode_s / 2))
+        masks = {request: mask for request, mask in zip(requests, found, strict=True) if mask is not None}
+        for request in requests:
+            if request not in masks:
+                self._postpone(plan, request)
+        return masks
+
+    def _may_be_late(self, request: Request) -> bool:
+        """Whether a step may go on without its token: it decodes, and nothing but its grammar is between its logits and
+        the token. In a pipeline the steps behind have been planned with it."""
+        return request.num_computed > request.num_prompt and request.controls == GRAMMAR_ALONE \
+            and self._limits.num_stages == 1
+
+    def _postpone(self, plan: StepPlan, request: Request) -> None:
+        """It does not sample in this step, the newest; the next one computes the same token of it once more. For the
+        workers it is as if it entered then, with all that it has."""
+        request.num_placeholders -= 1
+        request.num_computed -= 1
+        request.is_new = True
+        plan.late.add(request)
+        self._num_postponed += 1
 
     # Questions.
 
@@ -272,9 +309,10 @@ class Scheduler:
         """Counts for people and metrics. Prefix-cache counts are in tokens."""
         return {
             "num_running": len(self._roster.running), "num_waiting": self.num_waiting, "num_steps": self._next_step,
-            "num_preemptions": self._roster.num_preemptions, "kv_cache_usage": self.kv.usage,
-            "kv_cache_cached_blocks": self.kv.pool.num_cached, "prefix_cache_queries": self.kv.num_queried_tokens,
-            "prefix_cache_hits": self.kv.num_hit_tokens, **self._roster.waits.stats()}
+            "num_preemptions": self._roster.num_preemptions, "num_postponed_tokens": self._num_postponed,
+            "kv_cache_usage": self.kv.usage, "kv_cache_cached_blocks": self.kv.pool.num_cached,
+            "prefix_cache_queries": self.kv.num_queried_tokens, "prefix_cache_hits": self.kv.num_hit_tokens,
+            **self._roster.waits.stats()}
 
     def situation(self) -> Situation:
         """Of the step just scheduled, for the flight recorder."""

@@ -27,6 +27,8 @@ class StepPlan:
     """Rows that are new or have several tokens."""
     masked: list[tuple[int, Request]]
     """Rows whose tokens a grammar decides on, with their places in `rows`."""
+    late: set[Request] = field(default_factory=set)
+    """Those of `sampling` whose tokens do not count, because their masks were not there in time."""
 
 
 @dataclass(slots=True)

@@ -37,11 +37,13 @@ class StepResults:
         request before the token is told."""
         tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
         followed = [(request, request.matcher, token) for request, token in tokens
-                    if request.matcher is not None and request.status is not Status.FINISHED]
+                    if request.matcher is not None and request.status is not Status.FINISHED
+                    and request not in plan.late]
         self._grammars.advance([(matcher, token) for _, matcher, token in followed])
         for request, matcher, _ in followed:
             if (problem := problem_of(matcher)) is not None:
                 self._roster.fail(request, problem)
+            request.has_ended_grammar = matcher.is_stopped()
 
     def take(self, plan: StepPlan, output: StepOutput) -> None:
         """The output of a step that was planned so."""
@@ -52,6 +54,8 @@ class StepResults:
         candidates = candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
+            if request in plan.late:
+                continue
             request.num_placeholders -= 1
             if request.status is Status.FINISHED:
                 continue

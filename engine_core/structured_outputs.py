@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from sidestep.engine_core.mask_jobs import MaskJobs
 from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.model_spec import resolve_model_path
@@ -32,9 +31,10 @@ COMPILE_S = 10.0
 """Seconds after which a request no longer waits for its grammar."""
 _CACHED = 128
 """Grammars that are kept compiled."""
-_SHARERS = 8
+_SHARERS = 4
 """Requests for which one compilation is enough. What it learns about tokens serves all of them, but their masks are
-computed one after the other, so that with more requests there are more compilations, up to one for each thread."""
+computed one after the other, and late together: so with more requests there are more compilations, up to two for each
+thread."""
 _CHEAP_S = 0.05
 """Seconds of compiling beyond which all share one."""
 _STRING = r'[^"\\\x00-\x1F\x7F]'
@@ -116,6 +116,7 @@ class Grammars:
         self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
         self._num_compiled = 0
         self._num_workers = num_workers or max(1, min(8, available_cores() // 2))
+        self._most_compilations = 2 * self._num_workers if self._num_workers > 1 else 1
         self._compiling: dict[str, _Compilation] = {}
         self._deadlines: deque[_Waiting] = deque()
         self._jobs: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
@@ -125,8 +126,7 @@ class Grammars:
         """Jobs whose end has not been heard yet."""
         self._num_threads = num_threads
         self._has_threads = False
-        self._masks = np.empty((0, -(-vocab_size // 32)), np.int32)
-        """Where masks are computed, a row for each request of the largest step so far."""
+        self._masks = MaskJobs(-(-vocab_size // 32), None, 0)
 
     def __repr__(self) -> str:
         return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
@@ -143,7 +143,9 @@ class Grammars:
             self._tokenizer = LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=self._vocab_size,
                                           eos_token=self._eos, slices=_SLICES)
             # With one thread there is nothing to share out, and to wake it takes longer than most masks.
-            self._executor = LLExecutor(self._num_workers) if self._num_workers > 1 else None
+            if self._num_workers > 1:
+                self._executor = LLExecutor(self._num_workers)
+                self._masks = MaskJobs(-(-self._vocab_size // 32), self._executor, self._num_workers)
         except Exception as error:  # the library raises nothing more special
             self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
 
@@ -216,7 +218,7 @@ class Grammars:
         if known is None:
             return False
         least = min(known, key=lambda compiled: compiled.uses)
-        if least.uses >= _SHARERS and least.is_cheap and len(known) < self._num_workers:
+        if least.uses >= _SHARERS and least.is_cheap and len(known) < self._most_compilations:
             return False
         request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
         if request.num_outputs:  # given by a replica that has died
@@ -253,22 +255,13 @@ class Grammars:
         for matcher, token in tokens:
             matcher.consume_token(token)
 
-    def masks(self, requests: Sequence[Request]) -> Int32:
-        """What each may sample next, [n, ceil(vocab_size / 32)]: a bit a token, the lowest first. Valid until the next
-        call."""
-        if len(self._masks) < len(requests):
-            self._masks = np.empty((len(requests), self._masks.shape[1]), np.int32)
-        masks = self._masks[:len(requests)]
-        # Side by side, those that share a compilation are most often one thread's.
-        order = sorted(range(len(requests)), key=lambda i: requests[i].matcher_group)
-        matchers = [(matcher, i) for i in order if (matcher := requests[i].matcher) is not None]
-        start, size = masks.ctypes.data, masks.shape[1] * 4
-        if self._executor is not None and matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, start, size, len(masks))
-        else:
-            for matcher, i in matchers:
-                matcher.unsafe_compute_mask_ptr(start + i * size, size)
-        return masks
+    def masks(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int,
+              patience_s: float) -> list[Int32 | None]:
+        """What each may sample next, [ceil(vocab_size / 32)]: a bit a token, the lowest first. None for some of those
+        that may be late, at most so many, if theirs have not been computed after so many seconds; they will be."""
+        self._masks.start(requests)
+        self._masks.wait(requests, may_be_late, most_late, patience_s)
+        return [self._masks.take(request) for request in requests]
 
 
 def problem_of(matcher: LLMatcher) -> str | None:

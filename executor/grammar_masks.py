@@ -33,7 +33,7 @@ class GrammarMasks(LogitsProcessor):
     def take(self, step: StepInput, masks: StepMasks) -> None:
         """The masks of the step that is to be sampled, the new ones in one copy to the device."""
         assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
-        # A row that gets no mask is of a request that has ended: its token will be dropped.
+        # The token of a row that gets no mask will be dropped: its request has ended, or it comes again.
         self._marks.fill(0)
         self._marks[step.slots[masks.rows]] = masks.places + 1
         if len(masks.words):

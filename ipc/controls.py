@@ -51,3 +51,7 @@ def encode_controls(controls: Controls) -> bytes:
 def decode_controls(data: bytes | memoryview) -> Controls:
     """What encode_controls made."""
     return _decoder.decode(data) if data else _PLAIN
+
+
+GRAMMAR_ALONE = encode_controls(Controls(has_grammar=True))
+"""Of a request that asks for nothing but a grammar."""

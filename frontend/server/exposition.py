@@ -33,6 +33,7 @@ _ENGINE_COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
     "engine_steps": ("num_steps", "Steps that were scheduled."),
+    "postponed_tokens": ("num_postponed_tokens", "Tokens that came a step later for want of a grammar's mask."),
     "device_busy_seconds": ("device_busy_s", "Time in which the device computed."),
     "device_no_work_seconds": ("device_no_work_s", "Time in which there was nothing to compute."),
 }

@@ -17,8 +17,8 @@ from tests.server.live import ROOT, LiveServer, raw_request
 Make = Callable[..., LiveServer]
 TAILS = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
-    "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "request_prompt_tokens",
-    "request_generation_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "num_preemptions", "postponed_tokens", "prompt_tokens", "generation_tokens", "request_success",
+    "request_prompt_tokens", "request_generation_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
     "request_params_n", "device_busy_seconds", "device_idle_seconds", "frontend_cpu_seconds",

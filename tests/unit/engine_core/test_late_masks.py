@@ -1,0 +1,190 @@
+"""Masks that take long: those beside them go on, they themselves lose turns and nothing else, and no token changes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLExecutor, LLMatcher
+
+from sidestep.engine_core.structured_outputs import Grammars
+from sidestep.executor.fake import expected_tokens
+from sidestep.executor.model_runner import ModelRunner
+from sidestep.executor.runner import WorkerArgs
+from sidestep.frontend.structured_outputs import make_grammar
+from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.controls import GRAMMAR_ALONE, Controls, encode_controls
+from sidestep.ipc.messages import AddRequest, FinishReason
+from sidestep.ipc.model_spec import load_model_spec
+from sidestep.ipc.structured_outputs import StructuredOutputsParams
+from tests.fakes import Clock, Engine, make_request, make_scheduler
+
+VOCAB, EOS = 4096, (0, 2)
+WORDS = [StructuredOutputsParams(regex=f"({first}[a-z]{{1,3}} ){{200}}") for first in "abcdefgh"]
+
+
+class Gated:
+    """The library's executor, behind a gate for each matcher: a mask is not begun before it is open, or some seconds
+    have gone by."""
+
+    def __init__(self, real: LLExecutor, seconds: float | None) -> None:
+        self._real = real
+        self._seconds = seconds
+        self._changed = threading.Condition()
+        self._shut: set[int] = set()
+
+    def shut(self, matchers: Iterable[LLMatcher]) -> None:
+        with self._changed:
+            self._shut |= set(map(id, matchers))
+
+    def open(self) -> None:
+        with self._changed:
+            self._shut.clear()
+            self._changed.notify_all()
+
+    def unsafe_compute_mask_ptr(self, matchers: list[tuple[LLMatcher, int]], *where: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._shut & {id(matcher) for matcher, _ in matchers}, self._seconds)
+        self._real.unsafe_compute_mask_ptr(matchers, *where)
+
+    def consume_token_par(self, tokens: list[tuple[LLMatcher, int]]) -> None:
+        self._real.consume_token_par(tokens)
+
+
+@pytest.fixture
+def grammars() -> Grammars:
+    """With threads, whatever machine this is."""
+    made = Grammars(DEFAULT_MODEL, VOCAB, EOS, Clock(), num_workers=8)
+    made.load()
+    return made
+
+
+def held(handle: int, max_tokens: int, controls: bytes = GRAMMAR_ALONE, **options: Any) -> AddRequest:
+    """A request with a grammar that no other has, as its frontend sends it."""
+    message = make_request([5, 6, handle], max_tokens, handle=handle,
+                           grammar=make_grammar(WORDS[handle], {}), **options)
+    return msgspec.structs.replace(message, controls=controls)
+
+
+def engine(grammars: Grammars, runner: Any = None, *, overlap: bool = True, **sizes: Any) -> Engine:
+    sizes = {"num_blocks": 100, "block_size": 16, "max_num_seqs": 16} | sizes
+    scheduler = make_scheduler(grammars=grammars, eos=EOS, overlap=overlap, clock=grammars._clock, **sizes)
+    return Engine(scheduler, depth=scheduler._limits.max_steps_in_flight, vocab_size=VOCAB, runner=runner)
+
+
+def gate_of(grammars: Grammars, seconds: float | None = None) -> Gated:
+    gate: Any = Gated(grammars._executor, seconds)  # type: ignore[arg-type]
+    grammars._executor = grammars._masks._executor = gate
+    return gate  # type: ignore[no-any-return]
+
+
+def matcher_of(run: Engine, handle: int) -> LLMatcher:
+    matcher = run.scheduler._requests[0, handle].matcher
+    assert matcher is not None
+    return matcher
+
+
+def serve(run: Engine, lengths: dict[int, int]) -> None:
+    """Held requests with these numbers, until each has sampled and all grammars are known."""
+    for handle, length in lengths.items():
+        run.scheduler.add(held(handle, length))
+    while not all(run.tokens[handle] for handle in lengths):
+        run.turn()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_one_that_takes_long_holds_nobody_up(overlap: bool, grammars: Grammars) -> None:
+    gate, runs = gate_of(grammars), [engine(grammars, overlap=overlap) for _ in range(2)]
+    for run in runs:
+        serve(run, dict.fromkeys(range(5), 40))
+        run.scheduler.add(make_request([1, 2], 90, handle=9, ignore_eos=True))
+        if run is runs[0]:
+            before = len(run.tokens[2])
+            gate.shut([matcher_of(run, 2)])
+            while len(run.finished) < 4:  # would never come to an end if they waited for it
+                run.turn()
+            assert run.finished.keys() == {0, 1, 3, 4} and before <= len(run.tokens[2]) <= before + 2
+            assert run.scheduler.stats()["num_postponed_tokens"] > 30
+            gate.open()
+        run.run()
+    assert runs[0].tokens == runs[1].tokens and len(runs[0].finished) == 6
+    assert runs[0].tokens[9] == expected_tokens([1, 2], 90, 9, VOCAB)
+
+
+def entries(run: Engine, slot: int) -> int:
+    """How often a slot's row was brought anew."""
+    return sum(slot in step.new_slots.tolist() for step in run.steps)
+
+
+def test_no_more_than_a_quarter_of_a_step_is_left_behind(grammars: Grammars) -> None:
+    """With most of its rows late a step would be run for little."""
+    gate, run = gate_of(grammars, 0.02), engine(grammars)
+    serve(run, dict.fromkeys(range(4), 40))
+    gate.shut(matcher_of(run, handle) for handle in range(4))
+    first = len(run.steps)
+    run.run()
+    assert 0 < max(len(step.new_slots) for step in run.steps[first:]) <= 1
+    assert all(finish.reason == FinishReason.LENGTH for finish in run.finished.values())
+
+
+@pytest.mark.parametrize("others", [{}, {"logprobs": 1}, {"bad_words": [[7]]}], ids=str)
+def test_what_the_worker_would_have_to_take_back_is_waited_for(others: dict[str, Any], grammars: Grammars) -> None:
+    gate, run = gate_of(grammars, 0.02), engine(grammars)
+    run.scheduler.add(held(0, 40, encode_controls(Controls(has_grammar=True, **others))))
+    serve(run, dict.fromkeys(range(1, 6), 40))
+    slot = run.scheduler._requests[0, 0].slot
+    gate.shut([matcher_of(run, 0)])
+    run.run()
+    assert (entries(run, slot) == 1) == bool(others)
+
+
+def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None:
+    """Which are late changes at random, with blocks for half of them; those of aborted ones never come."""
+    expected = engine(grammars)
+    for handle in range(8):
+        expected.scheduler.add(held(handle, 20 + handle))
+    expected.run()
+    gate, rng, run = gate_of(grammars, 0.02), random.Random(5), engine(grammars, num_blocks=12, block_size=8)
+    for handle in range(8):
+        run.scheduler.add(held(handle, 20 + handle))
+    while run.turn():
+        running = [r for r in run.scheduler._roster.running if r.handle != 3 and r.matcher is not None]
+        gate.open()
+        if running:
+            gate.shut([rng.choice(running).matcher])  # type: ignore[list-item]
+        if len(run.tokens[3]) > 5 and 3 not in run.finished and (0, 3) in run.scheduler._requests:
+            run.scheduler.abort(0, [3])
+    gate.open()
+    stats = run.scheduler.stats()
+    assert stats["num_postponed_tokens"] > 10 and stats["num_preemptions"] > 0
+    for handle in {*range(8)} - {3}:
+        assert run.tokens[handle] == expected.tokens[handle], handle
+    assert run.tokens[3] == expected.tokens[3][:len(run.tokens[3])] and 3 not in run.finished
+
+
+def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> None:
+    """A row that comes again computes what it did before."""
+    def runner() -> ModelRunner:
+        made = ModelRunner(WorkerArgs(
+            rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
+            cache=CacheConfig(block_size=16, num_kv_blocks=100), parallel=ParallelConfig(device="cpu"),
+            scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64), max_model_len=128))
+        made.load()
+        return made
+
+    gate, rng, runs = gate_of(grammars, 0.02), random.Random(3), [engine(grammars, runner()) for _ in range(2)]
+    for run in runs:
+        for handle in range(8):
+            run.scheduler.add(held(handle, 24, temperature=1.0 - handle % 2))
+        while run.turn():
+            gate.open()
+            running = [r.matcher for r in run.scheduler._roster.running if r.matcher is not None]
+            if run is runs[0] and len(running) >= 4:
+                gate.shut([rng.choice(running)])
+        gate.open()
+    assert runs[0].tokens == runs[1].tokens and len(runs[0].finished) == 8
+    assert runs[0].scheduler.stats()["num_postponed_tokens"] > 10
