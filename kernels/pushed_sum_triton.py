@@ -33,13 +33,14 @@ from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, MOST_PUSHED_BYTES,
 
 _MAX_PROGRAMS, _NUM_COUNTERS = tl.constexpr(MAX_PROGRAMS), tl.constexpr(NUM_COUNTERS)
 _MOST_POLLED_BYTES = 1 << 17
-"""Of a row's words from all other ranks, which a program has in registers at once: half of what there are."""
+"""Of a row's words of all ranks, which a program has in registers at once: half of what there are. Beside them it has
+the row itself, which counts where ranks are few."""
 
 
 def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
     """Whether the kernel takes such parts."""
     return row_bytes % 4 == 0 and rows * row_bytes <= MOST_PUSHED_BYTES and \
-        2 * (ranks - 1) * triton.next_power_of_2(row_bytes) <= _MOST_POLLED_BYTES
+        2 * max(ranks, 4) * triton.next_power_of_2(row_bytes) <= _MOST_POLLED_BYTES
 
 
 @triton.jit

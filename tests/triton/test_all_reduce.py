@@ -70,4 +70,4 @@ def test_what_cannot_be_pushed_takes_the_next_kernel(monkeypatch: pytest.MonkeyP
     assert choose(2, 5, 33 * 2) == SumConfig("one_shot", 2), "a word of data is two values of 16 bits"
     assert choose(2, 9, 8192) == SumConfig("one_shot", 2), "areas are no larger"
     assert choose(8, 1, 8192) is not None and choose(8, 1, 16384) is None, "a program's registers hold no more words"
-    assert not can_push(8, 1, 16384) and can_push(4, 1, 16384)
+    assert not can_push(8, 1, 16384) and can_push(4, 1, 16384) and not can_push(2, 1, 32768)
