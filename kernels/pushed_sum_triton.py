@@ -29,9 +29,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, MOST_PUSHED_BYTES, NUM_COUNTERS, space_of
+from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, MOST_PUSHED_BYTES, space_of
 
-_MAX_PROGRAMS, _NUM_COUNTERS = tl.constexpr(MAX_PROGRAMS), tl.constexpr(NUM_COUNTERS)
+_MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 _MOST_POLLED_BYTES = 1 << 17
 """Of a row's words of all ranks, which a program has in registers at once: half of what there are. Beside them it has
 the row itself, which counts where ranks are few."""
