@@ -23,18 +23,21 @@ from pathlib import Path
 import torch
 
 from sidestep.executor.parallel_state import Parallel
-from sidestep.kernels.all_reduce_triton import Kind, PeerMemory, SumConfig, sum_parts
+from sidestep.kernels.all_reduce_triton import Kind, SumConfig, sum_parts
+from sidestep.kernels.peer_memory_triton import PeerMemory
+from sidestep.kernels.pushed_sum_triton import can_push
 from sidestep.kernels.rms_norm import RmsNorm
 from sidestep.kernels.tuned_all_reduce import SUMS, Entry
 
 SIZES = [1 << n for n in range(12, 25)]
 PROGRAMS = (16, 32, 64, 128)
-KINDS: tuple[Kind, ...] = ("one_shot", "two_shot")
+KINDS: tuple[Kind, ...] = ("pushed", "one_shot", "two_shot")
 WIDTH, DTYPE = 4096, torch.bfloat16
 CALLS, REPLAYS = 20, 15
 
 Row = dict[str, float]
-"""Microseconds by what was timed: 'nccl', 'nccl norm', or '<kind> <programs>' and the same with ' norm'."""
+"""Microseconds by what was timed: 'nccl', 'nccl norm', or '<kind> <programs>' and the same with ' norm', of kinds that
+take such parts."""
 
 
 def shape(num_bytes: int) -> tuple[int, int]:
@@ -84,6 +87,8 @@ class Rank:
                "nccl norm": self.microseconds(lambda place: norm(self.parallel.all_reduce(x)))}
         hidden = torch.zeros_like(x)
         for kind in KINDS:
+            if kind == "pushed" and not can_push(self.parallel.size, rows, width * DTYPE.itemsize):
+                continue
             for programs in PROGRAMS:
                 config = SumConfig(kind, programs)
                 for name, then in ((f"{kind} {programs}", None), (f"{kind} {programs} norm", norm)):
@@ -99,8 +104,8 @@ class Rank:
 
 
 def best(row: Row, kind: Kind, ending: str) -> tuple[float, int]:
-    """The least time of a kernel, and its programs."""
-    return min((row[f"{kind} {programs}{ending}"], programs) for programs in PROGRAMS)
+    """The least time of a kernel, and its programs; infinite where it takes no such parts."""
+    return min((row.get(f"{kind} {programs}{ending}", math.inf), programs) for programs in PROGRAMS)
 
 
 def entries_of(rows: dict[int, Row]) -> list[Entry]:
@@ -134,7 +139,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Entry = tuple[int, Literal["one_shot", "two_shot"], int]
+Entry = tuple[int, Literal["pushed", "one_shot", "two_shot"], int]
 
 SUMS: dict[int, tuple[Entry, ...]] = {{
 {"".join(lines)}}}
@@ -146,12 +151,13 @@ def size_name(num_bytes: int) -> str:
 
 
 def print_table(ranks: int, rows: dict[int, Row]) -> None:
-    print(f"\n{ranks} GPUs, us:\n\n| bytes | NCCL | NCCL, norm | one shot | with residual and norm | two shots | with "
-          "residual and norm |\n|---|---|---|---|---|---|---|")
+    print(f"\n{ranks} GPUs, us:\n\n| bytes | NCCL | NCCL, norm | pushed | with residual and norm | one shot | with "
+          "residual and norm | two shots | with residual and norm |\n|---|---|---|---|---|---|---|---|---|")
     for size, row in rows.items():
         cells = [row["nccl"], row["nccl norm"]]
         cells += [best(row, kind, ending)[0] for kind in KINDS for ending in ("", " norm")]
-        print(f"| {size_name(size)} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
+        printed = [f"{cell:.1f}" if math.isfinite(cell) else "" for cell in cells]
+        print(f"| {size_name(size)} | " + " | ".join(printed) + " |")
 
 
 def run_rank(rank: int, ranks: int, meet: str) -> None:

@@ -13,7 +13,7 @@ from sidestep.executor.peer_sums import Part, PeerSums, Place, open_peer_memory
 from sidestep.kernels.launch import num_processors
 
 if TYPE_CHECKING:
-    from sidestep.kernels.all_reduce_triton import PeerMemory
+    from sidestep.kernels.peer_memory_triton import PeerMemory
 
 _TIMEOUT = timedelta(minutes=5)
 _SOME_ADDRESS = 1 << 46
@@ -116,14 +116,15 @@ class LoneRank(Parallel):
         self.rank, self.size = rank, size
 
     def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
-        from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, most_place_bytes, space_bytes
+        from sidestep.kernels.all_reduce_triton import most_place_bytes
+        from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, NUM_COUNTERS, PeerMemory, space_bytes
 
         place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize) if self.size > 1 else 0
         if place_bytes:
             memory = PeerMemory(
                 self.rank, (_SOME_ADDRESS,) * self.size,
                 torch.empty(space_bytes(self.size, place_bytes), dtype=torch.uint8, device=device),
-                torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device), place_bytes,
+                torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device), place_bytes,
                 min(MAX_PROGRAMS, num_processors(device)))
             self._peers = PeerSums(memory, width, dtype)
 

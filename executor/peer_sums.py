@@ -24,7 +24,8 @@ from sidestep.ipc.errors import EngineStartError
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 if TYPE_CHECKING:
-    from sidestep.kernels.all_reduce_triton import Kind, PeerMemory, SumConfig
+    from sidestep.kernels.all_reduce_triton import Kind, SumConfig
+    from sidestep.kernels.peer_memory_triton import PeerMemory
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,9 @@ class PeerSums:
         """None where torch.distributed sums so many rows faster."""
         from sidestep.kernels.all_reduce_triton import choose
 
-        num_bytes = rows * self._width * self._dtype.itemsize
-        config = choose(len(self._memory.addresses), num_bytes)
-        if rows == 0 or config is None or num_bytes > self._memory.place_bytes:
+        row_bytes = self._width * self._dtype.itemsize
+        config = choose(len(self._memory.addresses), rows, row_bytes)
+        if rows == 0 or config is None or rows * row_bytes > self._memory.place_bytes:
             return None
         assert place != self._last, "other ranks may still be reading what was there"
         self._last = place
@@ -94,8 +95,8 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
     minimum: of the ranks' values; it returns when all have come. No rank goes on to what all must do before it is known
     that all can.
     """
-    from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, space_bytes
     from sidestep.kernels.launch import num_processors
+    from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, NUM_COUNTERS, PeerMemory, space_bytes
 
     space: Tensor | None = None
     addresses: tuple[int, ...] = ()
@@ -116,7 +117,7 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
         nonlocal memory
         assert space is not None
         programs = minimum(min(MAX_PROGRAMS, num_processors(device)))
-        memory = PeerMemory(rank, addresses, space, torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
+        memory = PeerMemory(rank, addresses, space, torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device),
                             place_bytes, programs)
         right = try_sums(memory, width, dtype)
         _await_end()
@@ -178,17 +179,23 @@ _handles: list[Any] = []
 def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
     """Compiles the kernels, and lets the ranks sum rows [.., width] that they know; whether all was right, bool []."""
     from sidestep.kernels.all_reduce_triton import SumConfig, sum_parts
+    from sidestep.kernels.pushed_sum_triton import can_push
 
     ranks, device = len(memory.addresses), memory.own.device
-    rows = min(2 * ranks + 1, memory.place_bytes // (width * dtype.itemsize))
+    row_bytes = width * dtype.itemsize
+    most = min(2 * ranks + 1, memory.place_bytes // row_bytes)
+    most_pushed = next((rows for rows in range(most, 0, -1) if can_push(ranks, rows, row_bytes)), 0)
     norm = RmsNorm(torch.ones(width, dtype=dtype, device=device), _EPS)
     # Whole numbers, so that any order gives the same sum; neighbours, rows and ranks have different ones.
-    base = (torch.arange(rows * width, device=device) % 61).view(rows, width)
     right = torch.ones((), dtype=torch.bool, device=device)
-    trials: tuple[tuple[Place, Kind, bool], ...] = (
-        (Place.EMBEDDING, "one_shot", False), (Place.ATTENTION, "one_shot", True),
-        (Place.EMBEDDING, "two_shot", False), (Place.MLP, "two_shot", True))
-    for place, kind, add in trials:
+    trials: tuple[tuple[Place, Kind, bool, int], ...] = (
+        (Place.EMBEDDING, "one_shot", False, most), (Place.ATTENTION, "one_shot", True, most),
+        (Place.EMBEDDING, "pushed", False, most_pushed), (Place.ATTENTION, "pushed", True, most_pushed),
+        (Place.EMBEDDING, "two_shot", False, most), (Place.MLP, "two_shot", True, most))
+    for place, kind, add, rows in trials:
+        if rows == 0:
+            continue
+        base = (torch.arange(rows * width, device=device) % 61).view(rows, width)
         memory.part(place, rows, width, dtype).copy_(base + memory.rank)
         hidden = base.to(dtype)
         normed = sum_parts(memory, place, hidden, norm, SumConfig(kind, memory.programs), add=add)

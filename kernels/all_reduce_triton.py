@@ -1,12 +1,15 @@
 """The sum over ranks of a row-parallel product, added to the residual stream, and the next norm: one kernel.
 
 Each rank has a *space*: memory of the same layout that all ranks can read and write. The product before writes this
-rank's part into a *place* of its own space; the kernel here reads the parts of all ranks. They are added in the order
-of the ranks, in float32, and rounded once: every rank has the same bits, and so do both kernels:
+rank's part into a *place* of its own space; a kernel here sums the parts of all ranks. They are added in the order of
+the ranks, in float32, and rounded once: every rank has the same sum to the bit, and so do all kernels:
 
+- Pushed: each rank writes its part to all others, and nobody meets: kernels.pushed_sum_triton. For few rows.
 - One shot: each rank reads all parts of all rows. The ranks meet once.
 - Two shots: each rank sums the rows that are its own, leaves the sums in its place, and reads those of the others. The
   ranks meet twice, and each reads two parts' worth instead of as many as there are ranks. For many rows.
+
+Of the last two:
 
 **How ranks meet.** Program p of a kernel meets program p of the same kernel on the other ranks, and nobody else. It
 writes its epoch into a flag in each rank's space (a flag has one writer) and waits until its own flags have all reached
@@ -31,7 +34,7 @@ starts only after all programs of this one have.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -39,14 +42,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.peer_memory_triton import PLACES, PeerMemory, aligned, space_of
+from sidestep.kernels.pushed_sum_triton import _pushed, can_push
 from sidestep.kernels.rms_norm import RmsNorm
 from sidestep.kernels.tuned_all_reduce import SUMS
 
-MAX_PROGRAMS = 128
-PLACES = 3
-_ALIGNED = 256
-
-Kind = Literal["one_shot", "two_shot"]
+Kind = Literal["pushed", "one_shot", "two_shot"]
 
 
 @dataclass(frozen=True)
@@ -57,66 +58,21 @@ class SumConfig:
     programs: int
 
 
-@dataclass(frozen=True)
-class PeerMemory:
-    """This rank's space, and where it finds those of all ranks. It begins as zeros on all of them."""
-
-    rank: int
-    addresses: tuple[int, ...]
-    """Of each rank's space, as this rank sees it."""
-    own: Tensor
-    """uint8 [space_bytes(ranks, place_bytes)]"""
-    counters: Tensor
-    """int64 [MAX_PROGRAMS], zeros at first; this rank's alone."""
-    place_bytes: int
-    programs: int
-    """How many programs fit on every rank's device at once; at most MAX_PROGRAMS."""
-
-    def part(self, place: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[rows, width] at this place of the own space, for what this rank has to add."""
-        first, size = self.offset(place), rows * width * dtype.itemsize
-        assert 0 <= place < PLACES and size <= self.place_bytes, f"{rows} x {width} of {dtype} in place {place}"
-        return self.own[first:first + size].view(dtype).view(rows, width)
-
-    def offset(self, place: int) -> int:
-        """Bytes from a space's beginning."""
-        return _flag_bytes(len(self.addresses)) + place * self.place_bytes
-
-
-def space_bytes(ranks: int, place_bytes: int) -> int:
-    """Size of a space. place_bytes: a multiple of 256."""
-    assert place_bytes % _ALIGNED == 0, f"{place_bytes} bytes"
-    return _flag_bytes(ranks) + PLACES * place_bytes
-
-
-def _flag_bytes(ranks: int) -> int:
-    return -(-8 * MAX_PROGRAMS * ranks // _ALIGNED) * _ALIGNED
-
-
-def choose(ranks: int, num_bytes: int) -> SumConfig | None:
-    """What is fastest for parts of this size: as tuned, for the next larger number of ranks that is known; None: what
-    torch.distributed has."""
+def choose(ranks: int, rows: int, row_bytes: int) -> SumConfig | None:
+    """What is fastest for parts of this size: as tuned, for the next larger number of ranks that is known, among the
+    kernels that take such rows; None: what torch.distributed has."""
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
-    if known is None:
-        return None
-    found = next((entry for entry in SUMS[known] if num_bytes <= entry[0]), None)
-    return None if found is None else SumConfig(found[1], found[2])
+    for size, kind, programs in () if known is None else SUMS[known]:
+        if rows * row_bytes <= size and (kind != "pushed" or can_push(ranks, rows, row_bytes)):
+            return SumConfig(kind, programs)
+    return None
 
 
 def most_place_bytes(ranks: int, num_bytes: int) -> int:
     """Size of a place for parts of up to so many bytes; 0 where `choose` has no kernel."""
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
     most = 0 if known is None or not SUMS[known] else SUMS[known][-1][0]
-    return -(-min(most, num_bytes) // _ALIGNED) * _ALIGNED
-
-
-@triton.jit
-def _space_of(spaces, peer, RANKS: tl.constexpr):
-    """The address of a rank's space, or of several ranks'."""
-    address = tl.zeros_like(peer).to(tl.int64)
-    for rank in tl.static_range(RANKS):
-        address = tl.where(peer == rank, spaces[rank], address)
-    return address
+    return aligned(min(most, num_bytes))
 
 
 @triton.jit
@@ -125,10 +81,10 @@ def _meet(spaces, rank, epoch, RANKS: tl.constexpr):
     peer = tl.arange(0, triton.next_power_of_2(RANKS))
     there = peer < RANKS
     flags = tl.program_id(0) * RANKS
-    theirs = _space_of(spaces, peer, RANKS).to(tl.pointer_type(tl.int64)) + (flags + rank)
+    theirs = space_of(spaces, peer, RANKS).to(tl.pointer_type(tl.int64)) + (flags + rank)
     tl.debug_barrier()
     tl.atomic_xchg(theirs, epoch, mask=there, sem="release", scope="sys")
-    own = _space_of(spaces, rank, RANKS).to(tl.pointer_type(tl.int64)) + (flags + peer)
+    own = space_of(spaces, rank, RANKS).to(tl.pointer_type(tl.int64)) + (flags + peer)
     # What goes round is a scalar: Triton 3.6 does not compile a tensor there.
     least = epoch - 1
     while least < epoch:
@@ -214,7 +170,7 @@ def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D:
         tl.extra.cuda.gdc_launch_dependents()
     epoch = tl.load(counters + program) + 1
     _meet(spaces, rank, epoch, RANKS)
-    own = _rows_at(_space_of(spaces, rank, RANKS), offset, dtype)
+    own = _rows_at(space_of(spaces, rank, RANKS), offset, dtype)
     for first in range(program * RANKS, T, tl.num_programs(0) * RANKS):
         row = first + rank
         if row < T:
@@ -230,7 +186,7 @@ def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D:
             # Each rank begins with another one.
             peer = (rank + turn) % RANKS
             at = tl.cast(first + peer, tl.int64) * D + columns
-            value = tl.load(_rows_at(_space_of(spaces, peer, RANKS), offset, dtype) + at, mask=inside & (at < end),
+            value = tl.load(_rows_at(space_of(spaces, peer, RANKS), offset, dtype) + at, mask=inside & (at < end),
                             other=0.0)
             values = values + (value,)  # type: ignore[assignment]
         one = _one(counters + program, epoch)
@@ -240,6 +196,9 @@ def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D:
                 value = (values[turn - 1].to(tl.float32) * one).to(dtype)
                 _write(value, hidden, normed, w, tl.cast(row, tl.int64) * D + columns, inside, eps, D, NORM)
     tl.store(counters + program, epoch + 1)
+
+
+_KERNELS: dict[Kind, Any] = {"pushed": _pushed, "one_shot": _one_shot, "two_shot": _two_shot}
 
 
 def sum_parts(memory: PeerMemory, place: int, hidden: Tensor, norm: RmsNorm | None, config: SumConfig, *,
@@ -254,10 +213,15 @@ def sum_parts(memory: PeerMemory, place: int, hidden: Tensor, norm: RmsNorm | No
     ranks = len(memory.addresses)
     normed = hidden if norm is None else torch.empty_like(hidden)
     block = triton.next_power_of_2(width)
-    kernel, most = (_one_shot, rows) if config.kind == "one_shot" else (_two_shot, triton.cdiv(rows, ranks))
-    programs = min(most, config.programs, memory.programs)
-    kernel[(programs,)](
+    kernel, most = _KERNELS[config.kind], rows
+    areas: tuple[int, ...] = ()
+    if config.kind == "two_shot":
+        most = triton.cdiv(rows, ranks)
+    elif config.kind == "pushed":
+        assert can_push(ranks, rows, width * hidden.element_size()), f"{hidden.shape} among {ranks}"
+        areas = (memory.offset(PLACES), memory.area_bytes)
+    kernel[(min(most, config.programs, memory.programs),)](
         memory.addresses, memory.counters, hidden, hidden if norm is None else norm.weight, normed, rows, memory.rank,
-        memory.offset(place), 0.0 if norm is None else norm.eps, width, block, ranks, add, norm is not None,
+        memory.offset(place), 0.0 if norm is None else norm.eps, *areas, width, block, ranks, add, norm is not None,
         num_warps=max(1, min(16, block // 256)), **pdl(hidden))
     return None if norm is None else normed

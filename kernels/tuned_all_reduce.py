@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-Entry = tuple[int, Literal["one_shot", "two_shot"], int]
+Entry = tuple[int, Literal["pushed", "one_shot", "two_shot"], int]
 
 SUMS: dict[int, tuple[Entry, ...]] = {
     2: (
-        (4096, "one_shot", 64),
-        (8192, "one_shot", 128),
-        (16384, "one_shot", 16),
+        (32768, "pushed", 128),
         (65536, "one_shot", 32),
         (131072, "one_shot", 16),
         (16777216, "one_shot", 128),),
     4: (  # not measured on it
+        (32768, "pushed", 128),
         (2097152, "one_shot", 128),
         (16777216, "two_shot", 128),),
     8: (  # not measured on it
+        (32768, "pushed", 128),
         (524288, "one_shot", 128),
         (16777216, "two_shot", 128),),
 }

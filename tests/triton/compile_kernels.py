@@ -34,6 +34,7 @@ from sidestep.kernels import (
     launch,
     mask_logits_triton,
     own_linear,
+    peer_memory_triton,
     prefill_attention_triton,
     prepare_step_triton,
     qkv_rope_triton,
@@ -132,12 +133,15 @@ def launch_common(model: Model, page: int, window: int) -> None:
 def launch_sums(model: Model, page: int, window: int) -> None:
     """Over as many ranks as one host has, and over an odd number of them."""
     norm = RmsNorm(bf16(model.hidden), 1e-6)
-    counters = torch.empty(all_reduce_triton.MAX_PROGRAMS, dtype=torch.int64, device="meta")
-    for ranks, kind in ((8, "one_shot"), (8, "two_shot"), (3, "one_shot")):
-        memory = all_reduce_triton.PeerMemory(1, tuple((i + 1) << 40 for i in range(ranks)), bf16(1), counters,
-                                              1 << 24, all_reduce_triton.MAX_PROGRAMS)
-        config = all_reduce_triton.SumConfig("one_shot" if kind == "one_shot" else "two_shot", 64)
-        all_reduce_triton.sum_parts(memory, 1, bf16(ROWS, model.hidden), norm, config, add=ranks == 8)
+    counters = torch.empty(peer_memory_triton.NUM_COUNTERS, dtype=torch.int64, device="meta")
+    kinds: tuple[tuple[int, all_reduce_triton.Kind], ...] = (
+        (8, "one_shot"), (8, "two_shot"), (3, "one_shot"), (2, "pushed"), (3, "pushed"), (8, "pushed"))
+    for ranks, kind in kinds:
+        memory = peer_memory_triton.PeerMemory(1, tuple((i + 1) << 40 for i in range(ranks)), bf16(1), counters,
+                                               1 << 24, peer_memory_triton.MAX_PROGRAMS)
+        rows = 4 if kind == "pushed" else ROWS
+        all_reduce_triton.sum_parts(memory, 1, bf16(rows, model.hidden), norm, all_reduce_triton.SumConfig(kind, 64),
+                                    add=ranks != 3)
 
 
 def launch_attention(model: Model, page: int, window: int) -> None:
@@ -222,7 +226,9 @@ def meetings_of(ptx: str) -> dict[str, int]:
     """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16 bytes."""
     return {"releases": len(re.findall(r"\batom\S*\.sys\S*\.release\.|\batom\S*\.release\S*\.sys\.", ptx)),
             "acquires": len(re.findall(r"\batom\S*\.sys\S*\.acquire\.|\batom\S*\.acquire\S*\.sys\.", ptx)),
-            "barriers": ptx.count("bar.sync"), "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))}
+            "barriers": ptx.count("bar.sync"), "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+            "pushes": len(re.findall(r"st\.global\.wt\.v2\.b64", ptx)),
+            "polls": len(re.findall(r"ld\.volatile\.global\.v2\.b64", ptx))}
 
 
 def describe(kernel: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 Each rank is a process, and the spaces are memory that all of them share, so flags and parts really pass between them.
 In most sums one rank is slow, as slow as it can be: either it is the last to come, or it goes on to read only when all
 others have gone on as far as they can, which is to the next sum, with their next parts written. Nothing sleeps: a slow
-rank waits for the others' flags.
+rank waits for the others' flags, or for what they push.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.peer_sums import PeerSums, try_sums
 from sidestep.executor.weight_loader import DummyWeights
-from sidestep.kernels import all_reduce_triton
-from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, SumConfig, space_bytes, sum_parts
+from sidestep.kernels import all_reduce_triton, pushed_sum_triton
+from sidestep.kernels.all_reduce_triton import Kind, SumConfig, sum_parts
+from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, NUM_COUNTERS, PLACES, PeerMemory, space_bytes
+from sidestep.kernels.pushed_sum_triton import can_push
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 from tests.fakes import SPEC
 from tests.triton.support import (
@@ -49,6 +51,11 @@ PLACE_BYTES = 1 << 14
 SHAPES = [(1, 1), (5, 33), (1, 130), (9, 16), (2, 257), (7, 96), (3, 48)]
 TURNS = [0, 1, 2, 1, 2, 1, 2]
 """Places, as a model of three layers takes them."""
+KINDS: list[Kind] = ["pushed", "pushed", "two_shot", "two_shot", "one_shot", "pushed", "one_shot", "one_shot",
+                     "two_shot", "pushed"]
+"""Each is followed by each."""
+FIRST_COUNT = (1 << 32) - 10
+"""Of pushed sums: their marks begin again in between."""
 EPS = 1e-6
 
 
@@ -68,18 +75,27 @@ class Sum:
     """The rank that comes last."""
     reads_late: int | None
     """The rank that reads when all others are at the next sum already."""
+    next_kind: Kind
 
 
 def plan(ranks: int) -> Iterator[Sum]:
-    """Every kind of sum with every way of being slow, by every rank."""
-    count = 3 * len(SHAPES)
+    """Every kind of sum with every way of being slow, by every rank, and before sums of every kind."""
+    count = 5 * len(SHAPES)
     for n in range(count):
-        rows, width = SHAPES[n % len(SHAPES)]
+        rows, width, dtype, kind = sum_of(ranks, n)
         slow, way = n // 3 % ranks, n % 3
-        yield Sum(n, rows, width, (torch.float32, torch.float16)[n // 2 % 2], TURNS[n % len(TURNS)],
-                  SumConfig("one_shot" if n % 4 in (0, 3) else "two_shot", 1 + n % 3), add=n % 5 != 0, norm=n % 7 != 3,
-                  late=slow if way == 1 else None,
-                  reads_late=slow if way == 2 and n + 1 < count else None)
+        yield Sum(n, rows, width, dtype, TURNS[n % len(TURNS)], SumConfig(kind, 1 + n // 5 % 3), add=n % 5 != 0,
+                  norm=n % 7 != 3, late=slow if way == 1 else None,
+                  reads_late=slow if way == 2 and n + 1 < count else None, next_kind=sum_of(ranks, n + 1)[3])
+
+
+def sum_of(ranks: int, n: int) -> tuple[int, int, torch.dtype, Kind]:
+    """Rows, width and type of the n-th, and its kernel."""
+    rows, width = SHAPES[n % len(SHAPES)]
+    dtype, kind = (torch.float32, torch.float16)[n // 2 % 2], KINDS[n % len(KINDS)]
+    if kind == "pushed" and not can_push(ranks, rows, width * dtype.itemsize):
+        kind = "one_shot"
+    return rows, width, dtype, kind
 
 
 class Rank:
@@ -89,16 +105,49 @@ class Rank:
         self.rank = rank
         self.num_ranks = len(spaces)
         self.memory = PeerMemory(rank, tuple(space.data_ptr() for space in spaces), spaces[rank],
-                                 torch.zeros(MAX_PROGRAMS, dtype=torch.int64), PLACE_BYTES, programs=3)
+                                 torch.zeros(NUM_COUNTERS, dtype=torch.int64), PLACE_BYTES, programs=3)
+        self.memory.counters[MAX_PROGRAMS:] = FIRST_COUNT - 1
+        self.count = FIRST_COUNT
+        """Of the next pushed sum."""
         self.flags = spaces[rank][:8 * MAX_PROGRAMS * self.num_ranks].view(torch.int64).view(MAX_PROGRAMS, -1)
         self.digest = 0
         self._meet = all_reduce_triton._meet
         all_reduce_triton._meet = self.meet
+        self._push, self._receive = pushed_sum_triton._push, pushed_sum_triton._receive
+        pushed_sum_triton._push, pushed_sum_triton._receive = self.push, self.receive
 
     def wait_for(self, program: int, epoch: int) -> None:
         """Until the flags of all others say that they have come so far."""
         while any(int(self.flags[program, other]) < epoch for other in range(self.num_ranks) if other != self.rank):
             os.sched_yield()
+
+    def wait_for_words(self, count: int, first: int) -> None:
+        """Until all others have pushed the word of this number in the sum of this count."""
+        offset, size = self.memory.offset(PLACES), self.memory.area_bytes
+        areas = self.memory.own[offset:].view(torch.int64).view(-1, self.num_ranks, size // 8)[count % 2]
+        while any(int(areas[other, first]) >> 32 & 0xFFFFFFFF != count & 0xFFFFFFFF
+                  for other in range(self.num_ranks) if other != self.rank):
+            os.sched_yield()
+
+    def wait_for_next(self) -> None:
+        """Until all others are at the next sum."""
+        if self.current.next_kind == "pushed":
+            self.wait_for_words(self.count, 0)
+        else:
+            self.wait_for(0, int(self.flags[0, self.rank]) + 1)
+
+    def push(self, spaces: Any, rank: Any, words: Any, areas: Any, at: Any, *sizes: Any) -> None:
+        """In place of the kernel's own: before it a rank may be late."""
+        if self.current.late == self.rank:
+            self.wait_for_words(self.current_count, int(at.handle.data[0]))
+        self._push(spaces, rank, words, areas, at, *sizes)
+
+    def receive(self, space: Any, rank: Any, own: Any, areas: Any, at: Any, *sizes: Any) -> Any:
+        """In place of the kernel's own: before it a rank may wait until its words might be written over."""
+        if self.current.reads_late == self.rank and \
+                interpreter_builder.grid_idx[0] == interpreter_builder.grid_dim[0] - 1:
+            self.wait_for_next()
+        return self._receive(space, rank, own, areas, at, *sizes)
 
     def meet(self, spaces: Any, rank: Any, epoch: Any, RANKS: Any) -> None:
         """In place of the kernels' own: before it a rank may be late, behind it slow to read."""
@@ -113,10 +162,14 @@ class Rank:
             if first_of_two:
                 self.wait_for(program, now + 1)
             else:
-                self.wait_for(0, int(self.flags[0, self.rank]) + 1)
+                self.wait_for_next()
 
     def run(self, s: Sum) -> None:
         self.current, self._meetings = s, 0
+        if s.config.kind == "pushed":
+            self.current_count = self.count
+            # No mark is zero, and turns alternate.
+            self.count += 3 if (self.count + 1) % (1 << 32) == 0 else 1
         values = Values(s.number)
         parts = [values.normal(s.rows, s.width, dtype=s.dtype) for _ in range(self.num_ranks)]
         before = values.normal(s.rows, s.width, dtype=s.dtype)
@@ -132,6 +185,7 @@ class Rank:
             normed = sum_parts(self.memory, s.place, hidden, RmsNorm(weight, EPS) if s.norm else None, s.config,
                                add=s.add)
         assert_margins_untouched(hidden)
+        assert bool((self.memory.counters[MAX_PROGRAMS:] + 1 == self.count).all()), "programs count differently"
         assert place[part.numel():].isnan().all(), "wrote behind its part"
         total = parts[0].float()
         for other in parts[1:]:
@@ -175,10 +229,11 @@ def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
 def run_model(rank: int, spaces: list[Tensor]) -> int:
     """A whole model whose layers sum through one another's memory gives what one rank gives."""
     ranks = len(spaces)
-    # One row in one shot, several in two.
-    all_reduce_triton.SUMS.update({ranks: ((24 * 4, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))})
+    # One row is pushed, two are summed in one shot, more in two.
+    row = 24 * 4
+    all_reduce_triton.SUMS.update({ranks: ((row, "pushed", 3), (2 * row, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))})
     memory = PeerMemory(rank, tuple(space.data_ptr() for space in spaces), spaces[rank],
-                        torch.zeros(MAX_PROGRAMS, dtype=torch.int64), PLACE_BYTES, programs=3)
+                        torch.zeros(NUM_COUNTERS, dtype=torch.int64), PLACE_BYTES, programs=3)
     assert try_sums(memory, 24, torch.float16), "the trial at the start finds right what is right"
     product = Linear.__call__
 

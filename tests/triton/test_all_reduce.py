@@ -7,7 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestep.kernels.all_reduce_triton import MAX_PROGRAMS, PeerMemory, choose, most_place_bytes, space_bytes
+from sidestep.kernels import all_reduce_triton
+from sidestep.kernels.all_reduce_triton import SumConfig, choose, most_place_bytes
+from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, NUM_COUNTERS, PLACES, TURNS, PeerMemory, space_bytes
+from sidestep.kernels.pushed_sum_triton import can_push
 from sidestep.kernels.tuned_all_reduce import SUMS
 from tests.triton.support import run_interpreted
 
@@ -27,10 +30,10 @@ def test_a_model_of_four_ranks_sums_its_layers_so() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-def test_flags_and_places_do_not_overlap(ranks: int) -> None:
+def test_flags_places_and_areas_do_not_overlap(ranks: int) -> None:
     place_bytes, dtype = 1 << 10, torch.float16
     space = torch.zeros(space_bytes(ranks, place_bytes), dtype=torch.uint8)
-    memory = PeerMemory(0, (space.data_ptr(),) * ranks, space, torch.zeros(MAX_PROGRAMS), place_bytes, programs=1)
+    memory = PeerMemory(0, (space.data_ptr(),) * ranks, space, torch.zeros(NUM_COUNTERS), place_bytes, programs=1)
     space[:8 * MAX_PROGRAMS * ranks].fill_(1)
     for place in range(3):
         part = memory.part(place, 16, 32, dtype)
@@ -39,6 +42,9 @@ def test_flags_and_places_do_not_overlap(ranks: int) -> None:
         part.fill_(1)
     with pytest.raises(AssertionError):
         memory.part(0, 17, 32, dtype)
+    areas = space[memory.offset(PLACES):]
+    assert not areas.any() and areas.numel() == TURNS * ranks * memory.area_bytes
+    assert memory.area_bytes == 2 * place_bytes and areas.data_ptr() % 256 == space.data_ptr() % 256
 
 
 def test_the_table_rises_and_ends() -> None:
@@ -46,12 +52,22 @@ def test_the_table_rises_and_ends() -> None:
         sizes = [size for size, _, _ in entries]
         assert sizes == sorted(set(sizes)) and all(0 < programs <= MAX_PROGRAMS for _, _, programs in entries)
         for size, kind, programs in entries:
-            found = choose(ranks, size)
+            found = choose(ranks, size // 1024, 1024)
             assert found is not None and (found.kind, found.programs) == (kind, programs)
-        assert most_place_bytes(ranks, 1 << 40) == sizes[-1] and choose(ranks, sizes[-1] + 1) is None
+        assert most_place_bytes(ranks, 1 << 40) == sizes[-1] and choose(ranks, 1, sizes[-1] + 1) is None
         assert most_place_bytes(ranks, 4000) == 4096
 
 
 def test_a_number_of_ranks_that_was_not_measured_takes_the_next_larger() -> None:
-    assert choose(3, 4096) == choose(4, 4096)
-    assert choose(max(SUMS) + 1, 4096) is None and most_place_bytes(max(SUMS) + 1, 4096) == 0
+    assert choose(3, 1, 4096) == choose(4, 1, 4096)
+    assert choose(max(SUMS) + 1, 1, 4096) is None and most_place_bytes(max(SUMS) + 1, 4096) == 0
+
+
+def test_what_cannot_be_pushed_takes_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce_triton, "SUMS", {
+        2: ((1 << 16, "pushed", 4), (1 << 18, "pushed", 8), (1 << 20, "one_shot", 2)), 8: ((1 << 20, "pushed", 1),)})
+    assert choose(2, 4, 8192) == SumConfig("pushed", 4)
+    assert choose(2, 5, 33 * 2) == SumConfig("one_shot", 2), "a word of data is two values of 16 bits"
+    assert choose(2, 9, 8192) == SumConfig("one_shot", 2), "areas are no larger"
+    assert choose(8, 1, 8192) is not None and choose(8, 1, 16384) is None, "a program's registers hold no more words"
+    assert not can_push(8, 1, 16384) and can_push(4, 1, 16384) and not can_push(2, 1, 32768)

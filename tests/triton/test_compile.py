@@ -23,7 +23,7 @@ SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
 """What one program may have, by compute capability."""
 COMMON = {"_rms_norm", "_silu_mul", "_copy_blocks", "_mask_logits", "_mask_tokens", "_prepare", "_score_tiles",
           "_choose_tokens"}
-SUMS = {"_one_shot", "_two_shot"}
+MEETINGS = {"_pushed": 0, "_one_shot": 1, "_two_shot": 2}
 ATTENTION = {"_qkv_rope", "_plan", "_decode", "_prefill"}
 PRODUCTS = {80: {"_gemv", "_skinny"}, 89: {"_gemv", "_skinny"}, 90: {"_gemv", "_skinny", "_streamed", "_gated_gemm"},
             100: {"_gemv", "_skinny", "_gated_gemm"}}
@@ -79,13 +79,17 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
             # Four words at most, which the compiler may set aside over a loop to fit one more program: no spills in it.
             # The sampler's filters keep a few values for the token's end beside their loops.
             assert kernel.get("stack", 0) <= (128 if kernel["kernel"] == "_choose_tokens" else 16), kernel
-    expected = {"common": COMMON, "sums": SUMS, "attention": ATTENTION, "products": PRODUCTS[job.capability]}
+    expected = {"common": COMMON, "sums": set(MEETINGS), "attention": ATTENTION, "products": PRODUCTS[job.capability]}
     assert {kernel["kernel"] for kernel in kernels} == set().union(*(expected[group] for group in job.groups))
     for kernel in kernels:
-        if kernel["kernel"] in SUMS:
-            meetings = 2 if kernel["kernel"] == "_two_shot" else 1
+        meetings = MEETINGS.get(kernel["kernel"])
+        if meetings is not None:
             assert kernel["releases"] == kernel["acquires"] == meetings, "flags must be seen by other GPUs"
+        if meetings:
             assert kernel["wide_loads"] >= 4, "parts are read in pieces"
+        if meetings == 0:
+            assert kernel["pushes"] and kernel["polls"], "words are written and read in pieces, or not as they are"
+            assert kernel["shared"] <= 128, "threads exchange words before they add them"
     if job.capability == 90:
         for kernel in kernels:
             if kernel["kernel"] in ("_prefill", "_gated_gemm", "_streamed"):

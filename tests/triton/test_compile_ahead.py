@@ -32,7 +32,7 @@ def run(model: str, command: str, cache: Path) -> str:
 def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
     model = write_model("qwen3-tied", tmp_path / "model")
     alone, in_a_group, in_stages = json.loads(run(model, "keys", tmp_path / "cache"))
-    for (without, with_memory), own in ((alone, "_silu_mul"), (in_a_group, "_one_shot"), (in_stages, "_silu_mul")):
+    for (without, with_memory), own in ((alone, "_silu_mul"), (in_a_group, "_pushed"), (in_stages, "_silu_mul")):
         assert {"_choose_tokens", "_decode", "_prefill", "_copy_blocks", "_mask_tokens", "_gemv", "_streamed", own} \
             <= {key.split()[0] for key in without}
         assert without == with_memory
