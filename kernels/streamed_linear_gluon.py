@@ -1,4 +1,4 @@
-"""x W^T for a few up to 64 rows of x, where reading W is most of the work: W streams through shared memory.
+"""x W^T for a few up to 128 rows of x, where reading W is most of the work: W streams through shared memory.
 
 For Hopper. Each program takes some rows of W, or a part of their columns, through a ring of tiles that the bulk copy
 engine fills. Nothing passes through registers on the way, so a ring is as deep as shared memory allows. The product is
@@ -207,4 +207,4 @@ def launch(x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...], eps: float,
     _streamed[(tiles * c.split,)](
         _tiles(x, rows, c.block_k), _tiles(weight, c.block_n, c.block_k), bias, squares, next_norm, out, weighted, sums,
         workspace.partials, workspace.counters, tokens, num_outputs, num_inputs, eps, out.stride(0), rows, c.block_n,
-        c.block_k, c.stages, c.split, *flags, num_warps=4, **pdl(x))
+        c.block_k, c.stages, c.split, *flags, num_warps=c.num_warps, **pdl(x))

@@ -23,7 +23,7 @@ from tests.triton.support import (
 )
 from tests.triton.test_skinny_linear import check_begun, exact
 
-ROWS = [1, 2, 7, 8, 9, 16, 31, 33, MAX_ROWS]
+ROWS = [1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 96, 127, MAX_ROWS]
 HALF = (torch.bfloat16, torch.float16)
 SHAPES = [(64, 64), (1, 128), (100, 136), (192, 1000), (4096, 512), (256, 14336)]
 
@@ -37,7 +37,7 @@ def needs_hopper() -> None:
 def configs(rows: int, outputs: int, inputs: int, gated: bool) -> list[StreamedConfig]:
     """As shipped, and with columns shared by more programs than have any."""
     shipped = streamed_config.config(rows, outputs, inputs, gated)
-    return [shipped, StreamedConfig(64, 2, 2), StreamedConfig(64, 3)]
+    return [shipped, StreamedConfig(64, 2, 2, shipped.block_n), StreamedConfig(64, 3, 1, shipped.block_n)]
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -92,12 +92,12 @@ def test_a_norm_shared_out_between_two_products(rows: int, gated: bool) -> None:
     assert_close(out, exact(stream, second, None, gated, norm))
 
 
-@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("rows", [3, 40, 100])
 def test_a_row_does_not_depend_on_those_beside_it(rows: int) -> None:
     """NaN in one row stays there, and no row's bits change with the number of rows."""
     values = Values(rows)
     x, weight = values.normal(rows + 1, 512, dtype=DTYPE), values.normal(200, 512, dtype=DTYPE)
-    config = StreamedConfig(64, 3, 2)
+    config = StreamedConfig(64, 3, 2, streamed_config.config(rows, 200, 512, False).block_n)
 
     def product(given: Tensor) -> Tensor:
         return own_linear(given, weight, config=config)

@@ -51,7 +51,7 @@ from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
 SKINNY_ROWS = (1, 8, 16)
-STREAMED_ROWS = (64,)
+STREAMED_ROWS = (64, 128)
 GATED_ROWS = (64, 256)
 
 
@@ -183,6 +183,8 @@ def launch_own_products(model: Model, rows: int, config_of: ConfigOf) -> None:
     begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm)
     product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
     add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
+    if rows > 64:
+        return  # only products of known sizes have so many
     # The compiler knows a size of one when it compiles.
     product(hidden, bf16(1, model.hidden), bf16(1))
     product(hidden, bf16(2, model.hidden), gated=True)
