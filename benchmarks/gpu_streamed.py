@@ -42,15 +42,16 @@ def layer_variants(model: Model, rows: int) -> dict[str, Configs]:
 
 
 def tried_configs(shape: Shape, rows: int) -> list[StreamedConfig]:
-    """As the rule says, and beside it: fewer stages, other numbers of programs, tiles of the other height."""
+    """As the rule says, and beside it: fewer stages, other numbers of programs, tiles of other heights."""
     rule = streamed_config.config(rows, *shape)
     outputs, _, gated = shape
     tried = [rule, *(dataclasses.replace(rule, stages=n) for n in (3, 4, 5) if n < rule.stages)]
     tried += [dataclasses.replace(rule, split=n) for n in (1, 2, 4) if n != rule.split]
-    other = 192 - rule.block_n
-    programs = -(-outputs // other)
-    stage = 2 * 64 * (other * (1 + gated) + padded(rows))
-    tried.append(StreamedConfig(64, (200 << 10) // stage, 2 if programs <= 66 else 1, other))
+    for block_n in {64, 128} if gated else {64, 128, 256}:
+        if block_n != rule.block_n:
+            stage, programs = 2 * 64 * (block_n * (1 + gated) + padded(rows)), -(-outputs // block_n)
+            split = 1 << (132 // programs).bit_length() - 1 if programs <= 132 else 1
+            tried.append(StreamedConfig(64, (200 << 10) // stage, split, block_n))
 
     def partials(c: StreamedConfig) -> int:
         return -(-outputs // c.block_n) * c.split * c.block_n * padded(rows) * (1 + gated)

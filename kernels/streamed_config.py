@@ -25,13 +25,13 @@ class StreamedConfig:
     split: int = 1
     """Programs that share a tile's columns."""
     block_n: int = _BLOCK_N
-    """Rows of W of a program (of each half, if gated): 64, what the tensor cores take at once from four warps, or
-    128."""
+    """Rows of W of a program (of each half, if gated): 64, what the tensor cores take at once from four warps, or more
+    of them."""
 
     @property
     def num_warps(self) -> int:
-        """Four for each 64 rows of W."""
-        return self.block_n // 16
+        """Four for each 64 rows of W, up to eight."""
+        return min(8, self.block_n // 16)
 
 
 def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> StreamedConfig:
