@@ -1,10 +1,10 @@
-"""Which products of a layer should be streamed (kernels/streamed_linear_gluon.py), and how: under 40 s of a Hopper GPU.
+"""Which products of a layer should be streamed (kernels/streamed_linear_gluon.py), and how.
 
     python benchmarks/gpu_streamed.py [--models llama-3.1-8b] [--batches 96 128]
 
 First a decode step's layer in a chain of them, at 768 tokens: all products from the library, as shipped, all streamed,
 and streamed but for one at a time. Then each matrix alone over copies that L2 does not hold, from the library and by
-several configurations, each checked against float64. All in us; what all rows of a model share is compiled first.
+several configurations, each checked against float64. All in us, on a Hopper GPU; all kernels are compiled first.
 """
 
 from __future__ import annotations

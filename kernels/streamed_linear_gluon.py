@@ -9,8 +9,8 @@ are on their way before the kernel waits for x (programmatic dependent launch), 
 Where there are fewer tiles than processors, several programs share one, each with a part of K. They leave their parts
 in float32, and these are added up always in the same order: the result is the same in every run. Of few rows of x the
 last program that comes does so; of many, where it would read for longer than it computed, each waits for all others and
-ends some of the rows. Nobody waits in vain: as many programs as fit the processors begin, a tile's one after the other,
-and those of the kernel after this one only after all of them.
+ends some of the rows. Nobody waits in vain: a tile's programs begin one after the other, and those of the kernel after
+this one only after all of them, so none can take the place that another waits for.
 
 What else the kernel can do, kernels.own_linear says.
 """

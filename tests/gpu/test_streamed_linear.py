@@ -109,11 +109,26 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int) -> None:
     assert more[rows].isnan().all()
 
 
-def test_a_chain_of_kernels_that_start_early_gives_what_they_give_one_by_one() -> None:
+def test_counters_go_round() -> None:
+    """Of 32 bits; programs of different numbers share them."""
+    from sidestep.kernels.streamed_linear_gluon import _workspace
+
     values = Values(1)
-    x = values.normal(8, 1024, dtype=DTYPE)
+    x, weight = values.normal(128, 512, dtype=DTYPE), values.normal(256, 512, dtype=DTYPE)
+    kinds = [(StreamedConfig(64, 3, 4, 128), 128), (StreamedConfig(64, 3, 2, 128), 128), (StreamedConfig(64, 3, 8), 64)]
+    expected = [own_linear(x[:rows], weight, config=config) for config, rows in kinds]
+    _workspace(x.device).counters.fill_(2**31 - 2 * 1024)
+    for _ in range(2):
+        for (config, rows), before in zip(kinds, expected, strict=True):
+            assert torch.equal(own_linear(x[:rows], weight, config=config), before)
+
+
+@pytest.mark.parametrize("rows", [8, 100])
+def test_a_chain_of_kernels_that_start_early_gives_what_they_give_one_by_one(rows: int) -> None:
+    values = Values(1)
+    x = values.normal(rows, 1024, dtype=DTYPE)
     weights = [values.normal(1024, 1024, dtype=DTYPE, scale=0.03) for _ in range(12)]
-    config = streamed_config.config(8, 1024, 1024, False)
+    config = streamed_config.config(rows, 1024, 1024, False)
 
     def chain(wait: bool) -> Tensor:
         out = x

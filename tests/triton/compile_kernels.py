@@ -183,8 +183,6 @@ def launch_own_products(model: Model, rows: int, config_of: ConfigOf) -> None:
     begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm)
     product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
     add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
-    if rows > 64:
-        return  # only products of known sizes have so many
     # The compiler knows a size of one when it compiles.
     product(hidden, bf16(1, model.hidden), bf16(1))
     product(hidden, bf16(2, model.hidden), gated=True)
