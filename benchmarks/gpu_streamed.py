@@ -33,6 +33,11 @@ Shape = tuple[int, int, bool]
 CONTEXT = 768
 
 
+def matrices(model: Model) -> dict[str, Shape]:
+    """Those of a layer, and the last one."""
+    return {**model.linears(), "lm_head": (model.vocab, model.hidden, False)}
+
+
 def layer_variants(model: Model, rows: int) -> dict[str, Configs]:
     """By what the table calls them."""
     shapes = model.linears()
@@ -47,6 +52,7 @@ def tried_configs(shape: Shape, rows: int) -> list[StreamedConfig]:
     outputs, _, gated = shape
     tried = [rule, *(dataclasses.replace(rule, stages=n) for n in (3, 4, 5) if n < rule.stages)]
     tried += [dataclasses.replace(rule, split=n) for n in (1, 2, 4) if n != rule.split]
+    tried.append(dataclasses.replace(rule, stages=3, split=2 * rule.split))  # two programs a processor
     for block_n in {64, 128} if gated else {64, 128, 256}:
         if block_n != rule.block_n:
             stage, programs = 2 * 64 * (block_n * (1 + gated) + padded(rows)), -(-outputs // block_n)
@@ -56,7 +62,7 @@ def tried_configs(shape: Shape, rows: int) -> list[StreamedConfig]:
     def partials(c: StreamedConfig) -> int:
         return -(-outputs // c.block_n) * c.split * c.block_n * padded(rows) * (1 + gated)
 
-    return [c for c in tried if c.split == 1 or partials(c) <= MOST_PARTIALS]
+    return list(dict.fromkeys(c for c in tried if c.split == 1 or partials(c) <= MOST_PARTIALS))
 
 
 def compile_ahead(model: Model, batches: list[int]) -> None:
@@ -67,7 +73,7 @@ def compile_ahead(model: Model, batches: list[int]) -> None:
         for layer in layers:
             for configs in layer_variants(model, layer.rows).values():
                 layer.run(configs)
-        for outputs, inputs, gated in model.linears().values():
+        for outputs, inputs, gated in matrices(model).values():
             weight = torch.empty(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE)
             for rows in batches:
                 x = torch.empty(rows, inputs, dtype=DTYPE, device=DEVICE)
@@ -89,7 +95,7 @@ def time_layers(model: Model, rows: int) -> None:
 
 def time_alone(model: Model, rows: int) -> None:
     """A line for each matrix: the library, then configurations, the fastest first."""
-    for name, shape in model.linears().items():
+    for name, shape in matrices(model).items():
         case = Linear(*shape, rows)
         took = sorted((attempt(lambda c=c, case=case: case.time(c)), str(dataclasses.astuple(c)))
                       for c in tried_configs(shape, rows))

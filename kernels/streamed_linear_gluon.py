@@ -233,7 +233,7 @@ def launch(x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...], eps: float,
     rows, gated = padded(tokens), flags[-1]
     tiles = triton.cdiv(num_outputs, c.block_n)
     assert rows <= MAX_ROWS and num_inputs % ALIGNED == 0, f"{tuple(x.shape)} by {tuple(weight.shape)}"
-    assert c.split & (c.split - 1) == 0, f"{c}"
+    assert c.split & (c.split - 1) == 0 and not (flags[1] and gated), f"{c}, {flags}"
     assert c.split == 1 or tiles * c.split * c.block_n * rows * (1 + gated) <= MOST_PARTIALS, f"{c}"
     workspace = _workspace(x.device)
     _streamed[(tiles * c.split,)](
