@@ -127,6 +127,7 @@ class Case:
         self._shape = (rows, context, runner._block_size, 1000)
         self._special = runner._special
 
+    @torch.inference_mode()
     def seconds(self, controls: Controls, asking: int) -> float:
         """Of a step in which so many rows have controls."""
         if isinstance(self._runner, GpuRunner):

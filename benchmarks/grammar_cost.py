@@ -16,7 +16,6 @@ their ends, where masks are slowest. The tokenizer is made up to the size. No de
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import tempfile
 import time
@@ -25,14 +24,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.structured_outputs import SCHEMA, write_tokenizer
+from benchmarks.structured_outputs import SCHEMA, unbounded, write_tokenizer
 from sidestep.engine_core.mask_table import MaskTable
 from sidestep.engine_core.request import Request
 from sidestep.engine_core.step_plan import StepBuilder
@@ -50,13 +48,6 @@ from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 PARTS = ("follow", "masks", "place", "send", "table", "all sent")
 WARM_UP = 50
 """Steps in which the matchers learn the most."""
-
-
-def unbounded() -> dict[str, Any]:
-    """The schema of benchmarks/structured_outputs.py without a bound on its strings."""
-    schema = copy.deepcopy(SCHEMA)
-    del schema["items"]["properties"]["name"]["maxLength"]
-    return schema
 
 
 FORMS = {

@@ -47,9 +47,9 @@ def test_budget_below_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("given", "device", "expected"), [
-    ({}, "cpu", (256, 2048, 512)), ({}, "fake", (256, 2048, 512)), ({}, "cuda", (512, 8192, 1024)),
+    ({}, "cpu", (256, 2048, 512)), ({}, "fake", (256, 2048, 512)), ({}, "cuda", (512, 8448, 1024)),
     ({"max_num_seqs": 9000}, "cuda", (9000, 9000, 18000)), ({"max_num_batched_tokens": 100}, "cpu", (100, 100, 200)),
-    ({"max_num_seqs": 4, "async_scheduling": False}, "cuda", (4, 8192, 4))], ids=str)
+    ({"max_num_seqs": 4, "async_scheduling": False}, "cuda", (4, 8448, 4))], ids=str)
 def test_limits_that_were_not_asked_for_follow_the_device(given: Any, device: str, expected: tuple[int, ...]) -> None:
     limits = SchedulerConfig(**given).limits(device)
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_slots) == expected
