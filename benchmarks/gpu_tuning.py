@@ -65,7 +65,7 @@ from typing import Literal
 
 Choice = tuple[int, int, int, bool] | Literal["streamed"] | None
 
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 8, 16, 32, 64)
 PRODUCTS: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
 '''
 

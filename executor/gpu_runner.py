@@ -243,7 +243,7 @@ class GpuRunner(Runner):
             for sizes in kinds:
                 self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
             # Of tokens of prompts, whose logits are asked for, there may be any number.
-            self._model.warm_up((1, 2, 16, 32, 64, 128), with_head=self._stage.is_last)
+            self._model.warm_up((1, 2, 16, 32, 64), with_head=self._stage.is_last)
             self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
             if self._stage.is_last:
                 self._launch_masks()

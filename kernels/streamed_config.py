@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_ROWS = 128
+MAX_ROWS = 64
 ALIGNED = 8
 """Columns of W must be a multiple of this many: the copy engine wants rows at multiples of 16 bytes."""
 _RING_BYTES = 200 << 10
 _PROCESSORS = 132
-_BLOCK_N, _MOST_BLOCK_N = 64, 128
-MOST_PARTIALS = 2 * _PROCESSORS * _MOST_BLOCK_N * MAX_ROWS
+BLOCK_N = 64
+"""Rows of W of a program (of each half, if gated): what tensor cores take at once."""
+MOST_PARTIALS = 2 * _PROCESSORS * BLOCK_N * MAX_ROWS
 """Sums that programs which share their columns leave for one another, in float32."""
 
 
@@ -24,31 +25,22 @@ class StreamedConfig:
     """Tiles in the ring."""
     split: int = 1
     """Programs that share a tile's columns."""
-    block_n: int = _BLOCK_N
-    """Rows of W of a program (of each half, if gated): 64, what the tensor cores take at once from four warps, or more
-    of them."""
-
-    @property
-    def num_warps(self) -> int:
-        """Four for each 64 rows of W, up to eight."""
-        return min(8, self.block_n // 16)
+    block_n: int = BLOCK_N
 
 
 def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> StreamedConfig:
     """A ring that fills a processor's shared memory, and programs for at most one turn of all processors, or as many
-    as there are tiles: what was best, or within a percent of it, for all sizes tried. Each program reads all of x, from
-    L2, so where x has more rows than 64 there are half as many programs, with twice as much of W each."""
+    as there are tiles: what was best, or within a percent of it, for all sizes tried."""
     rows = padded(tokens)
-    block_n = _BLOCK_N if rows <= 64 else _MOST_BLOCK_N
     block_k = 128
-    stage = 2 * (block_n * (1 + gated) + rows) * block_k
+    stage = 2 * (BLOCK_N * (1 + gated) + rows) * block_k
     if _RING_BYTES // stage < 4:
         block_k, stage = 64, stage // 2
-    tiles, steps = -(-num_outputs // block_n), -(-num_inputs // block_k)
+    tiles, steps = -(-num_outputs // BLOCK_N), -(-num_inputs // block_k)
     split = 1
     while 2 * split * tiles <= _PROCESSORS and 4 * split <= steps:
         split *= 2
-    return StreamedConfig(block_k, max(2, min(10, _RING_BYTES // stage, -(-steps // split))), split, block_n)
+    return StreamedConfig(block_k, max(2, min(10, _RING_BYTES // stage, -(-steps // split))), split)
 
 
 def padded(tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""x W^T for a few up to 128 rows of x, where reading W is most of the work: W streams through shared memory.
+"""x W^T for a few up to 64 rows of x, where reading W is most of the work: W streams through shared memory.
 
 For Hopper. Each program takes some rows of W, or a part of their columns, through a ring of tiles that the bulk copy
 engine fills. Nothing passes through registers on the way, so a ring is as deep as shared memory allows. The product is
@@ -7,10 +7,7 @@ of the second. Written in Gluon, Triton's lower level, for the one thing that Tr
 are on their way before the kernel waits for x (programmatic dependent launch), while the kernel before still runs.
 
 Where there are fewer tiles than processors, several programs share one, each with a part of K. They leave their parts
-in float32, and these are added up always in the same order: the result is the same in every run. Of few rows of x the
-last program that comes does so; of many, where it would read for longer than it computed, each waits for all others and
-ends some of the rows. Nobody waits in vain: a tile's programs begin one after the other, and those of the kernel after
-this one only after all of them, so none can take the place that another waits for.
+in float32, and the last one that comes adds them up, always in the same order: the result is the same in every run.
 
 What else the kernel can do, kernels.own_linear says.
 """
@@ -35,9 +32,6 @@ from sidestep.kernels.streamed_config import ALIGNED, MAX_ROWS, MOST_PARTIALS, S
 _bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-_TURN: gl.constexpr = gl.constexpr(1024)
-"""By how much all programs of a tile together count up; no more programs than this."""
-
 
 @gluon.jit
 def _activate(gate, up, dtype):
@@ -57,10 +51,10 @@ def _ask_for_w(w_tiles, ring, up_ring, bars, row, up_row, step, slot, pred, BYTE
 
 
 @gluon.jit
-def _scale(squares, first, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
+def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
     """What a norm multiplies these rows of a stream by, from the parts of the sums of their squares."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
-    token = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     part = gl.arange(0, triton.next_power_of_2(PARTS), layout=gl.SliceLayout(0, layout))
     given = gl.load(squares + gl.minimum(token, T - 1)[:, None] * PARTS + part[None, :], mask=(part < PARTS)[None, :],
                     other=0.0)
@@ -76,19 +70,6 @@ def _sum_of(parts, NUMBER: gl.constexpr, SIZE: gl.constexpr):
     return total
 
 
-@gluon.jit
-def _arrive(counter, NUMBER: gl.constexpr, WAIT: gl.constexpr):
-    """Counts this program as one of so many, a power of two; whether all are there, which it may wait for. They count
-    up by a turn in all, so that the next kernel's programs, of another number, begin with a multiple of it too."""
-    STEP: gl.constexpr = _TURN // NUMBER
-    seen = gl.atomic_add(counter, STEP, sem="acq_rel") + STEP
-    end = ((seen - 1) & -_TURN) + _TURN
-    if WAIT:
-        while seen - end < 0:  # a difference, since the sum may go round
-            seen = gl.atomic_add(counter, 0, sem="acquire")
-    return seen == end
-
-
 @gluon.jit(do_not_specialize=["T"])
 def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, next_squares, partials, counters, T, N,
               K, eps, out_stride, ROWS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -97,17 +78,9 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
     dtype: gl.constexpr = x_tiles.dtype
     BYTES: gl.constexpr = (BN * (2 if GATED else 1) + ROWS) * BK * 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
-    # Rows of x whose end a program is, once all of a tile are there or by itself.
-    TOGETHER: gl.constexpr = SPLIT > 1 and ROWS > 64
-    ENDED: gl.constexpr = ROWS // SPLIT if TOGETHER else ROWS
-    VECTOR: gl.constexpr = min(4, ENDED)
-    ACROSS: gl.constexpr = min(32, ENDED // VECTOR)
-    SUM: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [num_warps, 1], [1, 0])
-    HELD: gl.constexpr = SUM if SPLIT > 1 else MMA
     WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
     tile = gl.program_id(0) // SPLIT
     part = gl.program_id(0) % SPLIT
-    ended = part * ENDED if TOGETHER else 0
     row = tile * BN
     each = gl.cdiv(gl.cdiv(K, BK), SPLIT)
     first = part * each
@@ -124,7 +97,7 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
     for slot in gl.static_range(STAGES):
         _ask_for_w(w_tiles, ring, up_ring, bars, row, N + row, first + slot, slot, slot < steps, BYTES, BK, GATED)
     n = row + gl.arange(0, BN, layout=gl.SliceLayout(1, WIDE))
-    t = ended + gl.arange(0, ENDED, layout=gl.SliceLayout(0, WIDE))
+    t = gl.arange(0, ROWS, layout=gl.SliceLayout(0, WIDE))
     inside = (n < N)[:, None] & (t < T)[None, :]
     places = out + t[None, :].to(gl.int64) * out_stride + n[:, None]
     if NEXT:
@@ -138,7 +111,7 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
     if ADD:
         before = gl.load(places, mask=inside, other=0.0)
     if PARTS:
-        scale = gl.convert_layout(_scale(squares, ended, T, eps, K, ENDED, PARTS, num_warps), gl.SliceLayout(0, WIDE))
+        scale = gl.convert_layout(_scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE))
     # 2. Step by step; a tile's place is asked for again once the product after it has begun.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)
     acc_up = acc
@@ -161,41 +134,36 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
         acc, acc_up = warpgroup_mma_wait(0, deps=[acc, acc_up])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    # 3. The parts of a tile's programs together, in the order in which the tensor cores leave them.
+    # 3. The parts of a tile's programs together.
+    result = gl.convert_layout(acc, WIDE)
+    up = result
+    if GATED:
+        up = gl.convert_layout(acc_up, WIDE)
     last = True
     if SPLIT > 1:
-        SIZE: gl.constexpr = BN * ROWS
-        parts_of_tile = partials + tile.to(gl.int64) * (SPLIT * SIZE * (2 if GATED else 1))
-        left = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))[:, None] * ROWS \
-            + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))[None, :]
-        gl.store(parts_of_tile + part * SIZE + left, acc)
+        HALF: gl.constexpr = SPLIT * BN * ROWS
+        parts_of_tile = partials + tile.to(gl.int64) * (2 * HALF if GATED else HALF) + t[None, :] * BN \
+            + (n - row)[:, None]
+        gl.store(parts_of_tile + part * BN * ROWS, result)
         if GATED:
-            gl.store(parts_of_tile + (SPLIT + part) * SIZE + left, acc_up)
+            gl.store(parts_of_tile + HALF + part * BN * ROWS, up)
         _barrier()
-        last = _arrive(counters + tile, SPLIT, TOGETHER)
+        last = gl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            gl.store(counters + tile, 0)
+            result = _sum_of(parts_of_tile, SPLIT, BN * ROWS)
+            if GATED:
+                up = _sum_of(parts_of_tile + HALF, SPLIT, BN * ROWS)
     # 4. The end.
     if last:
-        if SPLIT > 1:
-            parts = parts_of_tile + gl.arange(0, BN, layout=gl.SliceLayout(1, SUM))[:, None] * ROWS \
-                + (ended + gl.arange(0, ENDED, layout=gl.SliceLayout(0, SUM)))[None, :]
-            whole = _sum_of(parts, SPLIT, SIZE)
-            if GATED:
-                up = _sum_of(parts + SPLIT * SIZE, SPLIT, SIZE)
-        else:
-            whole = acc
-            up = acc_up
-        if GATED:
-            if PARTS:
-                held = gl.convert_layout(scale, gl.SliceLayout(0, HELD))
-                whole *= held[None, :]
-                up *= held[None, :]
-            result = gl.convert_layout(_activate(whole, up, dtype).to(dtype), WIDE).to(gl.float32)
-        else:
-            result = gl.convert_layout(whole, WIDE)
-            if PARTS:
-                result *= scale[None, :]
+        if PARTS:
+            result *= scale[None, :]
         if BIAS:
             result += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            if PARTS:
+                up *= scale[None, :]
+            result = _activate(result, up, dtype)
         if ADD:
             result += before.to(gl.float32)
         rounded = result.to(dtype)
@@ -203,12 +171,13 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
         if NEXT:
             wide = rounded.to(gl.float32)
             gl.store(next_weighted + t[None, :] * N + n[:, None], (wide * scales[:, None]).to(dtype), mask=inside)
-            sums = gl.sum(gl.where(inside, wide * wide, 0.0), 0)
-            gl.store(next_squares + t * (gl.num_programs(0) // SPLIT) + tile, sums, mask=t < T)
+            parts = gl.sum(gl.where(inside, wide * wide, 0.0), 0)
+            gl.store(next_squares + t * (gl.num_programs(0) // SPLIT) + tile, parts, mask=t < T)
 
 
 class _Workspace:
-    """Parts of sums, and counters of programs; one a device, since kernels that use it follow one another."""
+    """Parts of sums, and counters that are zero between kernels; one a device, since kernels that use it follow one
+    another."""
 
     def __init__(self, device: torch.device) -> None:
         self.partials = torch.empty(MOST_PARTIALS, dtype=torch.float32, device=device)
@@ -233,10 +202,9 @@ def launch(x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...], eps: float,
     rows, gated = padded(tokens), flags[-1]
     tiles = triton.cdiv(num_outputs, c.block_n)
     assert rows <= MAX_ROWS and num_inputs % ALIGNED == 0, f"{tuple(x.shape)} by {tuple(weight.shape)}"
-    assert c.split & (c.split - 1) == 0 and not (flags[1] and gated), f"{c}, {flags}"
     assert c.split == 1 or tiles * c.split * c.block_n * rows * (1 + gated) <= MOST_PARTIALS, f"{c}"
     workspace = _workspace(x.device)
     _streamed[(tiles * c.split,)](
         _tiles(x, rows, c.block_k), _tiles(weight, c.block_n, c.block_k), bias, squares, next_norm, out, weighted, sums,
         workspace.partials, workspace.counters, tokens, num_outputs, num_inputs, eps, out.stride(0), rows, c.block_n,
-        c.block_k, c.stages, c.split, *flags, num_warps=c.num_warps, **pdl(x))
+        c.block_k, c.stages, c.split, *flags, num_warps=4, **pdl(x))

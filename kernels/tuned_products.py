@@ -10,46 +10,40 @@ from typing import Literal
 
 Choice = tuple[int, int, int, bool] | Literal["streamed"] | None
 
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 8, 16, 32, 64)
 PRODUCTS: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     (4096, 1024, False): (  # Qwen3-0.6B, qkv
         (4, 512, 4, False),
         (16, 1024, 4, True),
         "streamed",
         "streamed",
-        None,
         None),
     (1024, 2048, False): (  # Qwen3-0.6B, o
         (2, 2048, 8, False),
         (16, 1024, 4, True),
         "streamed",
         "streamed",
-        None,
         None),
     (3072, 1024, True): (  # Qwen3-0.6B, gate_up
         (1, 512, 2, False),
         (16, 1024, 4, True),
         "streamed",
         "streamed",
-        None,
         None),
     (1024, 3072, False): (  # Qwen3-0.6B, down
         (1, 4096, 8, False),
         (16, 2048, 8, True),
         "streamed",
         "streamed",
-        None,
         None),
     (151936, 1024, False): (  # Qwen3-0.6B, lm_head
         (4, 512, 4, False),
         (32, 512, 4, True),
         "streamed",
         "streamed",
-        None,
         None),
     (6144, 4096, False): (  # Llama-3.1-8B, qkv
         (2, 2048, 8, False),
-        "streamed",
         "streamed",
         "streamed",
         "streamed",
@@ -59,11 +53,9 @@ PRODUCTS: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
         "streamed",
         "streamed",
         "streamed",
-        "streamed",
         "streamed"),
     (14336, 4096, True): (  # Llama-3.1-8B, gate_up
         (1, 4096, 8, False),
-        "streamed",
         "streamed",
         "streamed",
         "streamed",
@@ -73,11 +65,9 @@ PRODUCTS: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
         "streamed",
         "streamed",
         "streamed",
-        "streamed",
         "streamed"),
     (128256, 4096, False): (  # Llama-3.1-8B, lm_head
         (1, 4096, 8, False),
-        "streamed",
         "streamed",
         "streamed",
         "streamed",

@@ -23,7 +23,7 @@ from tests.triton.support import (
 )
 from tests.triton.test_skinny_linear import check_begun, exact
 
-ROWS = [1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 96, 127, MAX_ROWS]
+ROWS = [1, 2, 7, 8, 9, 16, 31, 33, MAX_ROWS]
 HALF = (torch.bfloat16, torch.float16)
 SHAPES = [(64, 64), (1, 128), (100, 136), (192, 1000), (4096, 512), (256, 14336)]
 
@@ -37,7 +37,7 @@ def needs_hopper() -> None:
 def configs(rows: int, outputs: int, inputs: int, gated: bool) -> list[StreamedConfig]:
     """As shipped, and with columns shared by more programs than have any."""
     shipped = streamed_config.config(rows, outputs, inputs, gated)
-    return [shipped, StreamedConfig(64, 2, 2, shipped.block_n), StreamedConfig(64, 3, 1, shipped.block_n)]
+    return [shipped, StreamedConfig(64, 2, 2), StreamedConfig(64, 3)]
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -92,12 +92,12 @@ def test_a_norm_shared_out_between_two_products(rows: int, gated: bool) -> None:
     assert_close(out, exact(stream, second, None, gated, norm))
 
 
-@pytest.mark.parametrize("rows", [3, 40, 100])
+@pytest.mark.parametrize("rows", [3, 40])
 def test_a_row_does_not_depend_on_those_beside_it(rows: int) -> None:
     """NaN in one row stays there, and no row's bits change with the number of rows."""
     values = Values(rows)
     x, weight = values.normal(rows + 1, 512, dtype=DTYPE), values.normal(200, 512, dtype=DTYPE)
-    config = StreamedConfig(64, 3, 2, streamed_config.config(rows, 200, 512, False).block_n)
+    config = StreamedConfig(64, 3, 2)
 
     def product(given: Tensor) -> Tensor:
         return own_linear(given, weight, config=config)
@@ -109,26 +109,11 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int) -> None:
     assert more[rows].isnan().all()
 
 
-def test_counters_go_round() -> None:
-    """Of 32 bits; programs of different numbers share them."""
-    from sidestep.kernels.streamed_linear_gluon import _workspace
-
+def test_a_chain_of_kernels_that_start_early_gives_what_they_give_one_by_one() -> None:
     values = Values(1)
-    x, weight = values.normal(128, 512, dtype=DTYPE), values.normal(256, 512, dtype=DTYPE)
-    kinds = [(StreamedConfig(64, 3, 4, 128), 128), (StreamedConfig(64, 3, 2, 128), 128), (StreamedConfig(64, 3, 8), 64)]
-    expected = [own_linear(x[:rows], weight, config=config) for config, rows in kinds]
-    _workspace(x.device).counters.fill_(2**31 - 2 * 1024)
-    for _ in range(2):
-        for (config, rows), before in zip(kinds, expected, strict=True):
-            assert torch.equal(own_linear(x[:rows], weight, config=config), before)
-
-
-@pytest.mark.parametrize("rows", [8, 100])
-def test_a_chain_of_kernels_that_start_early_gives_what_they_give_one_by_one(rows: int) -> None:
-    values = Values(1)
-    x = values.normal(rows, 1024, dtype=DTYPE)
+    x = values.normal(8, 1024, dtype=DTYPE)
     weights = [values.normal(1024, 1024, dtype=DTYPE, scale=0.03) for _ in range(12)]
-    config = streamed_config.config(rows, 1024, 1024, False)
+    config = streamed_config.config(8, 1024, 1024, False)
 
     def chain(wait: bool) -> Tensor:
         out = x

@@ -52,7 +52,7 @@ from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
 SKINNY_ROWS = (1, 8, 16)
-STREAMED_ROWS = (64, 128)
+STREAMED_ROWS = (64,)
 GATED_ROWS = (64, 256)
 
 
