@@ -1,14 +1,16 @@
-"""Masks computed by threads, so that those who wait for them need not wait for the slowest.
+"""Masks of a step, without waiting for the slowest.
 
-Requests that share a compilation take turns in it, so their masks are one job. Most masks take microseconds; a few take
-longer than a step of a small model. Whoever needs the masks of a step waits for all jobs for a time, and then no longer
-than until few rows are left. A job that is late goes on, and is there when a later step asks again.
+Most masks take microseconds; a few take longer than a step of a small model, and a hostile grammar's may all do so. A
+step waits for all of its masks for a time, and then no longer than until few rows are left. So the requests of a
+grammar are a job. One with so many rows that the step would wait for it in any case is computed by the caller; the
+others by threads, and one that is late goes on, and is there when a later step asks again.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,12 +24,13 @@ from sidestep.ipc.step import Int32
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-_JOBS_A_THREAD = 2
+_MOST_JOBS = 8
+"""Of a step: each costs the waking of a thread. With so many none has more rows than a step can do without."""
 
 
 @dataclass(slots=True, eq=False)
 class MaskJob:
-    """Masks of some requests, all that share a compilation among them."""
+    """Masks of some requests, all of a grammar among them."""
 
     matchers: list[tuple[LLMatcher, int]]
     """With their rows in `masks`; nothing else may touch them until the job is done."""
@@ -48,13 +51,12 @@ class MaskJob:
 
 
 class MaskJobs:
-    """The threads, and what they have to do. All methods are for one thread."""
+    """The threads, and what they have to do. `compute` is for one thread."""
 
-    def __init__(self, num_words: int, executor: LLExecutor | None, num_threads: int) -> None:
-        """num_threads: 0 if masks are computed when they are asked for, and nothing is ever late."""
+    def __init__(self, num_words: int, executor: LLExecutor | None) -> None:
+        """executor: None if all masks are computed by the caller, and nothing is ever late."""
         self._num_words = num_words
         self._executor = executor
-        self._num_threads = num_threads
         self._has_threads = False
         self._jobs: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()
         self._free: list[Int32] = []
@@ -66,54 +68,64 @@ class MaskJobs:
         """Whether each job's end is of interest, not the last one's alone."""
 
     def __repr__(self) -> str:
-        return f"MaskJobs({self._num_threads} threads)"
+        return f"MaskJobs({len(self._awaited)} awaited)"
 
-    def start(self, requests: Sequence[Request]) -> None:
-        """Has the masks of requests computed, unless that is under way."""
+    def compute(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int,
+                patience_s: float) -> list[Int32 | None]:
+        """The mask of each, valid until the next call. None for some of those that may be late, at most so many, if
+        theirs are not there after so many seconds; a later call gives them."""
+        until = time.monotonic() + patience_s
         self._free, self._taken = self._taken, []
-        for members in self._share_out([r for r in requests if r.mask_job is None]):
-            masks = next((m for m in self._free if len(m) == len(members)), None)
-            if masks is None:
-                masks = np.empty((len(members), self._num_words), np.int32)
-            else:
-                self._free = [m for m in self._free if m is not masks]
-            job = MaskJob([(r.matcher, i) for i, r in enumerate(members) if r.matcher is not None], masks, len(members))
-            for i, request in enumerate(members):
-                request.mask_job, request.mask_row = job, i
-            if self._num_threads:
+        new = self._make([request for request in requests if request.mask_job is None])
+        own = [job for job in new if self._executor is None or job.num_left > most_late]
+        for job in new:
+            if job not in own:
                 self._start_threads()
                 self._jobs.put(job)
-            else:
-                job.run(self._executor)
-                job.is_done = True
+        for job in own:
+            job.run(self._executor)
+            job.is_done = True
+        self._wait(requests, may_be_late, most_late, until)
+        return [self._take(request) for request in requests]
 
-    def _share_out(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """By compilation, and no more parts than keep the threads busy: each costs a thread's waking."""
-        groups: dict[int, list[Request]] = {}
+    def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
+        """A job for each grammar; for several, where there are many."""
+        grammars: dict[str, list[Request]] = {}
         for request in requests:
-            groups.setdefault(request.matcher_group, []).append(request)
-        parts = list(groups.values())
-        most = max(1, _JOBS_A_THREAD * self._num_threads)
-        return [list(chain.from_iterable(parts[i::most])) for i in range(min(most, len(parts)))]
+            grammars.setdefault(request.grammar_text, []).append(request)
+        parts = list(grammars.values())
+        jobs = []
+        for part in (list(chain.from_iterable(parts[i::_MOST_JOBS])) for i in range(min(_MOST_JOBS, len(parts)))):
+            # Side by side, those that share a compilation are most often one thread's.
+            members = sorted(part, key=lambda request: request.matcher_group)
+            job = MaskJob([(r.matcher, i) for i, r in enumerate(members) if r.matcher is not None],
+                          self._memory(len(members)), len(members))
+            for i, request in enumerate(members):
+                request.mask_job, request.mask_row = job, i
+            jobs.append(job)
+        return jobs
 
-    def wait(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int, patience_s: float) -> None:
-        """Until the masks of all are there; after some seconds, until those are that may not be late, and of the others
-        all but a number."""
-        def pending(count_all: bool) -> int:
-            return sum(count_all or not late for r, late in zip(requests, may_be_late, strict=True)
-                       if r.mask_job is not None and not r.mask_job.is_done)
+    def _memory(self, count: int) -> Int32:
+        for i, masks in enumerate(self._free):
+            if len(masks) == count:
+                return self._free.pop(i)
+        return np.empty((count, self._num_words), np.int32)
 
-        if not self._num_threads:
-            return
+    def _wait(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int, until: float) -> None:
+        """Until all masks are there; later, until those are that may not be late, and all but some of the others."""
+        def is_enough() -> bool:
+            left = [late for request, late in zip(requests, may_be_late, strict=True)
+                    if request.mask_job is not None and not request.mask_job.is_done]
+            return all(left) and len(left) <= most_late
+
         with self._ended:
             self._awaited = {r.mask_job for r in requests if r.mask_job is not None and not r.mask_job.is_done}
             self._is_impatient = False
-            if not self._ended.wait_for(lambda: not self._awaited, patience_s):
+            if not self._ended.wait_for(lambda: not self._awaited, until - time.monotonic()):
                 self._is_impatient = True
-                self._ended.wait_for(lambda: not pending(False) and pending(True) <= most_late)
+                self._ended.wait_for(is_enough)
 
-    def take(self, request: Request) -> Int32 | None:
-        """The request's mask, valid until the next `start`; None if it is late."""
+    def _take(self, request: Request) -> Int32 | None:
         job = request.mask_job
         assert job is not None, f"{request}: nobody computes its mask"
         if not job.is_done:
@@ -128,7 +140,7 @@ class MaskJobs:
     def _start_threads(self) -> None:
         if not self._has_threads:
             self._has_threads = True
-            for i in range(self._num_threads):
+            for i in range(_MOST_JOBS):
                 threading.Thread(target=self._run, name=f"masks {i}", daemon=True).start()
 
     def _run(self) -> None:

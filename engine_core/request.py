@@ -86,6 +86,8 @@ class Request:
     """Where its user gave its grammar."""
     matcher: LLMatcher | None = None
     """Where its output is in its grammar, if it has one."""
+    grammar_text: str = ""
+    """Requests with the same one are held to the same grammar."""
     matcher_group: int = 0
     """Requests of one group have matchers of one compilation."""
     has_ended_grammar: bool = False

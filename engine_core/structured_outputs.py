@@ -31,10 +31,9 @@ COMPILE_S = 10.0
 """Seconds after which a request no longer waits for its grammar."""
 _CACHED = 128
 """Grammars that are kept compiled."""
-_SHARERS = 4
+_SHARERS = 8
 """Requests for which one compilation is enough. What it learns about tokens serves all of them, but their masks are
-computed one after the other, and late together: so with more requests there are more compilations, up to two for each
-thread."""
+computed one after the other, so that with more requests there are more compilations, up to one for each thread."""
 _CHEAP_S = 0.05
 """Seconds of compiling beyond which all share one."""
 _STRING = r'[^"\\\x00-\x1F\x7F]'
@@ -68,6 +67,7 @@ class _Compilation:
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
+    text: str
     matcher: LLMatcher
     """At its beginning; each request gets a copy."""
     group: int
@@ -116,7 +116,6 @@ class Grammars:
         self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
         self._num_compiled = 0
         self._num_workers = num_workers or max(1, min(8, available_cores() // 2))
-        self._most_compilations = 2 * self._num_workers if self._num_workers > 1 else 1
         self._compiling: dict[str, _Compilation] = {}
         self._deadlines: deque[_Waiting] = deque()
         self._jobs: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
@@ -126,7 +125,7 @@ class Grammars:
         """Jobs whose end has not been heard yet."""
         self._num_threads = num_threads
         self._has_threads = False
-        self._masks = MaskJobs(-(-vocab_size // 32), None, 0)
+        self._masks = MaskJobs(-(-vocab_size // 32), None)
 
     def __repr__(self) -> str:
         return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
@@ -145,7 +144,7 @@ class Grammars:
             # With one thread there is nothing to share out, and to wake it takes longer than most masks.
             if self._num_workers > 1:
                 self._executor = LLExecutor(self._num_workers)
-                self._masks = MaskJobs(-(-self._vocab_size // 32), self._executor, self._num_workers)
+                self._masks = MaskJobs(-(-self._vocab_size // 32), self._executor)
         except Exception as error:  # the library raises nothing more special
             self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
 
@@ -218,9 +217,10 @@ class Grammars:
         if known is None:
             return False
         least = min(known, key=lambda compiled: compiled.uses)
-        if least.uses >= _SHARERS and least.is_cheap and len(known) < self._most_compilations:
+        if least.uses >= _SHARERS and least.is_cheap and len(known) < self._num_workers:
             return False
         request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
+        request.grammar_text = least.text
         if request.num_outputs:  # given by a replica that has died
             request.matcher.consume_tokens(request.token_ids[request.num_prompt:])
         least.uses += 1
@@ -234,7 +234,7 @@ class Grammars:
     def _remember(self, compilation: _Compilation, matcher: LLMatcher) -> None:
         self._num_compiled += 1
         self._cache.setdefault(compilation.text, []).append(
-            _Compiled(matcher, self._num_compiled, compilation.seconds < _CHEAP_S))
+            _Compiled(compilation.text, matcher, self._num_compiled, compilation.seconds < _CHEAP_S))
         if len(self._cache) > _CACHED:
             self._cache.popitem(last=False)
 
@@ -259,9 +259,7 @@ class Grammars:
               patience_s: float) -> list[Int32 | None]:
         """What each may sample next, [ceil(vocab_size / 32)]: a bit a token, the lowest first. None for some of those
         that may be late, at most so many, if theirs have not been computed after so many seconds; they will be."""
-        self._masks.start(requests)
-        self._masks.wait(requests, may_be_late, most_late, patience_s)
-        return [self._masks.take(request) for request in requests]
+        return self._masks.compute(requests, may_be_late, most_late, patience_s)
 
 
 def problem_of(matcher: LLMatcher) -> str | None:
