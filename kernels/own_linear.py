@@ -25,6 +25,7 @@ from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.skinny_linear_triton import SkinnyConfig
 from sidestep.kernels.streamed_config import StreamedConfig
 from sidestep.kernels.tuned_products import PRODUCTS, ROWS
+from sidestep.kernels.tuned_shares import SHARES
 
 Config = SkinnyConfig | StreamedConfig
 
@@ -46,7 +47,8 @@ def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hoppe
             return None
         return streamed.config(tokens, *sizes) if found == "streamed" else SkinnyConfig(*found)
     if tokens == 1:
-        return skinny.gemv_config(*sizes)
+        share = SHARES.get(sizes) if hopper else None
+        return skinny.gemv_config(*sizes) if share is None else SkinnyConfig(*share)
     weights = num_outputs * num_inputs * (1 + gated)
     if hopper and num_inputs % streamed.ALIGNED == 0 and (weights > 8 << 20 if tokens <= 8 else tokens <= 64):
         return streamed.config(tokens, *sizes)

@@ -12,9 +12,10 @@ Entry = tuple[int, Literal["pushed", "one_shot", "two_shot"], int]
 
 SUMS: dict[int, tuple[Entry, ...]] = {
     2: (
-        (32768, "pushed", 128),
-        (65536, "one_shot", 32),
+        (32768, "pushed", 32),
+        (65536, "pushed", 128),
         (131072, "one_shot", 16),
+        (524288, "one_shot", 64),
         (16777216, "one_shot", 128),),
     4: (  # not measured on it
         (32768, "pushed", 128),
