@@ -9,4 +9,19 @@ from __future__ import annotations
 Fields = tuple[int, int, int, bool]
 
 SHARES: dict[tuple[int, int, bool], Fields] = {
+    (768, 4096, False): (2, 2048, 8, False),
+    (1536, 4096, False): (1, 2048, 4, False),
+    (1792, 4096, True): (1, 1024, 4, False),
+    (3072, 4096, False): (2, 2048, 8, False),
+    (3584, 4096, True): (1, 4096, 8, False),
+    (4096, 512, False): (4, 512, 4, False),
+    (4096, 1024, False): (4, 512, 4, False),
+    (4096, 1792, False): (8, 512, 8, False),
+    (4096, 2048, False): (8, 512, 8, False),
+    (4096, 3584, False): (1, 1024, 4, False),
+    (4096, 7168, False): (4, 512, 4, False),
+    (7168, 4096, True): (1, 4096, 8, False),
+    (16032, 4096, False): (1, 4096, 8, False),
+    (32064, 4096, False): (1, 4096, 8, False),
+    (64128, 4096, False): (1, 4096, 8, False),
 }
