@@ -35,7 +35,7 @@ class StepRecord:
     num_prompts: int
     """Rows that compute a prompt, or a chunk of one of more than a token."""
     num_sampled: int
-    """Rows that gave a token."""
+    """Rows that gave a token, or would have if their masks had come in time."""
     num_running: int
     num_waiting: int
     num_free_blocks: int

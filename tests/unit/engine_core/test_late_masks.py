@@ -57,9 +57,13 @@ class Gated:
 
 @pytest.fixture
 def grammars() -> Grammars:
-    """With threads, whatever machine this is."""
+    """With threads, whatever machine this is, and all compiled, so that requests begin when they come."""
     made = Grammars(DEFAULT_MODEL, VOCAB, EOS, Clock(), num_workers=8)
     made.load()
+    run = engine(made)
+    for handle in range(len(WORDS)):
+        run.scheduler.add(held(handle, 1))
+    run.run()
     return made
 
 
@@ -89,7 +93,7 @@ def matcher_of(run: Engine, handle: int) -> LLMatcher:
 
 
 def serve(run: Engine, lengths: dict[int, int]) -> None:
-    """Held requests with these numbers, until each has sampled and all grammars are known."""
+    """Held requests with these numbers, until each has sampled."""
     for handle, length in lengths.items():
         run.scheduler.add(held(handle, length))
     while not all(run.tokens[handle] for handle in lengths):
@@ -143,14 +147,17 @@ def test_what_the_worker_would_have_to_take_back_is_waited_for(others: dict[str,
 
 
 def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None:
-    """Which are late changes at random, with blocks for half of them; those of aborted ones never come."""
+    """Which are late changes at random, with blocks for half of them; those of aborted ones never come. Two are choices
+    of one request."""
+    def add_all(run: Engine) -> None:
+        for handle in range(7):
+            run.scheduler.add(held(handle, 20 + handle, n=1 + handle // 6))
+
     expected = engine(grammars)
-    for handle in range(8):
-        expected.scheduler.add(held(handle, 20 + handle))
+    add_all(expected)
     expected.run()
     gate, rng, run = gate_of(grammars, 0.02), random.Random(5), engine(grammars, num_blocks=12, block_size=8)
-    for handle in range(8):
-        run.scheduler.add(held(handle, 20 + handle))
+    add_all(run)
     while run.turn():
         running = [r for r in run.scheduler._roster.running if r.handle != 3 and r.matcher is not None]
         gate.open()
