@@ -39,6 +39,8 @@ class MaskJob:
     num_left: int
     """Masks that nobody has taken yet."""
     is_done: bool = False
+    error: BaseException | None = None
+    """What the library raised, if it did."""
 
     def run(self, executor: LLExecutor | None) -> None:
         """executor: shares the work out among threads of its own."""
@@ -73,7 +75,7 @@ class MaskJobs:
     def compute(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int,
                 patience_s: float) -> list[Int32 | None]:
         """The mask of each, valid until the next call. None for some of those that may be late, at most so many, if
-        theirs are not there after so many seconds; a later call gives them."""
+        theirs are not there after so many seconds; a later call gives them. Raises what the library does."""
         until = time.monotonic() + patience_s
         self._free, self._taken = self._taken, []
         new = self._make([request for request in requests if request.mask_job is None])
@@ -130,6 +132,8 @@ class MaskJobs:
         assert job is not None, f"{request}: nobody computes its mask"
         if not job.is_done:
             return None
+        if job.error is not None:
+            raise job.error
         request.mask_job = None
         job.num_left -= 1
         if not job.num_left:
@@ -147,7 +151,10 @@ class MaskJobs:
         """A thread's work, until the process ends."""
         while True:
             job = self._jobs.get()
-            job.run(self._executor)
+            try:
+                job.run(self._executor)
+            except BaseException as error:  # a panic of the library is one; whoever waits for the job must hear of it
+                job.error = error
             with self._ended:
                 job.is_done = True
                 self._awaited.discard(job)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
+from sidestep.engine_core.request import Request
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.fake import expected_tokens
 from sidestep.executor.model_runner import ModelRunner
@@ -36,6 +37,7 @@ class Gated:
         self._seconds = seconds
         self._changed = threading.Condition()
         self._shut: set[int] = set()
+        self.problem: BaseException | None = None
 
     def shut(self, matchers: Iterable[LLMatcher]) -> None:
         with self._changed:
@@ -49,6 +51,8 @@ class Gated:
     def unsafe_compute_mask_ptr(self, matchers: list[tuple[LLMatcher, int]], *where: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._shut & {id(matcher) for matcher, _ in matchers}, self._seconds)
+        if self.problem is not None:
+            raise self.problem
         self._real.unsafe_compute_mask_ptr(matchers, *where)
 
     def consume_token_par(self, tokens: list[tuple[LLMatcher, int]]) -> None:
@@ -144,6 +148,16 @@ def test_what_the_worker_would_have_to_take_back_is_waited_for(others: dict[str,
     gate.shut([matcher_of(run, 0)])
     run.run()
     assert (entries(run, slot) == 1) == bool(others)
+
+
+def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: Grammars) -> None:
+    """A thread that died in silence would leave everybody waiting."""
+    requests = [Request.from_message(held(handle, 9), 100, frozenset()) for handle in range(5)]
+    for handle, request in enumerate(requests):
+        assert grammars.start(request, make_grammar(WORDS[handle], {})) is None
+    gate_of(grammars).problem = RuntimeError("the library's own")
+    with pytest.raises(RuntimeError, match="the library's own"):
+        grammars.masks(requests, [True] * 5, 1, 0.0)
 
 
 def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None:
