@@ -1,4 +1,4 @@
-"""Programs of the tests that are processes of their own."""
+"""Processes that tests start, and those of engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON_PATH = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
 """For PYTHONPATH: they find what this process finds, wherever it is installed."""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended. It may end between any two looks at it."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

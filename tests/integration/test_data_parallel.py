@@ -14,6 +14,7 @@ import pytest
 from sidestep import LLM, AsyncLLM, EngineArgs, EngineDeadError, EngineStartError, SamplingParams
 from sidestep.executor.fake import expected_tokens
 from sidestep.ipc.sampling_params import RequestOutputKind
+from tests.processes import is_alive
 from tests.waiting import until_idle
 
 MakeLLM = Callable[..., AsyncLLM]
@@ -71,7 +72,7 @@ async def tokens_of(llm: AsyncLLM, prompt: list[int], seed: int, count: int) -> 
 
 
 def running(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
+    return {pid for pid in pids if is_alive(pid)}
 
 
 @pytest.mark.parametrize(("victim", "ranks"), [

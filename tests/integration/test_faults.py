@@ -22,6 +22,7 @@ from sidestep import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from tests.processes import is_alive
 
 MakeLLM = Callable[..., AsyncLLM]
 LIMIT_S = 5.0
@@ -120,7 +121,7 @@ def workers_that_start() -> dict[str, psutil.Process]:
 
 def gone(pid: int) -> bool:
     end = time.monotonic() + LIMIT_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while is_alive(pid):
         if time.monotonic() > end:
             return False
         time.sleep(0.01)
