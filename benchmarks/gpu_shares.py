@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_shares.py [--ranks 2 4 8] [--write kernels/tuned_shares.py]
 
-Each matrix by itself, over copies that L2 does not hold, each configuration checked against float64; in us, beside the
-time that reading it takes at the speed of a copy. Needs one GPU.
+Each matrix by itself, over copies that L2 does not hold, each configuration checked against float64; in us, the
+best ones beside the one that the rule for unknown sizes takes. Needs one GPU.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 _MOST_JOBS = 8
-"""Of a step: each costs the waking of a thread. With so many none has more rows than a step can do without."""
+"""That a step begins: each costs the waking of a thread. Of more grammars some share one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +78,11 @@ class MaskJobs:
         theirs are not there after so many seconds; a later call gives them. Raises what the library does."""
         until = time.monotonic() + patience_s
         self._free, self._taken = self._taken, []
-        new = self._make([request for request in requests if request.mask_job is None])
-        own = [job for job in new if self._executor is None or job.num_left > most_late]
-        for job in new:
-            if job not in own:
+        own = []
+        for job in self._make([request for request in requests if request.mask_job is None]):
+            if self._executor is None or job.num_left > most_late:
+                own.append(job)
+            else:
                 self._start_threads()
                 self._jobs.put(job)
         for job in own:
@@ -115,13 +116,14 @@ class MaskJobs:
 
     def _wait(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int, until: float) -> None:
         """Until all masks are there; later, until those are that may not be late, and all but some of the others."""
+        jobs = [request.mask_job for request in requests]
+
         def is_enough() -> bool:
-            left = [late for request, late in zip(requests, may_be_late, strict=True)
-                    if request.mask_job is not None and not request.mask_job.is_done]
+            left = [late for job, late in zip(jobs, may_be_late, strict=True) if job in self._awaited]
             return all(left) and len(left) <= most_late
 
         with self._ended:
-            self._awaited = {r.mask_job for r in requests if r.mask_job is not None and not r.mask_job.is_done}
+            self._awaited = {job for job in jobs if job is not None and not job.is_done}
             self._is_impatient = False
             if not self._ended.wait_for(lambda: not self._awaited, until - time.monotonic()):
                 self._is_impatient = True
