@@ -19,6 +19,7 @@ import zmq
 
 from sidestep.ipc.core_args import ClientAddress
 from sidestep.ipc.errors import EngineStartError
+from sidestep.ipc.forking import close_sockets_of, keep_from_children
 from sidestep.ipc.messages import ToCore, ToFrontend, decode_to_core, decode_to_frontend, encode
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def new_address() -> ClientAddress:
 
 def remove_address(address: ClientAddress) -> None:
     """Removes the socket files. Connections that are made already go on."""
-    shutil.rmtree(os.path.dirname(address.to_core.removeprefix("ipc://")), ignore_errors=True)
+    shutil.rmtree(address.folder, ignore_errors=True)
 
 
 def _watch(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
@@ -70,12 +71,14 @@ class FrontendChannel:
         self._out, self._in = _open(self._context, zmq.PUSH), _open(self._context, zmq.PULL)
         self._gone = _watch(self._in)
         self._is_sealed = False
+        self._is_ours = True
         try:
             self._out.bind(self.address.to_core)
             self._in.bind(self.address.from_core)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise EngineStartError("the engine that sent the invitation has ended, or it was used before") from None
+        keep_from_children(self)
 
     def wait_message(self, timeout_s: float) -> ToFrontend | None:
         """The next message, waiting for it at most this long."""
@@ -93,7 +96,9 @@ class FrontendChannel:
 
     def send(self, message: ToCore) -> None:
         """Queues a message; never waits, once `seal` has seen the core connect. One to a core that has gone is lost;
-        who sends it is told of that end in another way."""
+        who sends it is told of that end in another way. A forked child sends nothing."""
+        if not self._is_ours:
+            return
         try:
             self._out.send(encode(message), zmq.NOBLOCK if self._is_sealed else 0)
         except zmq.Again:
@@ -105,7 +110,9 @@ class FrontendChannel:
         return int(self._in.getsockopt(zmq.FD))
 
     def receive(self) -> list[ToFrontend]:
-        """All messages that are there."""
+        """All messages that are there. None in a forked child, where ZeroMQ would have it try again for ever."""
+        if not self._is_ours:
+            return []
         return [decode_to_frontend(frame) for frame in _drain(self._in)]
 
     def gone_fileno(self) -> int:
@@ -114,10 +121,17 @@ class FrontendChannel:
 
     def core_is_gone(self) -> bool:
         """Whether the core's process has left since this was last asked."""
-        return bool(_drain(self._gone))
+        return self._is_ours and bool(_drain(self._gone))
+
+    def leave_to_parent(self) -> None:
+        """Close a forked process's copies of the connections, or the core would not see this frontend's end."""
+        self._is_ours = False
+        close_sockets_of({path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)})
 
     def close(self) -> None:
-        """Closes the sockets. May be called twice."""
+        """Closes the sockets. May be called twice. A forked child closes nothing of its parent's."""
+        if not self._is_ours:
+            return
         remove_address(self.address)
         self._context.destroy(linger=0)
 

@@ -9,15 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.errors import EngineStartError, ValidationError
+from sidestep.ipc.generation_config import (
+    GenerationConfig,
+    read_generation_config,
+    read_tokenizer_eos,
+)
 from sidestep.ipc.layer_split import Stage, split_layers, stage_of
+from sidestep.ipc.logs import LogConfig
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
+from sidestep.ipc.options import (
+    Options,
+    option,
+    parse_bytes,
+    parse_ints,
+    parse_length,
+    parse_mapping,
+)
 from sidestep.ipc.registry import ATTENTION_BACKENDS, ROUTERS
+from sidestep.ipc.vllm.options import takes_vllm_options
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -28,52 +43,15 @@ DEVICES = ("auto", "cpu", "cuda", "fake")
 T = TypeVar("T")
 
 
-def option(default: Any, doc: str, *, choices: tuple[str, ...] | None = None,
-           parse: Callable[[str], Any] | None = None) -> Any:
-    """A config field: its default, its help text and, for the command line, its choices or its parser."""
-    return field(default=default, metadata={"doc": doc, "choices": choices, "parse": parse})
-
-
-def parse_length(text: str) -> int | str:
-    """'8192', '32k' (times 1024) or 'auto'."""
-    lowered = text.strip().lower()
-    if lowered == "auto":
-        return "auto"
-    scale = 1024 if lowered.endswith("k") else 1
-    return int(lowered.removesuffix("k")) * scale
-
-
-def parse_bytes(text: str) -> int:
-    """'1073741824', '512M' or '4G' (powers of 1024)."""
-    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
-    if lowered and lowered[-1] in units:
-        return int(float(lowered[:-1]) * units[lowered[-1]])
-    return int(lowered)
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """'17,15'."""
-    return tuple(int(part) for part in text.split(","))
-
-
 def _require(condition: bool, name: str, problem: str) -> None:
     if not condition:
         raise ValidationError(name, problem)
 
 
-def _require_choice(section: object, *names: str) -> None:
-    for f in fields(section):  # type: ignore[arg-type]
-        choices: tuple[str, ...] = f.metadata.get("choices") or ()
-        if f.name in names and getattr(section, f.name) not in choices:
-            raise ValidationError(f.name, f"{getattr(section, f.name)!r} is not one of {', '.join(choices)}")
-
-
-def _require_positive_int(section: object, *names: str) -> None:
+def _require_positive(section: object, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
-        ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-        _require(ok, name, f"must be a whole number of at least 1, not {value!r}")
+        _require(value is None or value >= 1, name, f"must be at least 1, not {value!r}")
 
 
 def _class_name(target: str) -> str:
@@ -84,22 +62,41 @@ def _class_name(target: str) -> str:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Options):
     """What to load and how."""
 
     model: str = option(DEFAULT_MODEL, "Folder in the Hugging Face layout, or a hub name where a hub is reachable.")
     tokenizer: str | None = option(None, "Folder or hub name of the tokenizer; the model's own if not given.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     dtype: str = option(
-        "auto", "Type of weights and activations; 'auto' is the checkpoint's (float32 on a CPU without bfloat16 "
-        "instructions).", choices=DTYPES)
+        "auto", "Type of weights and activations; 'auto' is the checkpoint's on a GPU, and float32 on a CPU.",
+        choices=DTYPES)
     max_model_len: int | str | None = option(
-        None, "Longest prompt plus output in tokens: a number, '32k', or 'auto' for the most that the model and "
-        "the KV cache allow. Default: the model's own limit.", parse=parse_length)
+        None, "Longest prompt plus output in tokens: a number or '32k', which must fit in the KV "
+        "cache. Default, and 'auto': the most that the model and the KV cache allow.", parse=parse_length)
     load_format: str = option("auto", "'dummy' gives random weights without reading any.", choices=LOAD_FORMATS)
     dummy_seed: int = option(0, "Seed of the weights that load_format 'dummy' makes.")
+    hf_overrides: dict[str, Any] | None = option(
+        None, "Fields in the place of those of the model's config.json, as JSON, such as "
+        "'{\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4.0}}'; objects are merged field "
+        "by field.", parse=parse_mapping)
+    generation_config: str = option(
+        "auto", "Where defaults of sampling parameters come from, for requests that leave them "
+        "open: 'auto' from the model's generation_config.json; 'vllm' or 'none' are the engine's own; or "
+        "a folder with such a file.")
+    skip_tokenizer_init: bool = option(
+        False, "Load no tokenizer: prompts and outputs are token ids, and nothing that needs text "
+        "is taken.")
     logits_processors: list[str] | None = option(
         None, "Class that changes logits, as 'module:Class'; requests reach it by extra_args.")
+
+    def read_generation_config(self, path: str) -> GenerationConfig:
+        """What is said of generating with the model in this folder. Raises EngineStartError."""
+        if self.generation_config == "auto":
+            return read_generation_config(path)
+        if self.generation_config in ("vllm", "none"):
+            return read_generation_config(path, with_sampling=False)
+        return read_generation_config(self.generation_config, required=True)
 
     @property
     def processor_names(self) -> list[str]:
@@ -107,17 +104,19 @@ class ModelConfig:
         return [_class_name(target) for target in self.logits_processors or ()]
 
     def __post_init__(self) -> None:
-        _require_choice(self, "dtype", "load_format")
+        super().__post_init__()
         names = self.processor_names
         _require(len(set(names)) == len(names), "logits_processors", "two classes have the same name")
-        if isinstance(self.max_model_len, str):
-            _require(self.max_model_len == "auto", "max_model_len", f"{self.max_model_len!r} is not a number or 'auto'")
-        else:
-            _require_positive_int(self, "max_model_len")
+        if not isinstance(self.max_model_len, str):
+            _require_positive(self, "max_model_len")
+        _require(bool(self.generation_config), "generation_config",
+                 "must be 'auto', 'vllm', 'none' or a folder")
+        _require(not self.skip_tokenizer_init or self.tokenizer is None, "tokenizer",
+                 "is not loaded with skip_tokenizer_init; give only one of the two")
 
 
 @dataclass(frozen=True)
-class CacheConfig:
+class CacheConfig(Options):
     """The paged KV cache."""
 
     block_size: int | None = option(
@@ -130,7 +129,8 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "Reuse KV blocks of equal prefixes.")
 
     def __post_init__(self) -> None:
-        _require_positive_int(self, "block_size", "num_kv_blocks", "kv_cache_memory_bytes")
+        super().__post_init__()
+        _require_positive(self, "block_size", "num_kv_blocks", "kv_cache_memory_bytes")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be in (0, 1]")
 
 
@@ -165,7 +165,7 @@ _GPU_TARGET_ITL_MS = 27.0
 
 
 @dataclass(frozen=True)
-class SchedulerConfig:
+class SchedulerConfig(Options):
     """What runs in one step."""
 
     max_num_seqs: int | None = option(None, "Most requests that run at once. Default: 512 on a GPU, else 256.")
@@ -180,10 +180,10 @@ class SchedulerConfig:
         "fit. Default: 27 on a GPU, else 0.")
 
     def __post_init__(self) -> None:
-        _require_choice(self, "scheduling_policy")
+        super().__post_init__()
         target = self.target_itl_ms
         _require(target is None or 0 <= target < float("inf"), "target_itl_ms", f"must be 0 or more, not {target}")
-        _require_positive_int(self, "max_num_seqs", "max_num_batched_tokens")
+        _require_positive(self, "max_num_seqs", "max_num_batched_tokens")
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         _require(seqs is None or tokens is None or tokens >= seqs, "max_num_batched_tokens",
                  f"{tokens} is less than max_num_seqs ({seqs}): a decode step of all running requests would not fit; "
@@ -204,7 +204,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Options):
     """Where the model runs, and how."""
 
     tensor_parallel_size: int = option(1, "Number of ranks that share each layer; one process each.")
@@ -212,14 +212,15 @@ class ParallelConfig:
         1, "Number of stages that the layers are divided into, each of tensor_parallel_size ranks.")
     pipeline_layers: tuple[int, ...] | None = option(
         None, "How many layers each stage has, such as 17,15. Default: so many that stages take about equally long, "
-        "with the output head in the last.", parse=parse_layers)
+        "with the output head in the last.", parse=parse_ints)
     data_parallel_size: int = option(
         1, "Number of replicas of the model, each with its own cache, GPUs and processes; requests are spread over "
         "them.")
     device: str = option("auto", "'auto' takes the GPU where there is one; 'fake' scripts tokens without a model.",
                          choices=DEVICES)
     cpu_threads: int | None = option(
-        None, "Threads of a CPU rank. Default: the cores, shared among all ranks of all replicas.")
+        None, "Threads of a CPU rank. Default: the cores, shared among all ranks of all replicas, but at most one for "
+        "each 256 values of a hidden state.")
     attention_backend: str = option(
         "auto", "How attention is computed: 'auto' takes triton on a GPU and torch on a CPU; flashinfer needs its "
         "package.",
@@ -231,8 +232,8 @@ class ParallelConfig:
         0.0, "Device 'fake' only: how long a step keeps the device, or each stage, busy, in milliseconds.")
 
     def __post_init__(self) -> None:
-        _require_choice(self, "device", "attention_backend")
-        _require_positive_int(self, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+        super().__post_init__()
+        _require_positive(self, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
                               "cpu_threads")
         if (layers := self.pipeline_layers) is not None:
             _require(len(layers) == self.pipeline_parallel_size, "pipeline_layers",
@@ -261,13 +262,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class FrontendConfig:
-    """What happens to tokens on their way to their readers."""
+class FrontendConfig(Options):
+    """What happens to requests on their way to the engine, and to tokens on their way to their readers."""
+
+    seed: int | None = option(
+        None, "Seeds of requests that bring none follow from this number and from their order, so that a program's "
+        "runs repeat. Default: each request draws a new one.")
 
     stream_interval: int = option(
         1, "Wake a request's reader every so many tokens, after its first and at its end; more is cheaper.")
     max_num_queued_reqs: int | None = option(
-        None, "Refuse a request while so many of this frontend's wait to be scheduled. Default: no limit.")
+        None, "Refuse a request while so many of this frontend's wait to be scheduled. Default: 4096 in sidestep "
+        "serve, else no limit.")
     max_num_queued_tokens: int | None = option(
         None, "Refuse a request whose prompt would bring the tokens of the prompts that wait above this. Default: no "
         "limit.")
@@ -277,8 +283,9 @@ class FrontendConfig:
         "work in flight alone, 'round_robin' at nothing.", choices=tuple(ROUTERS))
 
     def __post_init__(self) -> None:
-        _require_choice(self, "routing")
-        _require_positive_int(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")
+        super().__post_init__()
+        _require(self.seed is None or self.seed >= 0, "seed", f"must be at least 0, not {self.seed!r}")
+        _require_positive(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
@@ -301,6 +308,11 @@ class EngineConfig:
     frontend: FrontendConfig
     spec: ModelSpec
     """What the model's config.json says; its `path` is a local folder."""
+    logs: LogConfig = LogConfig()
+    tokenizer_path: str | None = None
+    """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
+    """Sampling parameters of requests that leave them open."""
 
     def __post_init__(self) -> None:
         spec, tp = self.spec, self.parallel.tensor_parallel_size
@@ -322,17 +334,14 @@ class EngineConfig:
 
     @property
     def may_shrink_max_model_len(self) -> bool:
-        """Whether the length follows the KV cache ('auto') rather than fail when it does not fit."""
-        return self.model.max_model_len == "auto"
+        """Whether the length follows the KV cache rather than fail when it does not fit."""
+        return not isinstance(self.model.max_model_len, int)
 
 
+@takes_vllm_options
 @dataclass(frozen=True)
-class EngineArgs(FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig):
+class EngineArgs(LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig):
     """Every option of the engine as one flat set of keyword arguments; each is also a command-line flag."""
-
-    def __post_init__(self) -> None:
-        for section in (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, FrontendConfig):
-            section.__post_init__(self)
 
     def _section(self, cls: type[T]) -> T:
         return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})  # type: ignore[arg-type]
@@ -340,25 +349,72 @@ class EngineArgs(FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, M
     def create_engine_config(self) -> EngineConfig:
         """Finds and reads the model's config.json and checks everything. Raises ValidationError or EngineStartError."""
         path = resolve_model_path(self.model, self.revision)
+        tokenizer_path = self._tokenizer_path(path)
+        generation = self.read_generation_config(path)
+        eos = read_tokenizer_eos(tokenizer_path) if tokenizer_path is not None else ()
         return EngineConfig(
             model=self._section(ModelConfig), cache=self._section(CacheConfig),
             scheduler=self._section(SchedulerConfig), parallel=self._section(ParallelConfig),
-            frontend=self._section(FrontendConfig), spec=load_model_spec(path))
+            frontend=self._section(FrontendConfig),
+            spec=load_model_spec(path, self.hf_overrides, generation, eos),
+            tokenizer_path=tokenizer_path, sampling_defaults=generation.sampling,
+            logs=self._section(LogConfig))
+
+    def _tokenizer_path(self, path: str) -> str | None:
+        """path: the model's folder."""
+        if self.tokenizer is None:
+            return None if self.skip_tokenizer_init else path
+        try:
+            return resolve_model_path(self.tokenizer)
+        except EngineStartError as error:
+            # The message begins with the option's name, and the option is not the model here.
+            raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some options changed."""
         return dataclasses.replace(self, **changes)
 
 
-def api_keys_of_environment() -> list[str]:
-    """The server's keys in SIDESTEP_API_KEYS, separated by commas or white space."""
-    return os.environ.get("SIDESTEP_API_KEYS", "").replace(",", " ").split()
+ENVIRONMENT_PREFIX = "SIDESTEP_"
+"""Variables of the environment that begin so are options of the command line."""
+API_KEYS, OPERATOR_KEYS = f"{ENVIRONMENT_PREFIX}API_KEYS", f"{ENVIRONMENT_PREFIX}OPERATOR_KEYS"
+_KEYS_VARIABLES = (API_KEYS, OPERATOR_KEYS)
+_SERVICE_LINK = re.compile(r"SIDESTEP_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+"""Kubernetes sets such variables in each pod where a service's name begins with 'sidestep'."""
 
 
-def api_key_of_environment() -> str | None:
-    """What this user shows to servers elsewhere. Never a key that a server here takes: those are no business of
-    others."""
-    return os.environ.get("SIDESTEP_API_KEY") or None
+def environment_options() -> dict[str, str]:
+    """Return the variables of the environment that set options. An empty one sets nothing."""
+    return {name: value for name, value in os.environ.items()
+            if name.startswith(ENVIRONMENT_PREFIX) and value and name not in _KEYS_VARIABLES
+            and not _SERVICE_LINK.fullmatch(name) and not re.match("(tcp|udp|sctp)://", value)}
+
+
+def keys_of_environment(variable: str) -> list[str]:
+    """Return the server's keys in API_KEYS or OPERATOR_KEYS, separated by commas or white space.
+
+    Raises ValidationError for a variable that is set and holds none: it was meant to guard.
+    """
+    if (text := os.environ.get(variable)) is None:
+        return []
+    keys = text.replace(",", " ").split()
+    _require(bool(keys), variable, "is set and holds no key; unset it to go without")
+    return keys
+
+
+def state_folder_of_environment() -> Path | None:
+    """Return where commands keep what is this user's own, such as the history of `sidestep chat`; None without a
+    home."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(base):  # a relative one is to be ignored, says the XDG specification
+        return Path(base) / "sidestep"
+    home = os.path.expanduser("~")
+    return Path(home, ".local", "state", "sidestep") if os.path.isabs(home) else None
+
+
+def colours_of_environment() -> bool:
+    """Return whether a terminal may have colours: not with NO_COLOR, and not a dumb one."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def triton_environment() -> dict[str, str]:
@@ -372,14 +428,20 @@ def visible_gpus_of_environment() -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively."""
+def exact_products_environment() -> dict[str, str]:
+    """What MKL must be told before it is loaded: to add in an order that does not depend on a product's sizes.
+
+    That is its strict mode of conditional numerical reproducibility, which it has for AVX2 and AVX-512. A mode that the
+    user has chosen stays.
+    """
+    if chosen := os.environ.get("MKL_CBWR"):
+        return {"MKL_CBWR": chosen}
     try:
         with open("/proc/cpuinfo") as file:
-            flags = file.read()
+            wide = "avx512f" in file.read()
     except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+        wide = False
+    return {"MKL_CBWR": "AVX512,STRICT" if wide else "AVX2,STRICT"}
 
 
 def available_cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,6 +18,11 @@ class ClientAddress:
 
     to_core: str
     from_core: str
+
+    @property
+    def folder(self) -> str:
+        """The folder that holds the socket files, and nothing else."""
+        return os.path.dirname(self.to_core.removeprefix("ipc://"))
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,11 @@ class Invitation:
     seats: tuple[Seat, ...]
     """At each replica that lives."""
     config: EngineConfig
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of the seats' socket files, which are gone once the program has joined."""
+        return [seat.address.folder for seat in self.seats]
 
     def encode(self) -> str:
         """JSON."""

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any, Self
+
 
 class SidestepError(Exception):
-    """Base of every error that the engine raises on purpose."""
+    """Base of every error that the engine raises on purpose. All can be pickled and copied, whatever they are made of.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[SidestepError], args: tuple[Any, ...], fields: dict[str, Any]) -> SidestepError:
+    """Make an error as it was, without the call that made it first."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class ValidationError(SidestepError, ValueError):
@@ -13,6 +27,31 @@ class ValidationError(SidestepError, ValueError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+
+    def in_list(self, name: str, index: int) -> Self:
+        """Return the same error, of one of several values, such as 'prompts[3]'."""
+        twin = copy.copy(self)
+        twin.field = f"{name}[{index}]"
+        twin.args = (f"{twin.field}: {str(self).partition(': ')[2]}",)
+        return twin
+
+
+class UnknownNameError(ValidationError, TypeError):
+    """An argument has a name that the function or class does not know."""
+
+
+class UnsupportedError(SidestepError, AttributeError, NotImplementedError):
+    """Something that users of other engines know does not exist here; the message says what there is instead."""
+
+
+class PromptTooLongError(ValidationError):
+    """A prompt leaves no room for output. `num_tokens` it has, or has at least."""
+
+    def __init__(self, field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
+        super().__init__(field, f"has {'at least ' if at_least else ''}{num_tokens} tokens; with one of output that is "
+                         f"more than max_model_len ({max_model_len})")
+        self.num_tokens = num_tokens
+        self.at_least = at_least
 
 
 class EngineStartError(SidestepError, RuntimeError):

@@ -6,19 +6,17 @@ the model's arithmetic and that the engine does not implement is refused by name
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sidestep.ipc import registry
 from sidestep.ipc.errors import EngineStartError
-from sidestep.ipc.registry import MODELS
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-TORCH_DTYPES = ("bfloat16", "float16", "float32")
+from sidestep.ipc.generation_config import GenerationConfig, read_generation_config
+from sidestep.ipc.hf_config import HfConfig, read_json
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,11 +25,16 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     theta: float
     rope_type: str = "default"
     scaling: dict[str, Any] = {}
-    """The remaining keys of rope_parameters (or rope_scaling), such as factor or low_freq_factor."""
+    """The type's values by their names in rope_parameters, such as factor or low_freq_factor; all
+    that are not optional are there."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense decoder-only transformer. Sizes are of the whole model, before tensor parallelism."""
+    """A dense decoder-only transformer. Sizes are of the whole model, before tensor parallelism.
+
+    A family's reader (ipc/model_families.py) makes it; `load_model_spec` adds the tokens that end
+    an output.
+    """
 
     path: str
     architecture: str
@@ -56,8 +59,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """RMSNorm over each head's q and k before the rotary embedding."""
     windows: tuple[int, ...]
     """Sliding window of each layer in tokens, the current one included; 0 for full attention."""
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an output, each of them."""
+    extra: dict[str, Any] = {}
+    """What a family from outside the tree needs to know beside these; of types that JSON has."""
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -79,119 +84,40 @@ def resolve_model_path(model: str, revision: str | None = None, files: Sequence[
             f"model: {model!r} is not a folder and could not be fetched from a hub: {reason}") from None
 
 
-def load_model_spec(path: str) -> ModelSpec:
-    """Reads `path`/config.json (and generation_config.json). Raises EngineStartError with one line on what is wrong."""
-    config = _read_json(Path(path) / "config.json")
-    if config is None:
+def load_model_spec(path: str, overrides: Mapping[str, Any] | None = None,
+                    generation: GenerationConfig | None = None,
+                    more_eos: Sequence[int] = ()) -> ModelSpec:
+    """Return what config.json in a folder says of its model.
+
+    overrides: fields in the place of the file's. generation: instead of the folder's own
+    generation_config.json. more_eos: tokens that end an output beside those that the files name.
+    Raises EngineStartError with one line on what is wrong; ValidationError for a wrong override.
+    """
+    values = read_json(Path(path) / "config.json")
+    if values is None:
         raise EngineStartError(f"model: {path} has no config.json")
+    config = HfConfig(path, values, overrides)
+    spec: ModelSpec = _reader(config.architecture)(config)
+    generation = generation or read_generation_config(path, with_sampling=False)
+    eos = [*_stated_eos(config, generation), *more_eos]
+    config.check_overrides()
+    # A tokenizer may know tokens that the model cannot give; masks have no place for them.
+    eos = [token for token in dict.fromkeys(eos) if token < spec.vocab_size]
+    return msgspec.structs.replace(spec, eos_token_ids=tuple(eos))
+
+
+def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:
+    """Return what the user says, else generation_config.json, else config.json."""
+    of_config = config.token_ids("eos_token_id")
+    is_override = "eos_token_id" in config.overridden
+    return of_config if is_override else generation.eos_token_ids or of_config
+
+
+def _reader(architecture: str) -> Any:
+    """Return the function that reads the family's configs; another package's may be missing."""
+    target = registry.model_spec_reader(architecture)
     try:
-        return _build(path, config, _read_json(Path(path) / "generation_config.json") or {})
-    except KeyError as missing:
-        raise EngineStartError(f"model: config.json in {path} lacks {missing}") from None
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
-    try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
-        raise EngineStartError(f"model: {file} is not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise EngineStartError(f"model: {file} does not hold a JSON object")
-    return value
-
-
-def _build(path: str, config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
-    architecture = _architecture(config)
-    _refuse_unsupported(config)
-    heads = config["num_attention_heads"]
-    attention_bias = bool(config.get("attention_bias", False))
-    return ModelSpec(
-        path=path,
-        architecture=architecture,
-        dtype=_dtype(config),
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        max_position_embeddings=config["max_position_embeddings"],
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=_rope(config),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        # Qwen2 has a fixed layout that its config.json does not spell out: bias on q, k, v and nowhere else.
-        attention_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        attention_output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        windows=_windows(config, architecture),
-        eos_token_ids=_eos(generation.get("eos_token_id"), config.get("eos_token_id")),
-        bos_token_id=config.get("bos_token_id"),
-    )
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    names = config.get("architectures") or []
-    for name in names:
-        if name in MODELS:
-            return str(name)
-    found = ", ".join(map(str, names)) or "none"
-    raise EngineStartError(f"model: architecture {found} is not supported; supported are {', '.join(sorted(MODELS))}")
-
-
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise EngineStartError(f"model: hidden_act {config['hidden_act']!r} is not supported; supported is silu")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise EngineStartError(f"model: quantization {method!r} is not supported; supported are unquantised weights")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise EngineStartError(f"model: partial_rotary_factor {config['partial_rotary_factor']} is not supported; "
-                               "supported is 1.0")
-    if config.get("pretraining_tp", 1) not in (None, 1):
-        raise EngineStartError(f"model: pretraining_tp {config['pretraining_tp']} is not supported; supported is 1")
-
-
-def _dtype(config: dict[str, Any]) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in TORCH_DTYPES:
-        raise EngineStartError(f"model: dtype {name!r} is not supported; supported are {', '.join(TORCH_DTYPES)}")
-    return name
-
-
-def _rope(config: dict[str, Any]) -> RopeSpec:
-    """Newer configs hold everything in rope_parameters; older ones rope_theta, and rope_scaling where there is any."""
-    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope_type = params.pop("rope_type", None) or params.pop("type", None) or "default"
-    params.pop("type", None)
-    theta = params.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    if rope_type not in ROPE_TYPES:
-        raise EngineStartError(
-            f"model: rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
-        raise EngineStartError("model: partial_rotary_factor is not supported")
-    return RopeSpec(theta=float(theta), rope_type=rope_type, scaling=params)
-
-
-def _windows(config: dict[str, Any], architecture: str) -> tuple[int, ...]:
-    layers, window = config["num_hidden_layers"], config.get("sliding_window") or 0
-    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
-        window = 0
-    if architecture == "LlamaForCausalLM":
-        window = 0
-    kinds = config.get("layer_types")
-    if kinds and architecture != "LlamaForCausalLM":
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    first = config.get("max_window_layers", 0) if architecture.startswith("Qwen") else 0
-    return tuple(window if layer >= first else 0 for layer in range(layers))
-
-
-def _eos(*values: Any) -> tuple[int, ...]:
-    """The ids of the first source that names any."""
-    for value in values:
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
-    return ()
+        return registry.load(target)
+    except (ImportError, AttributeError) as error:
+        raise EngineStartError(f"model: {target!r}, which reads the config of {architecture}, cannot "
+                               f"be imported: {error}") from None

@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,16 +24,31 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import msgspec
 
+from sidestep.ipc import logs
+from sidestep.ipc.forking import Home, keep_from_children, no_forks
+from sidestep.ipc.logs import LogConfig
+
 T = TypeVar("T")
 
-_BOOTSTRAP = (
-    "import sys, json; job = json.loads(sys.stdin.buffer.readline()); sys.path[:] = job['path']; "
-    "from sidestep.ipc.process import run_child; run_child(job)"
-)
+_BOOTSTRAP = """\
+import sys, json, shutil
+line = sys.stdin.buffer.readline()
+if not line.endswith(b"\\n"):
+    for folder in sys.argv[1:-1]:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit()
+job = json.loads(line)
+sys.path[:] = job["path"]
+from sidestep.ipc.process import run_child
+run_child(job, sys.argv[1:-1])
+"""
+"""Its command line holds the folders to remove, and its name for whoever lists processes. A child that gets no
+whole line of arguments has lost its parent before it had any: it removes what the parent left."""
 
 
 class Child:
@@ -45,11 +61,21 @@ class Child:
         self._callbacks: list[Callable[[str], None]] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, name=f"watch {name}", daemon=True).start()
+        self._home = Home()
+        keep_from_children(self)
 
     def __repr__(self) -> str:
         state = self.death_cause() if self._ended.is_set() else "running"
         return f"Child({self.name}, pid={self.pid}, {state})"
+
+    def begin(self, job: bytes) -> None:
+        """Tell the child what to do, and watch it from now on."""
+        assert self._popen.stdin is not None
+        unsent = memoryview(job)
+        with suppress(BrokenPipeError):  # it died at once; the watcher will say how
+            while unsent:
+                unsent = unsent[self._popen.stdin.write(unsent):]
+        threading.Thread(target=self._watch, name=f"watch {self.name}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -79,7 +105,8 @@ class Child:
         return f"{self.name} (pid {self.pid}) exited with status {code}"
 
     def let_go(self) -> None:
-        """Tells the child to end, and does not wait for it."""
+        """Tell the child to end, and do not wait for it. Raises SidestepError in a forked copy of the parent."""
+        self._home.check()
         self._stopping = True
         self._close_lifeline()
 
@@ -92,8 +119,13 @@ class Child:
 
     def _close_lifeline(self) -> None:
         assert self._popen.stdin is not None
-        with suppress(BrokenPipeError):  # of arguments that it never read; the pipe is closed all the same
+        with no_forks:
             self._popen.stdin.close()
+
+    def leave_to_parent(self) -> None:
+        """Close a forked process's copy of the lifeline. The child is not that process's to wait for, or to end."""
+        self._close_lifeline()
+        self._popen.returncode = 0  # Popen would warn of a child that still runs when it is collected
 
     def _watch(self) -> None:
         self._popen.wait()
@@ -106,24 +138,25 @@ class Child:
 
 
 def spawn(name: str, target: str, args: Any, *, env: Mapping[str, str] | None = None,
-          pass_fds: Sequence[int] = ()) -> Child:
+          pass_fds: Sequence[int] = (), remove: Sequence[str] = (),
+          log_config: LogConfig | None = None) -> Child:
     """Runs `target` ("module:function") in a new process; the function gets `args` as JSON bytes (see `decode_args`).
 
     `env` adds to the environment; `pass_fds` are inherited under their own numbers. The child is in a process group of
-    its own, so that Ctrl-C in a terminal reaches only the program that owns the engine.
+    its own, so that Ctrl-C in a terminal reaches only the program that owns the engine. `remove` names folders that
+    the parent removes itself; the child does so when the parent ends, which may be killed before it can. It logs as
+    this process does, unless `log_config` says how.
     """
-    popen = subprocess.Popen(
-        [sys.executable, "-c", _BOOTSTRAP, name],
-        stdin=subprocess.PIPE, stdout=2, pass_fds=tuple(pass_fds), process_group=0,
-        env={**os.environ, **env} if env else None)
-    job = {"path": sys.path, "target": target, "args": msgspec.json.encode(args).decode()}
-    assert popen.stdin is not None
-    try:
-        popen.stdin.write(json.dumps(job).encode() + b"\n")
-        popen.stdin.flush()
-    except BrokenPipeError:
-        pass  # it died at once; the watcher will say how
-    return Child(name, popen)
+    with no_forks:  # until the child is known to those who would close a copy of its lifeline
+        popen = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, *remove, name],
+            stdin=subprocess.PIPE, stdout=2, pass_fds=tuple(pass_fds), process_group=0, bufsize=0,
+            env={**os.environ, **env} if env else None)
+        child = Child(name, popen)
+    job = {"path": sys.path, "target": target, "args": msgspec.json.encode(args).decode(), "name": name,
+           "logs": asdict(log_config or logs.current())}
+    child.begin(json.dumps(job).encode() + b"\n")
+    return child
 
 
 def decode_args(raw: bytes, cls: type[T]) -> T:
@@ -131,20 +164,24 @@ def decode_args(raw: bytes, cls: type[T]) -> T:
     return msgspec.json.decode(raw, type=cls)
 
 
-def run_child(job: dict[str, Any]) -> None:
-    """The main function of every child process."""
+def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
+    """The main function of every child process. remove: folders that its parent may leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Service managers send it to every process of a service; while the program's own drains, the engine is needed.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, name="lifeline", daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(remove,), name="lifeline", daemon=True).start()
+    logs.begin(LogConfig(**job["logs"]), job["name"])
+    logs.own_process()
     module, _, function = job["target"].partition(":")
     getattr(importlib.import_module(module), function)(job["args"].encode())
 
 
-def end_with_parent() -> None:
-    """Waits for the lifeline to be cut, and ends this process."""
+def end_with_parent(remove: Sequence[str] = ()) -> None:
+    """Waits for the lifeline to be cut, removes the folders that the parent may have left, and ends this process."""
     while os.read(0, 4096):
         pass
+    for folder in remove:
+        shutil.rmtree(folder, ignore_errors=True)
     # Not sys.exit: the main thread may be inside a device call that never returns.
     os._exit(0)
 

@@ -17,6 +17,17 @@ MODELS: dict[str, str] = {
 }
 """Hugging Face architecture name -> model class."""
 
+MODEL_SPECS: dict[str, str] = {
+    "LlamaForCausalLM": "sidestep.ipc.model_families:llama",
+    "MistralForCausalLM": "sidestep.ipc.model_families:mistral",
+    "Qwen2ForCausalLM": "sidestep.ipc.model_families:qwen2",
+    "Qwen3ForCausalLM": "sidestep.ipc.model_families:qwen3",
+}
+"""Hugging Face architecture name -> function that reads its config.json, without torch."""
+
+_OUTSIDE_MODELS, _OUTSIDE_SPECS = "sidestep.models", "sidestep.model_specs"
+"""Groups of entry points with which installed packages add to these two, in any process."""
+
 RUNNERS: dict[str, str] = {
     "cpu": "sidestep.executor.model_runner:ModelRunner",
     "cuda": "sidestep.executor.gpu_runner:GpuRunner",
@@ -56,6 +67,29 @@ REASONING_PARSERS: dict[str, str] = {
     "qwen3": "sidestep.frontend.parsers.think:Qwen3ReasoningParser",
 }
 """How a model writes its reasoning."""
+
+
+def model_class(architecture: str) -> str | None:
+    """Return the class of an architecture, for `load`, from the tree or an installed package."""
+    return MODELS.get(architecture) or _outside(_OUTSIDE_MODELS).get(architecture)
+
+
+def model_spec_reader(architecture: str) -> str:
+    """Return what reads an architecture's config.json: Llama's reader if nothing else is said."""
+    found = MODEL_SPECS.get(architecture) or _outside(_OUTSIDE_SPECS).get(architecture)
+    return found or MODEL_SPECS["LlamaForCausalLM"]
+
+
+def model_names() -> list[str]:
+    """All architectures that can be loaded."""
+    return sorted({*MODELS, *_outside(_OUTSIDE_MODELS)})
+
+
+def _outside(group: str) -> dict[str, str]:
+    """What installed packages have registered, by name."""
+    from importlib import metadata  # takes longer than all else here, and is rarely needed
+
+    return {point.name: point.value for point in metadata.entry_points(group=group)}
 
 
 def load(target: str) -> Any:

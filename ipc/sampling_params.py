@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.structured_outputs import StructuredOutputsParams
+from sidestep.ipc.vllm.params import ParamsMeta, plain
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 128
@@ -50,7 +52,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True,
+                                metaclass=ParamsMeta):
     """An output ends when its last tokens are one pattern of tokens, so many times in a row.
 
     Raises ValidationError, which names the field.
@@ -84,10 +87,12 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, forbi
         return False
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True,
+                     metaclass=ParamsMeta):
     """Sampling parameters of one request; names and defaults are those that users of vLLM know.
 
-    Raises ValidationError, which names the field, when a value is out of range, and TypeError for an unknown name.
+    They are frozen: `clone` makes a copy with other values. Numbers and arrays of numpy are taken as Python's own.
+    Raises ValidationError, which names the field, when a value is out of range or the name of a field is unknown.
     """
 
     n: int = 1
@@ -104,7 +109,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
     seed: int | None = None
-    """The same seed gives the same tokens whatever else is in the batch; None draws a new one for each request."""
+    """The same seed gives the same tokens whatever else is in the batch; None or -1 draws a new one for each request,
+    from the engine's `seed` where it has one."""
     stop: str | list[str] | None = None
     """Texts that end the output; left out of it unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
@@ -148,6 +154,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     `ignore_eos` nor with `min_tokens`, which could forbid all that the form allows."""
 
     def __post_init__(self) -> None:
+        self._make_plain()
         _check(_is_int(self.n) and 1 <= self.n <= MAX_CHOICES, "n",
                f"must be a whole number between 1 and {MAX_CHOICES}, not {self.n!r}")
         _check(self.best_of is None or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_CHOICES), "best_of",
@@ -172,6 +179,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         self._check_penalties()
         for field in ("logprobs", "prompt_logprobs"):
             value = getattr(self, field)
+            _check(value != -1, field, f"-1 asks for all tokens of the vocabulary; at most {MAX_LOGPROBS} of the most "
+                   "probable ones can be told")
             _check(value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS), field,
                    f"must be between 0 and {MAX_LOGPROBS}, not {value!r}: more of each token would cost more than "
                    "sampling it")
@@ -184,6 +193,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         _check(isinstance(self.output_kind, RequestOutputKind), "output_kind",
                f"must be a RequestOutputKind, not {self.output_kind!r}")
         self._check_structure()
+
+    def _make_plain(self) -> None:
+        """Replace what scripts give in other forms: numbers of numpy, dicts of parameters, a seed of -1."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if type(value) in _PLAIN or name == "extra_args":
+                continue
+            if isinstance(value, dict) and name in _NESTED:
+                value = _NESTED[name](**value)
+            msgspec.structs.force_setattr(self, name, plain(value))
+        if self.seed == -1 and _is_int(self.seed):
+            msgspec.structs.force_setattr(self, "seed", None)
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """Return the parameters with the default of each field that is None."""
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
+    def clone(self, **changes: Any) -> Self:
+        """Return a copy, with some fields changed. Raises ValidationError."""
+        return type(self)(**(copy.deepcopy(msgspec.structs.asdict(self)) | changes))
 
     def _check_structure(self) -> None:
         if (structure := self.structured_outputs) is None:
@@ -261,3 +291,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+_PLAIN = (int, float, bool, str, type(None), RequestOutputKind)
+_NESTED: dict[str, Any] = {"structured_outputs": StructuredOutputsParams,
+                           "repetition_detection": RepetitionDetectionParams}
+"""Fields that are parameters of their own, which may be given as a dict."""

@@ -64,15 +64,22 @@ class RingSpec:
 
 def create_ring(num_readers: int, num_slots: int = DEFAULT_SLOTS, slot_bytes: int = DEFAULT_SLOT_BYTES) -> RingSpec:
     """Allocates the memory (untouched pages cost nothing) and the doorbells."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        memory = os.dup(file.fileno())
+    memory = _unnamed_memory()
     os.ftruncate(memory, _size(num_readers, num_slots, slot_bytes))
     pipes = [os.pipe() for _ in range(num_readers)]
     for ends in pipes:
         for end in ends:
             os.set_blocking(end, False)
     return RingSpec(memory, tuple(p[0] for p in pipes), tuple(p[1] for p in pipes), num_slots, slot_bytes)
+
+
+def _unnamed_memory() -> int:
+    """Return the descriptor of an empty file without a name. Linux's own kind needs no room in /dev/shm, which
+    containers keep small, and where a page too many would end the process by SIGBUS."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("sidestep-ring")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _size(num_readers: int, num_slots: int, slot_bytes: int) -> int:

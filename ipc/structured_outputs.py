@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.vllm.params import ParamsMeta
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -29,7 +30,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """JSON, as llguidance reads it."""
 
 
-class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True,
+                              metaclass=ParamsMeta):
     """The form of an output, in exactly one of the first six fields; names are those that users of vLLM know.
 
     Raises ValidationError, which names the field.
@@ -117,14 +119,14 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_
 
 
 def grammar_limits() -> LLParserLimits:
-    """Bounds on what one grammar costs: about a second of compiling, 20 ms and some MB for a token.
+    """Bounds on what one grammar costs: about a second of compiling, 40 ms and some MB for a token.
 
-    The time that an item of the parser takes grows with their number in an ambiguous grammar, so there
-    may be a tenth of the library's own bound; a schema with 400 optional properties needs fewer than half of that.
+    A schema with 400 optional properties needs 4,000 items of the parser. In an ambiguous grammar the time that an item
+    takes grows with their number: 5,000 take up to 140 ms, and the library's own bound is 50,000.
     """
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, step_max_items=5_000,
+    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, step_max_items=4_200,
                           verbose_errors=False)
 
 

@@ -1,0 +1,57 @@
+"""What a name of vLLM's is worth here: one entry of the tables in this folder, and how an entry is applied.
+
+Scripts for vLLM run with the import changed where an option, argument or method means the same here. Where it has no
+meaning here, one error names it and says what to do. The tables drive Python, the command line and the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sidestep.ipc.errors import ValidationError
+
+NO_LORA = "LoRA adapters are not served yet; merge the adapter into the model's weights and load the result"
+NO_IMAGES = "only text goes into a model here; leave it out"
+NO_POOLING = "only text generation is served, no embeddings, scores or classes"
+
+Form = Literal["value", "switch", "list"]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A name that vLLM has. None is accepted as its value in any case: it asks for nothing."""
+
+    instead: str
+    """What sidestep does, and what a user is to do: the end of a sentence that begins with the name."""
+    accepted: tuple[Any, ...] = ()
+    """Values that ask for what happens here in any case."""
+    same_as: str | None = None
+    """The name that has the same meaning here; values are passed on to it."""
+    form: Form = "value"
+    """How the command line takes it: with a value, as a switch (`--x` and `--no-x`), or with several values."""
+
+    def asks_for_nothing(self, value: object) -> bool:
+        """Whether the value asks for what happens here in any case."""
+        return value is None or any(type(value) is type(one) and value == one for one in self.accepted)
+
+
+def translate(given: Mapping[str, Any], table: Mapping[str, Foreign]) -> dict[str, Any]:
+    """Return the arguments with vLLM's names replaced by ours. Raises ValidationError for one without a meaning here.
+
+    Names that are not in the table are passed on as they are.
+    """
+    ours: dict[str, Any] = {}
+    for name, value in given.items():
+        foreign = table.get(name)
+        if foreign is None:
+            ours[name] = value
+        elif foreign.same_as is not None:
+            if foreign.same_as in given:
+                raise ValidationError(name, f"means the same as {foreign.same_as}; give one of them")
+            if value is not None:
+                ours[foreign.same_as] = value
+        elif not foreign.asks_for_nothing(value):
+            raise ValidationError(name, foreign.instead)
+    return ours
