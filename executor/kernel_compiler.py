@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import select
 import sys
@@ -30,6 +31,7 @@ import msgspec
 from sidestep.executor.cuda_driver import find_gpu
 from sidestep.executor.runner import WorkerArgs
 from sidestep.ipc.config import ParallelConfig, triton_environment
+from sidestep.ipc.logs import tell
 from sidestep.ipc.process import decode_args
 from sidestep.kernels.gpu import Gpu
 
@@ -54,7 +56,7 @@ def main(raw: bytes) -> None:
         if gpu is not None:
             compile_ahead(args.worker, gpu, args.num_processes)
     except Exception as error:
-        print(f"sidestep: kernels are not compiled ahead: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(f"sidestep: kernels are not compiled ahead: {type(error).__name__}: {error}", logging.WARNING)
 
 
 def wait_for_compiler(compiled: int | None) -> None:

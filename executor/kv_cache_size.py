@@ -9,12 +9,19 @@ from sidestep.ipc.config import StepLimits
 from sidestep.ipc.errors import EngineStartError
 
 _CPU_LIMIT = 2 << 30
+"""Bytes of a CPU's cache, unless more are asked for."""
+_CPU_TOKENS = 128
+"""Of each request that may run at once: what a CPU's cache has room for at least, if not for more. A cache of a small
+model would otherwise be a hundred times as large as the model."""
 
 
 def cpu_kv_blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int) -> int:
-    """What was asked for, or a share of the machine's memory. Raises EngineStartError when not one block fits."""
+    """What was asked for, or enough for one request of full length and for many short ones, within a share of the
+    machine's memory. Raises EngineStartError when not one block fits."""
     share = _physical_memory() // (4 * args.parallel.data_parallel_size)
-    return _blocks(args, limits, bytes_per_token, block_size, min(_CPU_LIMIT, share),
+    tokens = max(args.max_model_len, _CPU_TOKENS * limits.max_num_seqs)
+    enough = -(-tokens // block_size) * block_size * bytes_per_token
+    return _blocks(args, limits, bytes_per_token, block_size, min(_CPU_LIMIT, share, enough),
                    "raise kv_cache_memory_bytes or lower block_size")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import msgspec
 import torch
 
 from sidestep.executor.attention.base import AttentionBackend
@@ -11,8 +14,13 @@ from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
 from sidestep.ipc import registry
-from sidestep.ipc.config import cpu_has_bfloat16
 from sidestep.ipc.errors import EngineStartError
+from sidestep.ipc.layer_split import Stage
+from sidestep.ipc.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def pick_device(args: WorkerArgs) -> torch.device:
@@ -31,13 +39,10 @@ def pick_device(args: WorkerArgs) -> torch.device:
 
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
-    """What was asked for; or the checkpoint's type, but float32 on a CPU that would have to emulate it."""
+    """What was asked for; or the checkpoint's type on a GPU, and float32 on a CPU."""
     if args.model.dtype != "auto":
         return getattr(torch, args.model.dtype)
-    dtype: torch.dtype = getattr(torch, args.spec.dtype)
-    if device.type == "cpu" and not (dtype == torch.bfloat16 and cpu_has_bfloat16()):
-        return torch.float32
-    return dtype
+    return torch.float32 if device.type == "cpu" else getattr(torch, args.spec.dtype)
 
 
 def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:
@@ -55,21 +60,55 @@ def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBack
 def load_model(args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DecoderForCausalLM:
     """What this rank has of the model, with its weights. Raises EngineStartError naming what is wrong with them."""
     spec, stage = args.spec, args.stage
-    build = registry.load(registry.MODELS[spec.architecture])
+    build = model_class(spec.architecture)
     if device.type == "meta":
         return build(spec, NoWeights(dtype, device), parallel, stage)
     if args.model.load_format == "dummy":
         return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
     with SafetensorsWeights(spec.path, dtype, device) as weights:
         if spec.tie_word_embeddings:
-            weights.ignore("lm_head.weight")
+            spec = tie_as_found(spec, weights, stage, tells=args.rank_in_stage == 0)
         model: DecoderForCausalLM = build(spec, weights, parallel, stage)
         weights.ignore(*weights_elsewhere(spec, stage))
         weights.finish()
     return model
 
 
+def model_class(architecture: str) -> type[DecoderForCausalLM]:
+    """Return the class of an architecture, of the tree or of an installed package.
+
+    Raises EngineStartError where this process cannot import it.
+    """
+    target = registry.model_class(architecture)
+    try:
+        found: type[DecoderForCausalLM] = registry.load(target or "")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EngineStartError(f"model: {target!r}, the class of {architecture}, cannot be imported "
+                               f"by a worker: {error}") from None
+    return found
+
+
+def tie_as_found(spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *,
+                 tells: bool) -> ModelSpec:
+    """Return the spec of a model with a tied head, as the checkpoint has head and embedding.
+
+    As in transformers: a head that differs from the embedding is used, one that equals it is not,
+    and a head alone serves as both. tells: whether this rank tells the user.
+    """
+    if HEAD not in weights:
+        return spec
+    if EMBEDDING not in weights:
+        weights.alias(EMBEDDING, HEAD)
+    elif stage.is_last and not weights.are_equal(EMBEDDING, HEAD):
+        if tells:
+            logger.warning("the checkpoint has an lm_head that differs from the embedding, so the "
+                           "two are not tied as config.json says (tie_word_embeddings)")
+        return msgspec.structs.replace(spec, tie_word_embeddings=False)
+    weights.ignore(HEAD)
+    return spec
+
+
 def load_rotary(args: WorkerArgs, device: torch.device) -> RotaryTable:
     """cos and sin of every position that a request may reach."""
     spec = args.spec
-    return RotaryTable(spec.rope, spec.head_dim, spec.max_position_embeddings, args.max_model_len, device)
+    return RotaryTable(spec.rope, spec.head_dim, args.max_model_len, device)

@@ -19,12 +19,14 @@ from sidestep.executor.cuda_driver import has_driver
 from sidestep.executor.kernel_compiler import CompilerArgs
 from sidestep.executor.runner import WorkerArgs
 from sidestep.executor.worker import Failure, Order, Reply, WorkerProcArgs
-from sidestep.ipc.config import EngineConfig, available_cores
+from sidestep.ipc.config import EngineConfig, available_cores, exact_products_environment
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.process import Child, spawn
 from sidestep.ipc.shm_ring import DEFAULT_SLOTS, RingClosed, RingReader, RingSpec, RingWriter, create_ring
 from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 
+_THREAD_WIDTH = 256
+"""Values of a hidden state that are worth a thread: to wake one for less takes longer than it saves."""
 _PATIENCE_S = 0.5
 """How long it is looked for a rank that died when another one says that it fails."""
 
@@ -104,7 +106,8 @@ class MultiprocExecutor(Executor):
         args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous, compiled), steps=steps, reader=rank,
                               replies=replies, cpu_threads=self._cpu_threads())
         child = spawn(self._config.parallel.rank_name(rank), "sidestep.executor.worker:main", args,
-                      env=self._environment(), pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled))
+                      env=worker_environment(self._cpu_threads()), remove=(self._folder.name,),
+                      pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled))
         for bell in replies.bells_out:
             os.close(bell)  # so that the last writer's end closes with the worker
         self._children.append(child)
@@ -126,25 +129,11 @@ class MultiprocExecutor(Executor):
             max_model_len=config.max_model_len, rendezvous=rendezvous, compiled=compiled)
 
     def _cpu_threads(self) -> int:
-        return self._config.parallel.cpu_threads or \
-            max(1, available_cores() // (self._world * self._config.parallel.data_parallel_size))
-
-    def _environment(self) -> dict[str, str]:
-        """What a rank's libraries must know before they are loaded."""
-        return {
-            "OMP_NUM_THREADS": str(self._cpu_threads()),
-            # Bounded spinning: by default OpenMP's threads spin at each barrier, and where the frontend and the core
-            # need the same cores that costs more than half of the throughput.
-            "GOMP_SPINCOUNT": "100",
-            # Keep freed memory: else each large temporary is mapped, faulted in page by page and unmapped again.
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-            "MALLOC_TOP_PAD_": str(1 << 26),
-            # On a GPU that the KV cache fills: steps of ever new sizes must not end in a search for free pieces, for
-            # which the device would have to stop.
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            # As torch would say later: the context is made before (executor/worker.py).
-            "CUDA_MODULE_LOADING": "LAZY",
-        }
+        if self._config.parallel.cpu_threads:
+            return self._config.parallel.cpu_threads
+        ranks = self._world * self._config.parallel.data_parallel_size
+        worth_sharing = self._config.spec.hidden_size // _THREAD_WIDTH
+        return max(1, min(available_cores() // ranks, worth_sharing))
 
     def _wait_ready(self) -> None:
         """Until all ranks have loaded, or one cannot."""
@@ -199,3 +188,24 @@ class MultiprocExecutor(Executor):
         if len(self._ready) == self._world:
             return f"{self._config.parallel.rank_name(rank)} failed: {failure.text}"
         return failure.text if self._world == 1 else f"{self._config.parallel.rank_name(rank)}: {failure.text}"
+
+
+def worker_environment(cpu_threads: int) -> dict[str, str]:
+    """Return what a rank's libraries must know before they are loaded."""
+    return {
+        "OMP_NUM_THREADS": str(cpu_threads),
+        # Bounded spinning: by default OpenMP's threads spin at each barrier, and where the frontend and the core
+        # need the same cores that costs more than half of the throughput.
+        "GOMP_SPINCOUNT": "100",
+        **exact_products_environment(),
+        # Keep freed memory: else each large temporary is mapped, faulted in page by page and unmapped again.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+        "MALLOC_TOP_PAD_": str(1 << 26),
+        # Compiled products of each number of rows are kept, some hundreds of KB each: not a thousand of them.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        # On a GPU that the KV cache fills: steps of ever new sizes must not end in a search for free pieces, for
+        # which the device would have to stop.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        # As torch would say later: the context is made before (executor/worker.py).
+        "CUDA_MODULE_LOADING": "LAZY",
+    }

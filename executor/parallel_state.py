@@ -64,7 +64,7 @@ class Parallel:
             return x
         rows, width = x.shape
         parts = x.new_empty(self.size, rows, width)
-        self._dist.all_gather_into_tensor(parts.view(-1, width), x.contiguous(), group=self._group)
+        _gather_function(self._dist)(parts.view(-1, width), x.contiguous(), group=self._group)
         side_by_side = x.new_empty(rows, self.size * width) if out is None else out
         side_by_side.view(rows, self.size, width).copy_(parts.transpose(0, 1))
         return side_by_side
@@ -106,6 +106,12 @@ class Parallel:
             return self.share(total)
         head = self.rank * total // self.size
         return range(head, head + 1)
+
+
+def _gather_function(dist: Any) -> Any:
+    """Return torch's all_gather of one tensor by the name that this version of it wants: the older name of a newer one
+    writes a warning to everybody's screen."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LoneRank(Parallel):

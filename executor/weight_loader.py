@@ -22,6 +22,8 @@ from sidestep.ipc.errors import EngineStartError
 Shape = tuple[int, ...]
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Buffers that old checkpoints carry and that follow from the config."""
+_COMPARED_ROWS = 4096
+"""Rows of two tensors that are in memory at a time to be compared."""
 
 
 class Weights(abc.ABC):
@@ -50,6 +52,8 @@ class SafetensorsWeights(Weights):
                 raise EngineStartError(f"model: {file} cannot be read as safetensors: {error}") from None
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 self._handle_of[name] = handle
+        self._names: dict[str, str] = {}
+        """Other names of tensors -> those that they have in the files."""
         self._unused = set(self._handle_of)
 
     def __enter__(self) -> SafetensorsWeights:
@@ -65,8 +69,9 @@ class SafetensorsWeights(Weights):
         handle = self._handle_of.get(name)
         if handle is None:
             raise EngineStartError(f"model: the checkpoint lacks {name}")
-        self._unused.discard(name)
-        part = handle.get_slice(name)
+        stored = self._names.get(name, name)
+        self._unused.discard(stored)
+        part = handle.get_slice(stored)
         found = tuple(part.get_shape())
         if found != shape:
             raise EngineStartError(f"model: {name} has shape {list(found)} in the checkpoint, config.json wants "
@@ -78,6 +83,21 @@ class SafetensorsWeights(Weights):
         else:
             tensor = part[:]
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def alias(self, name: str, other: str) -> None:
+        """A tensor that the checkpoint lacks is there under another name."""
+        self._handle_of[name] = self._handle_of[other]
+        self._names[name] = other
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors of the checkpoint hold the same values. Reads them part by part."""
+        parts = [self._handle_of[name].get_slice(name) for name in (one, other)]
+        shapes = [tuple(part.get_shape()) for part in parts]
+        if shapes[0] != shapes[1] or not shapes[0]:
+            return False
+        starts = range(0, shapes[0][0], _COMPARED_ROWS)
+        pairs = ([part[row:row + _COMPARED_ROWS] for part in parts] for row in starts)
+        return all(torch.equal(first, second) for first, second in pairs)
 
     def ignore(self, *beginnings: str) -> None:
         """Tensors whose names begin so may be there without being asked for."""

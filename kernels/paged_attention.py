@@ -1,49 +1,78 @@
 """Attention over keys and values that were gathered from the paged cache (Kwon et al. 2023): the torch reference.
 
-Query heads that share a KV head are laid along the query dimension, so keys and values are never repeated for decode.
+A query's bits on a CPU depend on its own position and inputs alone. So keys come padded to lengths that the position
+decides (see `padded_length`), there are never fewer than FEWEST_QUERIES queries, since libraries multiply fewer by
+other kernels, and all is computed in float32.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+FEWEST_QUERIES = 4
+"""Numbers of queries are padded to a multiple of this."""
+_SHORT, _STEP = 64, 512
 
 
-def decode_attention(q: Tensor, keys_values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One query token a row.
+def padded_length(length: int) -> int:
+    """How many keys a query at the end of `length` tokens is computed with: 64, 128, 256 or a multiple of 512."""
+    if length > _STEP:
+        return -(-length // _STEP) * _STEP
+    return max(_SHORT, 1 << (length - 1).bit_length())
 
-    q [R, H, D]; keys_values [R, 2 KVH, L, D], keys first, each row padded with finite values to the longest; mask
-    [R, 1, 1, L] of q's type, 0 for tokens to attend to and -inf for others, or None. Returns [R, H, D].
+
+def decode_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """One query token a row. Query heads that share a KV head are laid along the query dimension, so keys and values
+    are never repeated.
+
+    q [R, H, D]; keys_values float32 [R, 2 KVH, L, D], keys first, each row padded with finite values to the length that
+    all have; mask float32 [R, 1, 1, L], 0 for tokens to attend to and -inf for others. Returns [R, H, D] of q's type.
     """
     rows, heads, dim = q.shape
     kv_heads = keys_values.shape[1] // 2
     k, v = keys_values.split(kv_heads, 1)
-    query = q.view(rows, kv_heads, heads // kv_heads, dim)
-    out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
-    return out.reshape(rows, heads, dim)
+    group = heads // kv_heads
+    query = pad(q.float().reshape(rows, kv_heads, group, dim), (0, 0, 0, -group % FEWEST_QUERIES))
+    out = _attention(query, k, v, mask, scale)
+    return out[:, :, :group].reshape(rows, heads, dim).to(q.dtype)
 
 
-def prefill_attention(q: Tensor, keys_values: Tensor, window: int, scale: float) -> Tensor:
-    """The last N tokens of one sequence of L tokens, each attending to itself and what is before it.
+def prefill_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Consecutive tokens of one sequence.
 
-    q [N, H, D]; keys_values [L, 2 KVH, D], keys first; window: how many tokens, itself included, a token attends to, 0
-    for all. Returns [N, H, D].
+    q [N, H, D]; keys_values float32 [L, 2 KVH, D], keys first; mask float32 [N, L], 0 for tokens to attend to and -inf
+    for others. Returns [N, H, D] of q's type.
     """
     count, heads, dim = q.shape
-    length, kv_heads = keys_values.shape[0], keys_values.shape[1] // 2
-    group = heads // kv_heads
+    kv_heads = keys_values.shape[1] // 2
+    group, missing = heads // kv_heads, -count % FEWEST_QUERIES
     k, v = keys_values.unflatten(1, (2, kv_heads, 1)).permute(1, 2, 3, 0, 4).expand(-1, -1, group, -1, -1)
-    query = q.view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
-    plain = count == length and not window
-    mask = None if plain else causal_mask(count, length, window, q.device)
-    out = scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=plain, scale=scale)
-    return out.permute(2, 0, 1, 3).reshape(count, heads, dim)
+    query = pad(q.float().view(count, kv_heads, group, dim).permute(1, 2, 0, 3), (0, 0, 0, missing))
+    out = _attention(query, k, v, pad(mask, (0, 0, 0, missing)), scale)
+    return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
 
 
-def causal_mask(count: int, length: int, window: int, device: torch.device) -> Tensor:
-    """bool [N, L]: True where the n-th of the last N tokens of L attends."""
-    query = torch.arange(length - count, length, device=device)[:, None]
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Of q [B, H, N, D] with k, v [B, H, L, D].
+
+    A lone problem is computed twice: torch gives each problem to one thread, but for a lone one it starts none, and the
+    library then splits the products among threads of its own.
+    """
+    lone = q.shape[0] * q.shape[1] == 1
+    if lone:
+        q, k, v = (x.expand(2, -1, -1, -1) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out[:1] if lone else out
+
+
+def causal_mask(first: int, count: int, length: int, window: int, device: torch.device) -> Tensor:
+    """float32 [N, L]: 0 where the N tokens from position `first` on attend, -inf elsewhere. window: how many tokens,
+    itself included, a token attends to, 0 for all."""
+    query = torch.arange(first, first + count, device=device)[:, None]
     key = torch.arange(length, device=device)[None]
-    allowed = key <= query
-    return allowed & (key > query - window) if window else allowed
+    hidden = key > query
+    if window:
+        hidden |= key <= query - window
+    return torch.zeros(count, length, device=device).masked_fill_(hidden, -torch.inf)

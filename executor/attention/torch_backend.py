@@ -1,11 +1,18 @@
 """Attention by torch operations: the default on a CPU, and what other backends are compared with.
 
-Decode rows read a gathered copy of their keys and values. As long as the same rows decode, the copy of the step before
-is only extended by each row's new token; it is gathered again when rows come or go, or when it would be too large to
-keep. That is worth a third of a step of a small model.
+A query is computed with as many keys as its position decides, in float32, so that its bits do not depend on what else a
+step computes, nor on how a prompt was cut into chunks. Queries of one padded length are computed together.
+
+Decode rows read a gathered copy of their keys and values, shortest row first. As long as the same rows decode, the copy
+of the step before is only extended by each row's new token; it is gathered again when rows come or go, or when it would
+be too large to keep. That is worth a third of a step of a small model.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,14 +23,46 @@ from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.layers.rotary import FullRotaryTable
 from sidestep.ipc.step import Int32, Int64
 from sidestep.kernels.kv_write import write_kv
-from sidestep.kernels.paged_attention import decode_attention, prefill_attention
+from sidestep.kernels.paged_attention import causal_mask, decode_attention, padded_length, prefill_attention
 from sidestep.kernels.rms_norm import rms_norm
 from sidestep.kernels.rotary import apply_rotary
 
 _COPY_LIMIT = 1 << 30
-"""Bytes, in all layers, up to which the gathered copy is kept."""
+"""Bytes, in all layers, up to which the gathered copy is kept, unless the whole cache is smaller."""
 _HEADROOM = 64
 """Tokens for which a kept copy has room to grow."""
+_MOST_QUERIES = 256
+"""Tokens of a prompt that are computed together: bounds the mask."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive tokens of a prompt's chunk that are computed with the same number of keys."""
+
+    tokens: slice
+    """Among the step's."""
+    num_keys: int
+    masks: dict[int, Tensor]
+    """By window, for all layers."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A row's tokens, where they are several."""
+
+    blocks: Tensor
+    """int64: the row's, filled up for the longest piece."""
+    pieces: list[_Piece] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _DecodeGroup:
+    """Rows of the copy that are computed with the same number of keys."""
+
+    rows: slice
+    num_keys: int
+    masks: dict[int, Tensor]
+    """By window: float32 [R, 1, 1, L]."""
 
 
 class TorchAttention(AttentionBackend):
@@ -39,11 +78,15 @@ class TorchAttention(AttentionBackend):
         # Zeros: padding reads blocks that were never written, and 0 x NaN would spread.
         self.cache = torch.zeros(size, dtype=setup.dtype, device=setup.device)
         self._layers = self.cache.unbind()
+        self._copy_limit = min(_COPY_LIMIT, self.cache.numel() * torch.float32.itemsize)
         self._windows = sorted(set(shape.windows))
         self._copies: list[Tensor | None] = [None] * shape.num_layers
         self._copied_entries = np.empty(0, np.int64)
         self._copied_lens = np.empty(0, np.int32)
         self._copy_room = 0
+        self._host_order: Int64 = np.zeros(0, np.int64)
+        """Decode rows by their length."""
+        self._order: Tensor | None = None
 
     def begin_step(self, batch: StepBatch) -> None:
         host = batch.host
@@ -53,8 +96,7 @@ class TorchAttention(AttentionBackend):
         self._num_decode = host.num_decode_rows
         if self._num_decode:
             self._begin_decode(host)
-        self._chunks = [(start, stop, self._blocks_of(host, row), int(host.seq_lens[row]))
-                        for row, (start, stop) in enumerate(host.token_ranges) if row >= self._num_decode]
+        self._chunks = [self._plan_chunk(host, row) for row in range(self._num_decode, len(host.slots))]
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
@@ -75,23 +117,31 @@ class TorchAttention(AttentionBackend):
         out = torch.empty_like(q)
         if rows:
             out[:rows] = self._decode(layer, q[:rows], kv[:rows], window)
-        for start, stop, blocks, length in self._chunks:
-            keys_values = cache.index_select(0, blocks).flatten(0, 1)[:length]
-            out[start:stop] = prefill_attention(q[start:stop], keys_values, window, self._scale)
+        for chunk in self._chunks:
+            keys_values = cache.index_select(0, chunk.blocks).flatten(0, 1).float()
+            for piece in chunk.pieces:
+                out[piece.tokens] = prefill_attention(q[piece.tokens], keys_values[:piece.num_keys],
+                                                      piece.masks[window], self._scale)
         return out
 
     def _decode(self, layer: int, q: Tensor, kv: Tensor, window: int) -> Tensor:
+        """Return the attention of rows of one token, [R, H, D]."""
+        if self._order is not None:
+            q, kv = q.index_select(0, self._order), kv.index_select(0, self._order)
         copy = self._copies[layer]
         if copy is None or not self._extend_copy:
             copy = self._gather(layer)
         else:
-            copy[self._row_index, :, self._last_index] = kv
-        return decode_attention(q, copy[:, :, :self._longest], self._masks[window], self._scale)
+            copy[self._row_index, :, self._last_index] = kv.float()
+        made = [decode_attention(q[group.rows], copy[group.rows, :, :group.num_keys], group.masks[window], self._scale)
+                for group in self._groups]
+        out = made[0] if len(made) == 1 else torch.cat(made)
+        return out if self._order is None else torch.empty_like(out).index_copy_(0, self._order, out)
 
     def _gather(self, layer: int) -> Tensor:
-        """[R, 2 KVH, room, D] with each row's tokens, kept for the next step if it is small enough. A copy that is kept
-        has each head's tokens side by side, which is how attention reads them."""
-        gathered = self._layers[layer].index_select(0, self._decode_blocks)
+        """float32 [R, 2 KVH, room, D] with each row's tokens, kept for the next step if it is small enough. A copy that
+        is kept has each head's tokens side by side, which is how attention reads them."""
+        gathered = self._layers[layer].index_select(0, self._decode_blocks).float()
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
         if not self._keep_copy:
             self._copies[layer] = None
@@ -105,41 +155,72 @@ class TorchAttention(AttentionBackend):
         self._longest = int(lengths.max())
         # By entry, not by slot: the next request in a slot may well be one token longer than the last one became.
         self._extend_copy = (
-            self._longest <= self._copy_room and np.array_equal(entries, self._copied_entries)
+            padded_length(self._longest) <= self._copy_room and np.array_equal(entries, self._copied_entries)
             and np.array_equal(lengths, self._copied_lens + 1))
-        if self._extend_copy:
-            self._last_index = torch.from_numpy(lengths.astype(np.int64) - 1).to(self._device)
-        else:
+        if not self._extend_copy:
             self._plan_gather(batch, entries)
         self._copied_lens = lengths.copy()
-        self._masks = {window: self._mask(lengths, window) for window in self._windows}
+        # All rows grow by one token a step, so the order of their lengths stays.
+        by_length = lengths[self._host_order]
+        if self._extend_copy:
+            self._last_index = torch.from_numpy(by_length.astype(np.int64) - 1).to(self._device)
+        self._groups = list(self._group(by_length))
 
     def _plan_gather(self, batch: HostBatch, entries: Int64) -> None:
         rows, size = self._num_decode, self._block_size
-        width = -(-self._longest // size)
-        token_bytes = self._shape.bytes_per_token(self._dtype)
-        roomy = min(-(-(self._longest + _HEADROOM) // size), batch.block_tables.shape[1])
-        self._keep_copy = rows * roomy * size * token_bytes <= _COPY_LIMIT
-        width = roomy if self._keep_copy else width
-        self._decode_blocks = torch.from_numpy(
-            batch.block_tables[:rows, :width].astype(np.int64).reshape(-1)).to(self._device)
+        order = np.argsort(batch.seq_lens[:rows], kind="stable")
+        self._host_order = order
+        in_order = np.array_equal(order, np.arange(rows))
+        self._order = None if in_order else torch.from_numpy(order).to(self._device)
+        token_bytes = self._shape.bytes_per_token(torch.float32)
+        room = padded_length(self._longest)
+        roomy = padded_length(min(self._longest + _HEADROOM, batch.block_tables.shape[1] * size))
+        self._keep_copy = rows * roomy * token_bytes <= self._copy_limit
+        width = -(-(roomy if self._keep_copy else room) // size)
+        tables = _filled_up(batch.block_tables[:rows][order], width)
+        self._decode_blocks = torch.from_numpy(tables.reshape(-1)).to(self._device)
         self._row_index = torch.arange(rows, device=self._device)
         self._copied_entries = entries.copy()
         self._copy_room = width * size if self._keep_copy else 0
 
-    def _blocks_of(self, batch: HostBatch, row: int) -> Tensor:
-        """The blocks of one row's tokens, int64."""
-        count = -(-int(batch.seq_lens[row]) // self._block_size)
-        return torch.from_numpy(batch.block_tables[row, :count].astype(np.int64)).to(self._device)
+    def _group(self, lengths: Int32) -> Iterator[_DecodeGroup]:
+        """Rows in the order of their lengths, [R], by how many keys they are computed with."""
+        padded = np.array([padded_length(length) for length in lengths.tolist()])
+        cuts = [0, *(np.flatnonzero(np.diff(padded)) + 1).tolist(), len(lengths)]
+        for first, last in pairwise(cuts):
+            num_keys = int(padded[first])
+            yield _DecodeGroup(slice(first, last), num_keys, {
+                window: self._mask(lengths[first:last], num_keys, window) for window in self._windows})
 
-    def _mask(self, lengths: Int32, window: int) -> Tensor | None:
-        """0 where a decode row attends, -inf elsewhere: [R, 1, 1, L]; None if every row attends everywhere."""
-        longest = self._longest
-        if int(lengths.min()) == longest and not (window and longest > window):
-            return None
-        key = np.arange(longest)
+    def _mask(self, lengths: Int32, num_keys: int, window: int) -> Tensor:
+        """0 where a decode row attends, -inf elsewhere: float32 [R, 1, 1, L]."""
+        key = np.arange(num_keys)
         hidden = key >= lengths[:, None]
         if window:
             hidden |= key < lengths[:, None] - window
         mask = torch.from_numpy(hidden).to(self._device)[:, None, None]
-        return torch.zeros(mask.shape, dtype=self._dtype, device=self._device).masked_fill_(mask, -torch.inf)
+        return torch.zeros(mask.shape, device=self._device).masked_fill_(mask, -torch.inf)
+
+    def _plan_chunk(self, batch: HostBatch, row: int) -> _Chunk:
+        start, stop = batch.token_ranges[row]
+        length = int(batch.seq_lens[row])
+        first = length - (stop - start)
+        width = -(-padded_length(length) // self._block_size)
+        chunk = _Chunk(torch.from_numpy(_filled_up(batch.block_tables[row:row + 1], width)[0]).to(self._device))
+        position = first
+        while position < length:
+            num_keys = padded_length(position + 1)
+            end = min(length, num_keys, position + _MOST_QUERIES)
+            masks = {window: causal_mask(position, end - position, num_keys, window, self._device)
+                     for window in self._windows}
+            tokens = slice(start + position - first, start + end - first)
+            chunk.pieces.append(_Piece(tokens, num_keys, masks))
+            position = end
+        return chunk
+
+
+def _filled_up(tables: Int32, width: int) -> Int64:
+    """Return block tables [R, W] as [R, width]. What is missing is block 0, whose tokens are masked like all behind the
+    row's own."""
+    cut = tables[:, :width].astype(np.int64)
+    return np.pad(cut, ((0, 0), (0, width - cut.shape[1])))

@@ -1,19 +1,13 @@
-"""Linear layers of a tensor-parallel rank, laid out for the CPU where that is faster.
-
-Two layouts serve a few rows on a CPU. A small float32 weight is stored transposed: the plain product then has the least
-overhead. Any other weight is packed once in the blocked form of oneDNN's kernels, which reads memory best. The
-operators for that are private to torch; where they are missing, or fail, the plain product serves. For a single row the
-plain product reads a large float32 weight faster, so that is kept beside the packed one while memory is plentiful.
-"""
+"""Linear layers of a tensor-parallel rank."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.peer_sums import Place
 from sidestep.executor.weight_loader import Weights
@@ -22,11 +16,6 @@ from sidestep.kernels.linear import add_linear, gated_linear, linear
 from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.silu_mul import silu_mul
 
-_PACK_FOR_ROWS = 8
-"""The batch size that the packed layout is chosen for."""
-_SMALL = 3 << 18
-"""Up to this many elements a transposed weight is faster than a packed one; see docs/performance.md."""
-
 
 class Linear:
     """x W^T + b. x [T, in]; returns [T, out]."""
@@ -34,100 +23,35 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.num_rows, self.num_columns = weight.shape
         self._bias = bias
-        self._weight: Tensor | None = weight
-        self._transposed: Tensor | None = None
-        self._packed: Tensor | None = None
-        if not on_gpu(weight):
-            self._lay_out_for_cpu(weight)
+        self._weight: Tensor | None = weight if on_gpu(weight) else None
+        self._product = None if on_gpu(weight) else CpuProduct(weight)
 
     def __repr__(self) -> str:
-        kind = "packed" if self._packed is not None else "transposed" if self._transposed is not None else "plain"
+        kind = "plain" if self._product is None else self._product.kind
         return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
 
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Of a stream: of its norm. out: where to, on a GPU."""
-        if self._weight is not None and on_gpu(self._weight):
+        if self._product is None:
+            assert self._weight is not None
             return linear(x, self._weight, self._bias, out)
         assert out is None, "a CPU's products choose their memory themselves"
-        x = normed(x)
-        if self._packed is not None and (self._weight is None or x.shape[0] > 1):
-            return _linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        if self._transposed is not None:
-            return torch.mm(x, self._transposed) if self._bias is None else \
-                torch.addmm(self._bias, x, self._transposed)
-        assert self._weight is not None
-        return torch.nn.functional.linear(x, self._weight, self._bias)
+        made = self._product(normed(x))
+        return made if self._bias is None else made.add_(self._bias)
 
     def gated(self, x: Tensor | Stream) -> Tensor:
         """silu(gate) * up of the result's halves, for a matrix whose first half of rows is the gate's."""
-        if self._weight is not None and on_gpu(self._weight):
+        if self._weight is not None:
             return gated_linear(x, self._weight, self._bias)
         return silu_mul(self(x))
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
         """Adds x W^T + b to residual, in place. norm: the one that the sum goes through next; what of it was done on
         the way is returned."""
-        if self._weight is not None and on_gpu(self._weight):
+        if self._weight is not None:
             return add_linear(residual, x, self._weight, self._bias, norm)
         residual += self(x)
         return None
-
-    def _lay_out_for_cpu(self, weight: Tensor) -> None:
-        """The new form replaces the old one, unless there is memory for both."""
-        if weight.dtype == torch.float32 and weight.numel() <= _SMALL:
-            self._transposed = weight.t().contiguous()
-            self._weight = None
-        else:
-            self._packed = pack(weight)
-            keep = weight.dtype == torch.float32 and _second_copies.take(weight.nbytes)
-            if self._packed is not None and not keep:
-                self._weight = None
-
-
-class _Budget:
-    """Bytes that a process may spend on something it could do without: an eighth of the machine's memory."""
-
-    def __init__(self) -> None:
-        self._left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
-
-    def take(self, size: int) -> bool:
-        """Whether there was enough left."""
-        enough = size <= self._left
-        self._left -= size if enough else 0
-        return enough
-
-
-_second_copies = _Budget()
-
-
-def _find_operator(name: str) -> Callable[..., Tensor] | None:
-    try:
-        return getattr(torch.ops.mkldnn, name)
-    except (AttributeError, RuntimeError):
-        return None
-
-
-_reorder = _find_operator("_reorder_linear_weight")
-_pointwise = _find_operator("_linear_pointwise")
-
-
-def _linear_pointwise(*args: object) -> Tensor:
-    assert _pointwise is not None
-    return _pointwise(*args)
-
-
-def pack(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's layout, or None where that cannot be had or does not give the plain product's result."""
-    if _reorder is None or _pointwise is None or not torch.backends.mkldnn.is_available():
-        return None
-    try:
-        packed = _reorder(weight, _PACK_FOR_ROWS)
-        probe = torch.ones(1, weight.shape[1], dtype=weight.dtype)
-        got, expected = _pointwise(probe, packed, None, "none", [], ""), probe.float() @ weight.float().T
-    except RuntimeError:
-        return None
-    bound = 0.02 * weight.float().abs().sum(1)
-    return packed if bool(((got.float() - expected).abs() <= bound).all()) else None
 
 
 def column_parallel(weights: Weights, parts: Sequence[tuple[str, int, range]], num_inputs: int, *,

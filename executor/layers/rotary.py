@@ -10,7 +10,7 @@ from torch import Tensor
 from sidestep.ipc.model_spec import RopeSpec
 
 
-def frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+def frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """Angle per position of each pair, float32 [D / 2], and the factor on cos and sin."""
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     scaling = rope.scaling
@@ -19,7 +19,7 @@ def frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tens
     if rope.rope_type == "llama3":
         return _llama3(inverse, scaling), 1.0
     if rope.rope_type == "yarn":
-        return _yarn(inverse, rope, head_dim, max_positions)
+        return _yarn(inverse, rope, head_dim)
     return inverse, 1.0
 
 
@@ -32,11 +32,10 @@ def _llama3(inverse: Tensor, scaling: dict[str, float]) -> Tensor:
     return (1 - blend) * inverse / scaling["factor"] + blend * inverse
 
 
-def _yarn(inverse: Tensor, rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+def _yarn(inverse: Tensor, rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): dimensions that turn often within the original length keep their speed."""
     scaling = rope.scaling
-    original = scaling.get("original_max_position_embeddings") or max_positions
-    factor = scaling.get("factor") or max_positions / original
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -45,7 +44,8 @@ def _yarn(inverse: Tensor, rope: RopeSpec, head_dim: int, max_positions: int) ->
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    ramp = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
     attention = scaling.get("attention_factor")
     if attention is None:
         attention = _yarn_scale(factor, scaling.get("mscale"), scaling.get("mscale_all_dim"))
@@ -62,9 +62,9 @@ def _yarn_scale(factor: float, mscale: float | None, mscale_all: float | None) -
 class RotaryTable:
     """cos and sin of every position: [positions, D / 2], float32."""
 
-    def __init__(self, rope: RopeSpec, head_dim: int, max_positions: int, length: int, device: torch.device) -> None:
-        """`max_positions` is the model's own limit, `length` how many positions are needed."""
-        inverse, factor = frequencies(rope, head_dim, max_positions)
+    def __init__(self, rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> None:
+        """`length` is how many positions are needed."""
+        inverse, factor = frequencies(rope, head_dim)
         angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), inverse.to(device))
         self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
 
