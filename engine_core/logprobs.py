@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -11,15 +11,17 @@ from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.step import LogprobColumns, UInt8
 
 
-def share_logprobs(column: UInt8, requests: Sequence[Request]) -> Iterator[tuple[int, bytes]]:
+def share_logprobs(column: UInt8, requests: Sequence[Request],
+                   late: Collection[Request] = ()) -> Iterator[tuple[int, bytes]]:
     """What each frontend, by its number, must be told. requests: what the keys of the columns are indices of; those
-    that have ended are told nothing, nor are beams, whose search is asked instead."""
+    that have ended are told nothing, nor those that are late and have sampled nothing that counts, nor beams, whose
+    search is asked instead."""
     if not len(column):
         return
     columns = LogprobColumns.unpack(column)
     owners = [requests[key] for key in columns.keys.tolist()]
     handles = np.array([owner.handle for owner in owners], np.int32)
-    clients = np.array([owner.client if owner.status is not Status.FINISHED
+    clients = np.array([owner.client if owner.status is not Status.FINISHED and owner not in late
                         and not isinstance(owner.group, BeamGroup) else -1 for owner in owners])
     for client in np.unique(clients[clients >= 0]).tolist():
         chosen = clients == client

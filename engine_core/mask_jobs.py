@@ -1,9 +1,10 @@
 """Masks of a step, without waiting for the slowest.
 
 Most masks take microseconds; a few take longer than a step of a small model, and a hostile grammar's may all do so. A
-step waits for all of its masks for a time, and then no longer than until few rows are left. So the requests of a
-grammar are a job. One with so many rows that the step would wait for it in any case is computed by the caller; the
-others by threads, and one that is late goes on, and is there when a later step asks again.
+step waits for all of its masks for a time, then until few rows are left, and in the end for nobody. So the requests of
+a grammar are a job. One with so many rows that the step would wait for it in any case is computed by the caller, row by
+row until the time is over; the rows behind are begun anew when a later step asks for them. The other jobs are for
+threads, and one that is late goes on, and is there when a later step asks again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 _MOST_JOBS = 8
 """That a step begins: each costs the waking of a thread. Of more grammars some share one."""
+_CHUNK = 16
+"""Masks for each thread of the library, between two looks at the time."""
+_PRECISE_S = 0.2e-3
+"""Masks that took so long are looked at more closely, which takes a microsecond."""
+FOREVER = float("inf")
+"""Seconds that a step may wait for its masks where none may be late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,27 +45,52 @@ class MaskJob:
     """[n, ceil(vocab_size / 32)] A bit a token, the lowest first."""
     num_left: int
     """Masks that nobody has taken yet."""
+    seconds: list[float] = field(default_factory=list)
+    """A processor's time for each mask that has been computed, the first ones."""
     is_done: bool = False
     error: BaseException | None = None
     """What the library raised, if it did."""
 
-    def run(self, executor: LLExecutor | None) -> None:
-        """executor: shares the work out among threads of its own."""
-        start, size = self.masks.ctypes.data, self.masks.shape[1] * 4
+    def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
+        """Computes the masks, until this time on the monotonic clock. executor: shares the work out among so many
+        threads of its own."""
         if executor is not None:
-            executor.unsafe_compute_mask_ptr(self.matchers, start, size, len(self.masks))
-        else:
-            for matcher, row in self.matchers:
-                matcher.unsafe_compute_mask_ptr(start + row * size, size)
+            self._run_shared(executor, num_threads, until)
+            return
+        start, size = self.masks.ctypes.data, self.masks.shape[1] * 4
+        begin, worked = time.monotonic(), time.thread_time()
+        for i, (matcher, row) in enumerate(self.matchers):
+            if i and begin >= until:
+                return
+            matcher.unsafe_compute_mask_ptr(start + row * size, size)
+            end = time.monotonic()
+            took, begin = end - begin, end
+            if took > _PRECISE_S:  # or did the thread stand still?
+                now = time.thread_time()
+                took, worked = min(took, now - worked), now
+            self.seconds.append(took)
+
+    def _run_shared(self, executor: LLExecutor, num_threads: int, until: float) -> None:
+        start, size, chunk = self.masks.ctypes.data, self.masks.shape[1] * 4, _CHUNK * num_threads
+        for first in range(0, len(self.matchers), chunk):
+            begin = time.monotonic()
+            if first and begin >= until:
+                return
+            part = self.matchers[first:first + chunk]
+            executor.unsafe_compute_mask_ptr(part, start, size, len(self.masks))
+            # How long each took is not known, nor how long its thread stood still.
+            each = (time.monotonic() - begin) * min(num_threads, len(part)) / len(part)
+            self.seconds += [each] * len(part)
 
 
 class MaskJobs:
     """The threads, and what they have to do. `compute` is for one thread."""
 
-    def __init__(self, num_words: int, executor: LLExecutor | None) -> None:
-        """executor: None if all masks are computed by the caller, and nothing is ever late."""
+    def __init__(self, num_words: int, executor: LLExecutor | None, num_threads: int = 1) -> None:
+        """executor: has so many threads; None if all masks are computed by the caller."""
         self._num_words = num_words
         self._executor = executor
+        self._num_threads = num_threads
         self._has_threads = False
         self._jobs: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()
         self._free: list[Int32] = []
@@ -72,11 +104,12 @@ class MaskJobs:
     def __repr__(self) -> str:
         return f"MaskJobs({len(self._awaited)} awaited)"
 
-    def compute(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int,
-                patience_s: float) -> list[Int32 | None]:
-        """The mask of each, valid until the next call. None for some of those that may be late, at most so many, if
-        theirs are not there after so many seconds; a later call gives them. Raises what the library does."""
-        until = time.monotonic() + patience_s
+    def compute(self, requests: Sequence[Request], most_late: int, patience_s: float,
+                longest_s: float) -> list[Int32 | None]:
+        """The mask of each, valid until the next call. None for those that are late; a later call gives them. Until
+        the patience is over none is late, and then at most so many, until the longest time is over. Raises what the
+        library does."""
+        start = time.monotonic()
         self._free, self._taken = self._taken, []
         own = []
         for job in self._make([request for request in requests if request.mask_job is None]):
@@ -85,18 +118,21 @@ class MaskJobs:
             else:
                 self._start_threads()
                 self._jobs.put(job)
-        for job in own:
-            job.run(self._executor)
+        for i, job in enumerate(own):
+            if i == 0 or time.monotonic() < start + longest_s:  # whatever happens, something gets on
+                job.run(self._executor, self._num_threads, start + longest_s)
             job.is_done = True
-        self._wait(requests, may_be_late, most_late, until)
+        self._wait(requests, most_late, start + patience_s, start + longest_s)
         return [self._take(request) for request in requests]
 
     def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
-        """A job for each grammar; for several, where there are many."""
+        """A job for each grammar; for several, where there are many. Those of cheap masks come first."""
         grammars: dict[str, list[Request]] = {}
         for request in requests:
             grammars.setdefault(request.grammar_text, []).append(request)
         parts = list(grammars.values())
+        if len(parts) > 1:
+            parts.sort(key=lambda part: part[0].mask_s)
         jobs = []
         for part in (list(chain.from_iterable(parts[i::_MOST_JOBS])) for i in range(min(_MOST_JOBS, len(parts)))):
             # Side by side, those that share a compilation are most often one thread's.
@@ -114,20 +150,16 @@ class MaskJobs:
                 return self._free.pop(i)
         return np.empty((count, self._num_words), np.int32)
 
-    def _wait(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int, until: float) -> None:
-        """Until all masks are there; later, until those are that may not be late, and all but some of the others."""
+    def _wait(self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float) -> None:
+        """Until all masks are there; later, until all but so many are; in the end no longer."""
         jobs = [request.mask_job for request in requests]
-
-        def is_enough() -> bool:
-            left = [late for job, late in zip(jobs, may_be_late, strict=True) if job in self._awaited]
-            return all(left) and len(left) <= most_late
-
         with self._ended:
             self._awaited = {job for job in jobs if job is not None and not job.is_done}
             self._is_impatient = False
             if not self._ended.wait_for(lambda: not self._awaited, until - time.monotonic()):
                 self._is_impatient = True
-                self._ended.wait_for(is_enough)
+                left = None if at_most_until == FOREVER else at_most_until - time.monotonic()
+                self._ended.wait_for(lambda: sum(job in self._awaited for job in jobs) <= most_late, left)
 
     def _take(self, request: Request) -> Int32 | None:
         job = request.mask_job
@@ -140,6 +172,10 @@ class MaskJobs:
         job.num_left -= 1
         if not job.num_left:
             self._taken.append(job.masks)
+        if request.mask_row >= len(job.seconds):  # it was not begun in time; it will take as long as the others
+            request.mask_s = max(request.mask_s, sum(job.seconds) / max(1, len(job.seconds)))
+            return None
+        request.mask_s = job.seconds[request.mask_row]
         mask: Int32 = job.masks[request.mask_row]
         return mask
 
@@ -154,7 +190,7 @@ class MaskJobs:
         while True:
             job = self._jobs.get()
             try:
-                job.run(self._executor)
+                job.run(self._executor, self._num_threads)
             except BaseException as error:  # a panic of the library is one; whoever waits for the job must hear of it
                 job.error = error
             with self._ended:

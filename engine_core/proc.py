@@ -45,7 +45,7 @@ def main(args: CoreArgs, executor: Executor) -> None:
 def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     """Starts the workers and builds the core on what they found. Raises EngineStartError."""
     spec = config.spec
-    grammars = Grammars(config.model.tokenizer or spec.path, spec.vocab_size, spec.eos_token_ids, time.monotonic)
+    grammars = Grammars(config.tokenizer_path, spec.vocab_size, spec.eos_token_ids, time.monotonic)
     loading = threading.Thread(target=grammars.load, name="grammars", daemon=True)
     loading.start()
     worker = executor.start()
@@ -68,9 +68,11 @@ def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
         return config.max_model_len
     if config.may_shrink_max_model_len:
         return room
+    blocks = -(-config.max_model_len // worker.block_size)
     raise EngineStartError(
-        f"max_model_len: {config.max_model_len} tokens do not fit in the KV cache, which holds {room}; lower "
-        "max_model_len, set it to 'auto', or give the cache more memory with kv_cache_memory_bytes")
+        f"max_model_len: {config.max_model_len} tokens do not fit in the KV cache, which holds "
+        f"{room}; set it to {room} or less, leave it out to have it fitted, or give the cache "
+        f"{blocks} blocks in the place of {worker.num_kv_blocks}, by num_kv_blocks or kv_cache_memory_bytes")
 
 
 def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:

@@ -13,6 +13,7 @@ from sidestep.ipc.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from sidestep.engine_core.grammar_costs import MaskAccount
     from sidestep.engine_core.group import Group
     from sidestep.engine_core.mask_jobs import MaskJob
 
@@ -95,6 +96,13 @@ class Request:
     mask_job: MaskJob | None = None
     mask_row: int = 0
     """Who computes what it may sample next, and the mask's row there; None between steps."""
+    mask_s: float = 0.0
+    """Seconds of a processor that its last mask took."""
+    num_left_out: int = 0
+    """Steps without a row for it because of what its masks take."""
+    mask_account: MaskAccount | None = None
+    grammar_account: MaskAccount | None = None
+    """What masks took, those of its choices together and those of all requests with its grammar."""
     mask_place: int = 0
     """Of its last mask in the workers' tables; see engine_core/mask_table.py."""
     queued: float = 0.0

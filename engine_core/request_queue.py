@@ -35,6 +35,11 @@ class RequestQueue(abc.ABC):
         self._note(request, 1)
         self._insert(request, back=False)
 
+    def replace(self, request: Request, other: Request) -> None:
+        """Puts another in the place of one that has been forgotten."""
+        self._note(other, 1)
+        self._substitute(request, other)
+
     def pop(self) -> Request:
         """Takes the first request. The caller has looked with `peek`."""
         request = self._skip_finished()
@@ -61,6 +66,9 @@ class RequestQueue(abc.ABC):
 
     @abc.abstractmethod
     def _insert(self, request: Request, *, back: bool) -> None: ...
+
+    @abc.abstractmethod
+    def _substitute(self, request: Request, other: Request) -> None: ...
 
     @abc.abstractmethod
     def _first(self) -> Request | None: ...
@@ -99,6 +107,10 @@ class FcfsQueue(RequestQueue):
             self._turns.append(request.client)
         queue.append(request)
 
+    def _substitute(self, request: Request, other: Request) -> None:
+        queue = self._preempted if request in self._preempted else self._queues[request.client]
+        queue[queue.index(request)] = other
+
     def _first(self) -> Request | None:
         if self._preempted:
             return self._preempted[0]
@@ -131,6 +143,10 @@ class PriorityQueue(RequestQueue):
     def _insert(self, request: Request, *, back: bool) -> None:
         self._count += 1  # keeps the order of equal arrivals, and requests out of the comparison
         heapq.heappush(self._heap, (request.priority, request.arrival, self._count, request))
+
+    def _substitute(self, request: Request, other: Request) -> None:
+        index = next(i for i, entry in enumerate(self._heap) if entry[3] is request)
+        self._heap[index] = (*self._heap[index][:3], other)
 
     def _first(self) -> Request | None:
         return self._heap[0][3] if self._heap else None

@@ -202,7 +202,7 @@ class Roster:
         if request is group.queued:
             group.queued = next(iter(group.waiting), None)
             if group.queued is not None and not was_outside:
-                self.queue.put_back(group.queued)
+                self.queue.replace(request, group.queued)
         if was_outside and group.queued is not None:
             self.join_queue(group.queued)
         if request in group.forks:

@@ -24,9 +24,11 @@ from itertools import chain, islice
 from sidestep.engine_core.admission import Admission
 from sidestep.engine_core.beams import BeamGroup, make_beams
 from sidestep.engine_core.flight_recorder import Situation
+from sidestep.engine_core.grammar_costs import COUNTED_S, share_masks
 from sidestep.engine_core.group import make_choices, why_never
 from sidestep.engine_core.invariants import check_invariants
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.mask_jobs import FOREVER
 from sidestep.engine_core.mask_table import MaskTable
 from sidestep.engine_core.micro_batches import pick_due, share_prompts
 from sidestep.engine_core.outbox import Outboxes
@@ -39,7 +41,6 @@ from sidestep.engine_core.step_plan import StepBuilder, StepPlan
 from sidestep.engine_core.step_results import StepResults
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.ipc.config import SchedulerConfig, StepLimits
-from sidestep.ipc.controls import GRAMMAR_ALONE
 from sidestep.ipc.messages import AddRequest, Finished, FinishReason, Outputs
 from sidestep.ipc.records import RequestRecord
 from sidestep.ipc.step import Int32, StepInput, StepMasks, StepOutput
@@ -50,6 +51,10 @@ _LATE_SHARE = 4
 """For at least so many seconds, and half as long as a step without prompts lasts, a step waits for all of its masks;
 after that for all but those of one row, or of one row in so many. So what takes long costs its own request a turn, and
 not everybody."""
+_LONGEST_S = 20e-3
+_LONGEST_SHARE = 8
+"""After so many seconds, or a step's time divided by that number, a step waits for no mask. The time of a step contains
+that wait, so the share is small."""
 
 
 class Scheduler:
@@ -103,7 +108,9 @@ class Scheduler:
             self._refuse(told, problem)
             return
         if message.grammar is not None:
+            account = self.grammars.open_account()
             for request in requests:
+                request.mask_account = account
                 if (problem := self.grammars.start(request, message.grammar)) is not None:
                     self._refuse(told, problem, request.grammar_field)
                     return
@@ -188,10 +195,11 @@ class Scheduler:
         decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in due)
         prompts = self._prompt_budget.tokens(len(due) if decodes else 0, waiting)
         prompts = share_prompts(prompts, live, waiting, self._limits.num_stages)
+        left_out = share_masks(due, self._longest_s * self.grammars.num_workers)
         later = len(due)
         for request in due:
             later -= 1
-            if request.status is not Status.RUNNING or request.parked:
+            if request.status is not Status.RUNNING or request.parked or request in left_out:
                 continue  # preempted while this loop made room for another; or its prompt is being computed
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
             if count > 1:  # Each request after this one can count on a token: prompts never starve those that decode.
@@ -258,21 +266,27 @@ class Scheduler:
 
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
         """Of the newest step; those whose masks are late do not sample in it."""
-        num_rows = len(plan.rows)
-        most_late = max(num_rows // _LATE_SHARE, min(1, num_rows - 1))
-        found = self.grammars.masks(requests, [self._may_be_late(request) for request in requests], most_late,
-                                    max(_PATIENCE_S, self._prompt_budget.decode_s / 2))
+        most_late, longest_s = max(len(plan.rows) // _LATE_SHARE, min(1, len(plan.rows) - 1)), self._longest_s
+        if self._limits.num_stages > 1:  # the steps behind have been planned with all of them
+            most_late, longest_s = 0, FOREVER
+        found = self.grammars.masks(requests, most_late, self._patience_s, longest_s)
         masks = {request: mask for request, mask in zip(requests, found, strict=True) if mask is not None}
         for request in requests:
             if request not in masks:
                 self._postpone(plan, request)
+            elif request.mask_s > COUNTED_S and (problem := self.grammars.charge(request)) is not None:
+                self._roster.fail(request, problem)
         return masks
 
-    def _may_be_late(self, request: Request) -> bool:
-        """Whether a step may go on without its token: it decodes, and nothing but its grammar is between its logits and
-        the token. In a pipeline the steps behind have been planned with it."""
-        return request.num_computed > request.num_prompt and request.controls == GRAMMAR_ALONE \
-            and self._limits.num_stages == 1
+    @property
+    def _patience_s(self) -> float:
+        """How long a step waits for all of its masks."""
+        return min(max(_PATIENCE_S, self._prompt_budget.decode_s / 2), self._longest_s)
+
+    @property
+    def _longest_s(self) -> float:
+        """How long a step waits for any."""
+        return max(_LONGEST_S, self._prompt_budget.decode_s / _LONGEST_SHARE)
 
     def _postpone(self, plan: StepPlan, request: Request) -> None:
         """It does not sample in this step, the newest; the next one computes the same token of it once more. For the

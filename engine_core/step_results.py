@@ -47,7 +47,7 @@ class StepResults:
 
     def take(self, plan: StepPlan, output: StepOutput) -> None:
         """The output of a step that was planned so."""
-        for client, told in share_logprobs(output.logprobs, plan.sampling):
+        for client, told in share_logprobs(output.logprobs, plan.sampling, plan.late):
             self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
             self._outboxes.of(client).prompt_logprobs = told

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sidestep.engine_core.grammar_costs import GRAMMAR_S, REQUEST_S, MaskAccount
 from sidestep.engine_core.mask_jobs import MaskJobs
 from sidestep.engine_core.request import Request, Status
 from sidestep.ipc.config import available_cores
-from sidestep.ipc.model_spec import resolve_model_path
 from sidestep.ipc.step import Int32
 from sidestep.ipc.structured_outputs import Grammar, first_line, grammar_limits
 
@@ -40,6 +40,8 @@ _STRING = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)), f"{_STRING}+"]
 """Kinds of tokens that the library looks at as one where all of a kind may follow. A string that may go on for n
 characters allows all shorter tokens, so that with many lengths few of the tokens are looked at one by one."""
+_ACCOUNTS = 1024
+"""Grammars of which it is remembered what their masks have taken."""
 _USES = 256
 """Requests after which a compilation is made anew, because what it has learnt only grows."""
 
@@ -62,6 +64,8 @@ class _Compilation:
     waiting: list[_Waiting] = field(default_factory=list)
     matcher: LLMatcher | None = None
     seconds: float = 0.0
+    mask_s: float = 0.0
+    """Of a processor, for the first mask."""
     error: str = ""
 
 
@@ -73,6 +77,8 @@ class _Compiled:
     group: int
     """Its number."""
     is_cheap: bool
+    mask_s: float
+    """Seconds of a processor that its first mask took."""
     uses: int = 0
 
 
@@ -101,10 +107,12 @@ class _Bell:
 class Grammars:
     """Matchers of requests with a grammar."""
 
-    def __init__(self, folder: str, vocab_size: int, eos_token_ids: Sequence[int], clock: Callable[[], float],
-                 num_threads: int = 2, num_workers: int | None = None) -> None:
-        """folder: of the tokenizer's files. num_threads: that compile. num_workers: threads that compute masks, as the
-        cores allow if not given. Call `load` before the first request."""
+    def __init__(self, folder: str | None, vocab_size: int, eos_token_ids: Sequence[int],
+                 clock: Callable[[], float], num_threads: int = 2,
+                 num_workers: int | None = None) -> None:
+        """folder: of the tokenizer's files; None if there is none. num_threads: that compile.
+        num_workers: threads that compute masks, as the cores allow if not given. Call `load` before
+        the first request."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -114,6 +122,8 @@ class Grammars:
         self._problem = "the engine has not loaded the tokenizer"
         """Why there is no tokenizer."""
         self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
+        self._accounts: OrderedDict[str, MaskAccount] = OrderedDict()
+        """By grammar, those used last at the end."""
         self._num_compiled = 0
         self._num_workers = num_workers or max(1, min(8, available_cores() // 2))
         self._compiling: dict[str, _Compilation] = {}
@@ -134,17 +144,20 @@ class Grammars:
         """Reads the tokenizer. What is wrong with it is told to each request that needs it, and to no other."""
         from llguidance import LLExecutor, LLTokenizer
 
+        if self._folder is None:
+            self._problem = "this engine was started without a tokenizer (skip_tokenizer_init)"
+            return
         if not self._eos:
             self._problem = "the model names no end-of-sequence token"
             return
         try:
-            file = Path(resolve_model_path(self._folder)) / "tokenizer.json"
+            file = Path(self._folder) / "tokenizer.json"
             self._tokenizer = LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=self._vocab_size,
                                           eos_token=self._eos, slices=_SLICES)
             # With one thread there is nothing to share out, and to wake it takes longer than most masks.
             if self._num_workers > 1:
                 self._executor = LLExecutor(self._num_workers)
-                self._masks = MaskJobs(-(-self._vocab_size // 32), self._executor)
+                self._masks = MaskJobs(-(-self._vocab_size // 32), self._executor, self._num_workers)
         except Exception as error:  # the library raises nothing more special
             self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
 
@@ -153,6 +166,11 @@ class Grammars:
     def fileno(self) -> int:
         """Readable when `take_compiled` has something."""
         return self._bell.ears
+
+    @property
+    def num_workers(self) -> int:
+        """Threads that compute the masks of a step."""
+        return self._num_workers
 
     @property
     def num_compiling(self) -> int:
@@ -164,6 +182,8 @@ class Grammars:
         there can be none."""
         if self._tokenizer is None:
             return self._problem
+        if (known := self._accounts.get(grammar.text)) is not None and (problem := known.problem()) is not None:
+            return problem
         if self._use(grammar.text, request):
             return None
         compilation = self._compiling.get(grammar.text)
@@ -220,7 +240,8 @@ class Grammars:
         if least.uses >= _SHARERS and least.is_cheap and len(known) < self._num_workers:
             return False
         request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
-        request.grammar_text = least.text
+        request.grammar_text, request.mask_s = least.text, least.mask_s
+        request.grammar_account = self._account_of(text)
         if request.num_outputs:  # given by a replica that has died
             request.matcher.consume_tokens(request.token_ids[request.num_prompt:])
         least.uses += 1
@@ -234,7 +255,8 @@ class Grammars:
     def _remember(self, compilation: _Compilation, matcher: LLMatcher) -> None:
         self._num_compiled += 1
         self._cache.setdefault(compilation.text, []).append(
-            _Compiled(compilation.text, matcher, self._num_compiled, compilation.seconds < _CHEAP_S))
+            _Compiled(compilation.text, matcher, self._num_compiled, compilation.seconds < _CHEAP_S,
+                      compilation.mask_s))
         if len(self._cache) > _CACHED:
             self._cache.popitem(last=False)
 
@@ -244,6 +266,21 @@ class Grammars:
             for i in range(self._num_threads):
                 threading.Thread(target=_compile_all, name=f"grammar {i}", daemon=True,
                                  args=(self._tokenizer, self._jobs, self._done, self._bell)).start()
+
+    # What masks take.
+
+    def open_account(self) -> MaskAccount:
+        """Of what a request's masks will take, those of all of its choices."""
+        return MaskAccount("the request", REQUEST_S, self._clock)
+
+    def _account_of(self, text: str) -> MaskAccount:
+        account = self._accounts.get(text)
+        if account is None:
+            account = self._accounts[text] = MaskAccount("all requests with this grammar", GRAMMAR_S, self._clock)
+            if len(self._accounts) > _ACCOUNTS:
+                self._accounts.popitem(last=False)
+        self._accounts.move_to_end(text)
+        return account
 
     # Tokens.
 
@@ -255,11 +292,21 @@ class Grammars:
         for matcher, token in tokens:
             matcher.consume_token(token)
 
-    def masks(self, requests: Sequence[Request], may_be_late: Sequence[bool], most_late: int,
-              patience_s: float) -> list[Int32 | None]:
-        """What each may sample next, [ceil(vocab_size / 32)]: a bit a token, the lowest first. None for some of those
-        that may be late, at most so many, if theirs have not been computed after so many seconds; they will be."""
-        return self._masks.compute(requests, may_be_late, most_late, patience_s)
+    def masks(self, requests: Sequence[Request], most_late: int, patience_s: float,
+              longest_s: float) -> list[Int32 | None]:
+        """What each may sample next, [ceil(vocab_size / 32)]: a bit a token, the lowest first. None for those that have
+        not been computed in time; they will be. At most so many after so many seconds of patience, any number after
+        the longest time."""
+        return self._masks.compute(requests, most_late, patience_s, longest_s)
+
+    def charge(self, request: Request) -> str | None:
+        """Notes what the request's mask took; returns why it may have no more of them, if so."""
+        for account in (request.mask_account, request.grammar_account):
+            if account is not None:
+                account.charge(request.mask_s)
+                if (problem := account.problem()) is not None:
+                    return problem
+        return None
 
 
 def problem_of(matcher: LLMatcher) -> str | None:
@@ -287,7 +334,9 @@ def _compile(tokenizer: LLTokenizer, job: _Compilation) -> None:
     begin = time.perf_counter()
     try:
         matcher = LLMatcher(tokenizer, job.text, limits=grammar_limits(), log_level=0)
+        begin_mask = time.thread_time()
         matcher.compute_bitmask()  # the first mask takes longest
+        job.mask_s = time.thread_time() - begin_mask
         job.error = problem_of(matcher) or ""
     except BaseException as error:  # a panic of the library is one, and this thread must go on
         job.error = f"{type(error).__name__}: {error}"
