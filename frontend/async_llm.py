@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from sidestep.frontend.beam_search import beam_search_output
 from sidestep.frontend.choices import Choices
 from sidestep.frontend.controls import check_text
-from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest
+from sidestep.frontend.no_tokenizer import NoTokenizer
 from sidestep.frontend.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
+from sidestep.frontend.prompts import ChatPrompt, Prompt
 from sidestep.frontend.replica_set import ReplicaSet, ReplicaStatus
 from sidestep.frontend.request_state import RequestState
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.frontend.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
 from sidestep.ipc.config import EngineArgs, EngineConfig
@@ -32,14 +36,20 @@ from sidestep.ipc.errors import (
     QueueFullError,
     ValidationError,
 )
-from sidestep.ipc.messages import AddRequest, pack_ids
-from sidestep.ipc.model_spec import resolve_model_path
+from sidestep.ipc.messages import AddRequest, Answer, pack_ids
 from sidestep.ipc.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 from sidestep.ipc.sampling_params import SamplingParams
 from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
+logger = logging.getLogger(__name__)
 
-class AsyncLLM:
+_GRACE_S = 0.25
+"""Seconds that the core has to end a request at its deadline, before its frontend does."""
+_ANSWER_S = 5.0
+"""Seconds that a core may take for an answer to a question."""
+
+
+class AsyncLLM(RefusesVllmMethods):
     """An engine with an asyncio face. Several may live in one process; each belongs to one event loop.
 
     Starting blocks until the engine serves, and may happen outside any event loop.
@@ -55,24 +65,29 @@ class AsyncLLM:
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
         self._replicas = ReplicaSet(config, self._outputs, _open_channels(config, invitation),
                                     joins=invitation is not None)
+        self._home = self._replicas.home
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
         try:
             if invitation is None:
                 self._replicas.start_cores()
-            self._tokenizer = _load_tokenizer(config)  # while the cores start
+            self._tokenizer = load_tokenizer(config)  # while the cores start
             self._replicas.wait_ready()
+            if invitation is None:
+                _tell_of_length(config, self._replicas.max_model_len)
         except BaseException:
             self._finalizer()
             raise
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
                                       max_model_len=self._replicas.max_model_len,
-                                      processors=config.model.processor_names)
+                                      processors=config.model.processor_names,
+                                      defaults=config.sampling_defaults, seed=_seed(config, invitation))
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
         """Requests that are being checked and tokenised: whether they are still wanted."""
         self._handles = itertools.count()
 
     @classmethod
+    @takes_vllm_arguments
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """An engine with these options. Raises ValidationError, which names the option, or EngineStartError."""
         return cls(engine_args.create_engine_config())
@@ -93,12 +108,14 @@ class AsyncLLM:
         return Invitation(await self._replicas.seats(addresses), self._config).encode()
 
     def __repr__(self) -> str:
-        state = "dead" if self.errored else "running" if self.is_running else "shut down"
+        state = "dead" if self.errored else "running" if self.is_running else \
+            "shut down" if self._home.is_here else "the parent process's"
         return f"AsyncLLM({state}, {len(self._outputs)} requests, {self.device})"
 
     # Requests.
 
-    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+    @takes_vllm_arguments
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | Mapping[str, Any] | None = None,
                        request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
                        num_public_tokens: int = 0,
                        deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
@@ -119,11 +136,27 @@ class AsyncLLM:
             reader = states[0] if len(states) == 1 else Choices(states)
             finished = False
             while not finished:
+                self._home.check()
                 output = await reader.next_output()
                 finished = output.finished
                 yield output
         finally:
             self.leave(*states)
+
+    @takes_vllm_arguments
+    def chat(self, messages: Sequence[Mapping[str, Any]],
+             sampling_params: SamplingParams | Mapping[str, Any] | None = None, request_id: str | None = None, *,
+             tools: Sequence[Mapping[str, Any]] | None = None, chat_template: str | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, priority: int = 0, cache_salt: str | None = None,
+             deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """Streams the answer to a conversation. What the template is given besides is as in ChatPrompt; other
+        arguments and errors as of `generate`."""
+        prompt = ChatPrompt(messages=messages, tools=tools, chat_template=chat_template,
+                            chat_template_kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
+                            continue_final_message=continue_final_message)
+        return self.generate(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
+                             deadline_s=deadline_s)
 
     async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *,
                           priority: int = 0, cache_salt: str | None = None, num_public_tokens: int = 0,
@@ -138,7 +171,7 @@ class AsyncLLM:
         finally:
             self.leave(state)
 
-    async def start(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+    async def start(self, prompt: Prompt, sampling_params: SamplingParams | Mapping[str, Any] | None = None,
                     request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
                     num_public_tokens: int = 0, deadline_s: float | None = None,
                     beam_search: BeamSearchParams | None = None) -> list[RequestState]:
@@ -147,6 +180,7 @@ class AsyncLLM:
         self._replicas.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
+        self._check_priority(priority)
         self._preparing[request_id] = True
         try:
             request = await self._inputs.process(
@@ -177,8 +211,10 @@ class AsyncLLM:
         """Nobody reads these choices any more: ends those that have not ended."""
         self._outputs.drop(states)
 
+    @takes_vllm_arguments
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended already."""
+        self._home.check()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self._outputs.abort(ids)
         for preparing in ids:
@@ -187,11 +223,21 @@ class AsyncLLM:
 
     async def check_structured_outputs(self, structure: StructuredOutputsParams) -> None:
         """Raises ValidationError, as `generate` would, for a form that cannot be compiled."""
+        self._home.check()
         await self._inputs.make_grammar(structure)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text as `generate` would make them, without holding up the event loop over a long one."""
-        return await self._inputs.tokenize(text, add_special_tokens)
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False) -> list[int]:
+        """Token ids of a text as `generate` would make them, without holding up the event loop over a long one.
+
+        Raises PromptTooLongError, before it is tokenised, for a text that is so long that it cannot fit the model;
+        with `must_fit` for every text that leaves no room for output.
+        """
+        self._home.check()
+        return await self._inputs.tokenize(text, add_special_tokens, must_fit=must_fit)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Return whether a request of this frontend has been sent and the engine has not scheduled it yet."""
+        return self._outputs.is_waiting(request_id)
 
     @property
     def num_waiting(self) -> int:
@@ -214,25 +260,40 @@ class AsyncLLM:
         """The model's tokenizer."""
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of a request that is given none.
+
+        They follow from the model's generation_config.json; see the option `generation_config`.
+        """
+        return self._inputs.default_sampling
+
+    @property
+    def sampling_defaults(self) -> dict[str, int | float]:
+        """Those sampling parameters that the model's generation_config.json sets."""
+        return dict(self._config.sampling_defaults)
+
     async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Returns if the engine makes progress. Raises EngineDeadError if it has died, which with several replicas it
-        has when all have (`replicas` tells of each); EngineStalledError if a core that lives does not answer within
-        `timeout_s` or a step of it takes longer than `max_stall_s`."""
-        try:
-            answers = await self._replicas.ask_all("ping", timeout_s=timeout_s)
-        except TimeoutError as late:
-            raise EngineStalledError(f"{late} has not answered for {timeout_s} s") from None
-        for replica, answer in answers.items():
-            stalled = (answer.result or {})["seconds_since_progress"]
-            if stalled > max_stall_s:
-                raise EngineStalledError(self._replicas.named(
-                    replica, f"the steps in flight have made no progress for {stalled:.1f} s"))
+        """Return if the engine makes progress; of several replicas one must (`replicas` tells of each).
+
+        Raises EngineDeadError if it has died; EngineStalledError if no core answers within `timeout_s`, or those that
+        answer have steps in flight that have made no progress for `max_stall_s`.
+        """
+        answers = await self._replicas.ask_responsive(
+            "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s)
+        if any(_stalled_s(answer) <= max_stall_s for answer in answers.values()):
+            return
+        raise EngineStalledError("; ".join(
+            self._replicas.named(
+                replica, f"the steps in flight have made no progress for {_stalled_s(answers[replica]):.1f} s"
+                if replica in answers else f"the engine core has not answered for {timeout_s:g} s")
+            for replica in self._replicas.alive))
 
     async def wait_dead(self) -> EngineDeadError:
         """Returns when the engine has died, with what it died of; never after a shutdown. With several replicas: when
         all have."""
         return await self._replicas.wait_dead()
 
+    @takes_vllm_arguments
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, of all replicas; running requests go on."""
         answers = await self._replicas.ask_all("reset_prefix_cache")
@@ -241,24 +302,27 @@ class AsyncLLM:
     async def get_stats(self) -> dict[str, float]:
         """Counts of the scheduler and the KV cache, and the device's busy and idle seconds by cause; see
         engine_core.scheduler and engine_core.flight_recorder. Of several replicas the sums; of the KV cache's usage
-        the mean."""
+        the mean. Raises EngineStalledError if no core answers."""
         return sum_stats((await self.get_stats_by_replica()).values())
 
     async def get_stats_by_replica(self) -> dict[int, dict[str, float]]:
-        """The same of each replica that lives, by its number."""
-        answers = await self._replicas.ask_all("stats")
+        """Return the same of each replica whose core answers, by its number."""
+        answers = await self._replicas.ask_responsive("stats", timeout_s=_ANSWER_S)
+        if not answers:
+            raise EngineStalledError(f"the engine core has not answered for {_ANSWER_S:g} s")
         return {replica: answer.result or {} for replica, answer in answers.items()}
 
     async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
         """The flight recorder of one replica: the last steps that have come back, from number `since` on, oldest first.
         It holds some thousand; asking stops nothing."""
-        return unpack_steps((await self._replicas.ask(replica, "step_records", since=since)).records)
+        return unpack_steps((await self._replicas.ask(replica, "step_records", since=since,
+                                                      timeout_s=_ANSWER_S)).records)
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not, and what each of them waits for;
         replica by replica. With a limit at most so many of each that have ended, that run and that wait, which bounds
         what asking costs."""
-        answers = await self._replicas.ask_all("request_records", limit=limit)
+        answers = await self._replicas.ask_responsive("request_records", limit=limit, timeout_s=_ANSWER_S)
         return [msgspec.structs.replace(record, replica=replica) if replica else record
                 for replica, answer in answers.items() for record in unpack_requests(answer.records)]
 
@@ -267,7 +331,9 @@ class AsyncLLM:
         return self._outputs.deliveries
 
     def shutdown(self) -> None:
-        """Ends the engine and every request. May be called twice; also happens when the program ends."""
+        """End the engine and every request. May be called twice; also happens when the program ends. Raises
+        SidestepError in a forked child."""
+        self._home.check()
         error = EngineDeadError("the engine has been shut down")
         self._outputs.fail_all(error)
         self._replicas.fail_calls(error)
@@ -278,12 +344,13 @@ class AsyncLLM:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
                         trace: TracebackType | None) -> None:
-        self.shutdown()
+        if self._home.is_here:  # a forked child that leaves the block ends nothing
+            self.shutdown()
 
     @property
     def is_running(self) -> bool:
         """Whether it can serve."""
-        return self._finalizer.alive and not self.errored
+        return self._home.is_here and self._finalizer.alive and not self.errored
 
     @property
     def errored(self) -> bool:
@@ -304,6 +371,16 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""
         return self._replicas.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the model's token ids."""
+        return self._config.spec.vocab_size
+
+    @property
+    def scheduling_policy(self) -> str:
+        """The order of waiting requests: 'fcfs', or 'priority', which heeds their priorities."""
+        return self._config.scheduler.scheduling_policy
 
     @property
     def num_kv_blocks(self) -> int:
@@ -345,6 +422,11 @@ class AsyncLLM:
         if request_id in self._outputs or request_id in self._preparing:
             raise ValidationError("request_id", f"{request_id!r} is in use by a request that has not ended")
 
+    def _check_priority(self, priority: object) -> None:
+        if priority and self._config.scheduler.scheduling_policy != "priority":
+            raise ValidationError("priority", "counts only with the engine's option scheduling_policy='priority'; this "
+                                  "one takes requests in the order in which they come")
+
     def _check_queue(self, num: int, num_tokens: int) -> None:
         """Raises QueueFullError. A request that is larger than the limits by itself may wait alone, or it could never
         run."""
@@ -358,6 +440,8 @@ class AsyncLLM:
     def _send(self, states: Sequence[RequestState], request: ProcessedRequest,
               beam_search: BeamSearchParams | None) -> None:
         first = states[0]
+        for state in states:  # before the core can have it: what it does later must not seem to be earlier
+            state.queued()
         self._replicas.add(AddRequest(
             client=0, handle=first.handle, request_id=first.request_id,
             prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
@@ -365,18 +449,28 @@ class AsyncLLM:
             num_public_tokens=request.num_public_tokens, deadline=request.deadline,
             controls=request.controls, grammar=request.grammar, beam_search=beam_search))
         for state in states:
-            state.queued()
+            if request.deadline is not None:
+                self._outputs.end_at(state, request.deadline + _GRACE_S)
 
 
-def _load_tokenizer(config: EngineConfig) -> Tokenizer:
-    own = config.model.tokenizer
-    if own is None:
-        return Tokenizer(config.spec.path)
-    try:
-        return Tokenizer(resolve_model_path(own))
-    except EngineStartError as error:
-        # The message begins with the option's name, and the option is not the model here.
-        raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Return the tokenizer that an engine of this configuration has. Raises EngineStartError."""
+    folder = config.tokenizer_path
+    return NoTokenizer(config.spec.vocab_size) if folder is None else Tokenizer(folder)
+
+
+def _tell_of_length(config: EngineConfig, max_model_len: int) -> None:
+    """Log one line where the KV cache holds less than the model could take."""
+    if max_model_len < config.max_model_len:
+        logger.warning("max_model_len is %d, which is what the KV cache holds; the model's own "
+                       "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
+                       max_model_len, config.max_model_len)
+
+
+def _seed(config: EngineConfig, invitation: Invitation | None) -> str | None:
+    """What the seeds of this frontend's requests follow from: frontends of one engine must not draw the same ones."""
+    seed = config.frontend.seed
+    return None if seed is None else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
 
 
 def _open_channels(config: EngineConfig, invitation: Invitation | None) -> dict[int, tuple[FrontendChannel, int]]:
@@ -394,6 +488,11 @@ def _open_channels(config: EngineConfig, invitation: Invitation | None) -> dict[
     return channels
 
 
+def _stalled_s(ping: Answer) -> float:
+    """Return the seconds for which a replica's steps in flight have made no progress."""
+    return (ping.result or {})["seconds_since_progress"]
+
+
 def sum_stats(each: Iterable[dict[str, float]]) -> dict[str, float]:
     """Of all replicas together."""
     stats = list(each)
@@ -403,11 +502,13 @@ def sum_stats(each: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _close(replicas: ReplicaSet, invited: list[ClientAddress]) -> None:
+    if not replicas.home.is_here:
+        return
     replicas.close()
     for address in invited:  # of those who never came
         remove_address(address)
 
 
 def _abort(llm: weakref.ref[AsyncLLM], handles: list[int]) -> None:
-    if (alive := llm()) is not None:
+    if (alive := llm()) is not None and alive._home.is_here:
         alive._replicas.abort(handles)

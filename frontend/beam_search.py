@@ -24,7 +24,9 @@ def _sequence(beam: Beam, prompt: list[int], params: BeamSearchParams, tokenizer
     tokens: list[int] = unpack_ids(beam.token_ids).tolist()
     if beam.reason is FinishReason.STOP and not params.include_stop_str_in_output:
         tokens = tokens[:-1]
-    text = tokenizer.decode(tokens, skip_special_tokens=not params.include_stop_str_in_output)
+    text = ""
+    if tokenizer.has_texts:
+        text = tokenizer.decode(tokens, skip_special_tokens=not params.include_stop_str_in_output)
     is_cut = cut_short is not None and beam.reason is not FinishReason.STOP
     return BeamSearchSequence(
         prompt + tokens, text, beam.logprob, beam.score, "abort" if is_cut else str(beam.reason),

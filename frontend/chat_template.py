@@ -8,19 +8,59 @@ from __future__ import annotations
 
 import datetime
 import json
+import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.errors import EngineStartError, ValidationError
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and whatever else the template reads."""
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of a model's templates. The second, if there is one, is for conversations with tools."""
+_FOLDER = "additional_chat_templates"
+
+
+def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sources of a model's chat templates by their names, as transformers finds them.
+
+    Files of templates (chat_template.jinja, additional_chat_templates/NAME.jinja) take the place of
+    what tokenizer_config.json has: one text, or a list of objects with `name` and `template`.
+    """
+    default = folder / "chat_template.jinja"
+    files = {DEFAULT: default} if default.exists() else {}
+    files |= {file.stem: file for file in sorted((folder / _FOLDER).glob("*.jinja"))}
+    if files:
+        return {name: _read(file) for name, file in files.items()}
+    given = tokenizer_config.get("chat_template")
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    named = given if isinstance(given, list) else [None]
+    for one in named:
+        if not isinstance(one, dict) or not isinstance(one.get("name"), str) \
+                or not isinstance(one.get("template"), str):
+            file = folder / "tokenizer_config.json"
+            raise EngineStartError(f"tokenizer: chat_template in {file} must be text, or a list of "
+                                   "objects with name and template")
+    return {one["name"]: one["template"] for one in given}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineStartError(f"tokenizer: {file} cannot be read: {error}") from None
 
 
 class ChatTemplate:
@@ -28,16 +68,43 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            """Names of the variables that it reads."""
         except jinja2.TemplateError as error:
             raise ValidationError("chat_template", f"is not valid: {error}") from None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
-        """The conversation as a prompt. Raises ValidationError when the template refuses it."""
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool,
+               continue_final_message: bool = False, **variables: Any) -> str:
+        """The conversation as a prompt. Raises ValidationError when the template refuses it.
+
+        continue_final_message: end the prompt where the last message's text ends, for an output that continues it.
+        """
         checked = [_check_message(message) for message in messages]
         if not checked:
             raise ValidationError("messages", "is empty")
+        if continue_final_message:
+            return self._render_to_continue(checked, add_generation_prompt, variables)
+        return self._render(checked, add_generation_prompt, variables)
+
+    def _render_to_continue(self, messages: list[Message], begins_answer: bool, variables: Mapping[str, Any]) -> str:
+        *before, last = messages
+        if begins_answer:
+            raise ValidationError("continue_final_message", "needs add_generation_prompt=False, for the prompt cannot "
+                                  "end in the last message and begin a new one")
+        if last.get("tool_calls") or not last.get("content"):
+            raise ValidationError("continue_final_message", "needs a last message with text to go on from")
+        # The template may put anything behind the text: a mark tells where the text ends.
+        mark = uuid.uuid4().hex
+        marked = {**last, "content": last["content"] + mark}
+        prompt, found, _ = self._render([*before, marked], False, variables).rpartition(mark)
+        if not found:
+            raise ValidationError("continue_final_message", "the chat template does not show the last message's text")
+        return prompt
+
+    def _render(self, checked: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         # Templates ask both `tools is defined` and `tools is not none`: the name must be there, and None.
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import argparse
 import ast
-import enum
+import functools
 import inspect
 import math
 import re
 import textwrap
-import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import MISSING, fields
+from functools import cache
 from typing import Any
 
 import msgspec
 
+from sidestep.frontend.option_parser import is_of_environment
 from sidestep.frontend.server.options import ServerArgs
-from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs, parse_bytes
+from sidestep.frontend.vllm_flags import add_vllm_flags, vllm_values
+from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.options import Parser, parse_bytes, split, value_types
 from sidestep.ipc.sampling_params import SamplingParams
+from sidestep.ipc.vllm.foreign import translate
+from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS, VALUES, translate_value
 
 _ALIASES = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"],
             "model": ["-m"]}
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
                    "max_tokens", "min_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty",
                    "repetition_penalty")
-_TOPOLOGY_FLAGS = ("dtype", "revision", "max_model_len", "gpu_memory_utilization", "block_size")
+_TOPOLOGY_FLAGS = ("dtype", "revision", "max_model_len", "hf_overrides", "gpu_memory_utilization",
+                   "block_size")
 _BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
 
 
@@ -36,18 +42,29 @@ def flag_names(name: str) -> list[str]:
     return [f"--{name.replace('_', '-')}", *_ALIASES.get(name, [])]
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, positional_model: bool) -> None:
-    """A flag for every field of EngineArgs, and the model as an argument of its own where that is clear."""
+def add_engine_flags(parser: argparse.ArgumentParser, *, positional_model: bool, samples: bool = False) -> None:
+    """A flag for every field of EngineArgs, and the model as an argument of its own where that is clear.
+
+    samples: the command has flags for the sampling parameters too, and `--seed` is one of those.
+    """
     group = parser.add_argument_group("engine options")
     if positional_model:
         parser.add_argument("model_argument", nargs="?", metavar="MODEL",
                             help="folder or hub name of the model (default: the bundled one)")
-    _add_option_flags(group, EngineArgs)
+    _add_option_flags(group, EngineArgs, {f.name for f in fields(EngineArgs)} - {"seed"} if samples else None)
+    add_vllm_flags(parser, ENGINE_OPTIONS)
 
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every field of ServerArgs."""
     _add_option_flags(parser.add_argument_group("server options"), ServerArgs)
+    add_vllm_flags(parser, SERVER_OPTIONS)
+
+
+def server_args(parsed: argparse.Namespace) -> ServerArgs:
+    """ServerArgs from what was given. Raises ValidationError."""
+    given = option_values(parsed, ServerArgs) | vllm_values(parsed, SERVER_OPTIONS)
+    return ServerArgs(**translate(given, SERVER_OPTIONS))
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,18 +84,24 @@ def add_topology_flags(parser: argparse.ArgumentParser) -> None:
                         help="folder or hub name of the model, of which only config.json is read (default: the bundled "
                         "one)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs; those of this machine if not given")
-    parser.add_argument("--gpu-memory", type=parse_bytes, metavar="SIZE", help="of each, such as 141GiB")
-    parser.add_argument("--bandwidth", type=parse_bandwidth, metavar="SPEED",
+    parser.add_argument("--gpu-memory", type=telling(parse_bytes), metavar="SIZE", help="of each, such as 141GiB")
+    parser.add_argument("--bandwidth", type=telling(parse_bandwidth), metavar="SPEED",
                         help="of each one's memory, such as 4800GB/s; known for many GPUs by their names")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_json_flag(parser)
     _add_option_flags(parser.add_argument_group("engine options"), EngineArgs, _TOPOLOGY_FLAGS)
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that means the same for every command that has a result."""
+    parser.add_argument("--json", action="store_true",
+                        help="print the result as JSON on standard output, instead of a table")
 
 
 def parse_bandwidth(text: str) -> float:
     """'4800GB/s' or '4.8TB/s' (powers of 1000), in bytes a second."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GT])B/s\s*", text, re.IGNORECASE)
     if found is None or not float(found[1]):
-        raise ValueError(text)
+        raise ValueError(f"{text!r} is not a speed, such as 4800GB/s")
     return float(found[1]) * {"g": 1e9, "t": 1e12}[found[2].lower()]
 
 
@@ -88,7 +111,7 @@ def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
 
 
 def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any], only: Collection[str] | None = None) -> None:
-    hints = typing.get_type_hints(cls)
+    kinds = value_types(cls)
     for field in fields(cls):
         if only is not None and field.name not in only:
             continue
@@ -96,8 +119,9 @@ def _add_option_flags(group: argparse._ArgumentGroup, cls: type[Any], only: Coll
         default = "the bundled model" if field.default == DEFAULT_MODEL else field.default
         doc = field.metadata["doc"]
         text = doc if "Default:" in doc or default is None else f"{doc} (default: {default})"
-        _add_flag(group, field.name, hints[field.name], text, choices=field.metadata["choices"],
-                  parse=field.metadata["parse"])
+        kind = _flag_type(kinds[field.name])
+        parse = field.metadata["parse"] or (split if kind == list[str] else None)
+        _add_flag(group, field.name, kind, text, choices=field.metadata["choices"], parse=parse)
 
 
 def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
@@ -108,18 +132,22 @@ def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
     """The engine's options that were given."""
     model = getattr(parsed, "model_argument", None)
-    return option_values(parsed, EngineArgs) | ({} if model is None else {"model": model})
+    given = option_values(parsed, EngineArgs) | vllm_values(parsed, ENGINE_OPTIONS)
+    if model is not None:
+        given["model"] = model
+    return given
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Flags for the sampling parameters; `defaults` are the command's own."""
     group = parser.add_argument_group("sampling options")
-    hints = typing.get_type_hints(SamplingParams)
+    kinds = value_types(SamplingParams)
     docs = _field_docs(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
         if field.name in _SAMPLING_FLAGS:
             default = defaults.get(field.name, field.default)
-            _add_flag(group, field.name, hints[field.name], f"{docs[field.name]} (default: {default})")
+            _add_flag(group, field.name, _flag_type(kinds[field.name]), f"{docs[field.name]} (default: {default})",
+                      dest=_sampling_dest(field.name))
 
 
 def sampling_params(parsed: argparse.Namespace, **defaults: Any) -> SamplingParams:
@@ -129,7 +157,13 @@ def sampling_params(parsed: argparse.Namespace, **defaults: Any) -> SamplingPara
 
 def sampling_values(parsed: argparse.Namespace) -> dict[str, Any]:
     """Those of the sampling options that were given."""
-    return {name: getattr(parsed, name) for name in _SAMPLING_FLAGS if hasattr(parsed, name)}
+    return {name: getattr(parsed, _sampling_dest(name)) for name in _SAMPLING_FLAGS
+            if hasattr(parsed, _sampling_dest(name))}
+
+
+def _sampling_dest(name: str) -> str:
+    """Both the engine and a request have a seed."""
+    return "sampling_seed" if name == "seed" else name
 
 
 def add_url_flags(parser: argparse.ArgumentParser) -> None:
@@ -137,41 +171,65 @@ def add_url_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="ask this server of the OpenAI API, such as http://127.0.0.1:8000, and start no "
                         "engine; the model is one of its own (default: its first), sampling options that are not given "
                         "are as it has them")
-    parser.add_argument("--api-key", metavar="KEY", help="key for --url (default: that in SIDESTEP_API_KEY)")
+    add_key_flag(parser)
+
+
+def add_key_flag(group: argparse._ActionsContainer) -> None:
+    """Add the flag for the key of a server elsewhere."""
+    group.add_argument("--api-key", metavar="KEY",
+                       help="key for --url; SIDESTEP_API_KEY keeps it out of the list of processes")
 
 
 def check_url_flags(parsed: argparse.Namespace) -> None:
-    """Raises ValidationError for what has a meaning only with --url."""
-    if parsed.api_key is not None and parsed.url is None:
-        raise ValidationError("api_key", "has a meaning only with --url")
+    """Raises ValidationError for what has a meaning only with --url, or only without."""
+    if parsed.url is None:
+        if parsed.api_key is not None and not is_of_environment(parsed, "api_key"):
+            raise ValidationError("api_key", "has a meaning only with --url")
+        return
+    for name in engine_options(parsed):
+        if name != "model" and not is_of_environment(parsed, name):
+            raise ValidationError(name, "is for an engine that is started here; --url asks one that runs")
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, hint: Any, text: str, *,
-              choices: tuple[str, ...] | None = None, parse: Callable[[str], Any] | None = None) -> None:
+def _add_flag(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, *,
+              choices: tuple[str, ...] | None = None, parse: Parser | None = None, dest: str | None = None) -> None:
     # SUPPRESS: only flags that were given appear in the result, so defaults stay with the classes that declare them.
-    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    kind = _plain_type(hint)
+    common: dict[str, Any] = {"dest": dest or name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if kind is bool:
         group.add_argument(*flag_names(name), action=argparse.BooleanOptionalAction, **common)
-    elif kind is list:
-        item = int if "int" in str(hint) else str
+    elif typing.get_origin(kind) is list and parse is None:
         # One value a flag, given as often as needed: a flag that takes several would take the prompts that follow, too.
         common["help"] += "; may be given several times"
+        (item,) = typing.get_args(kind)
         group.add_argument(*flag_names(name), action="append", type=item, metavar=name.upper(), **common)
+    elif parse is split:
+        common["help"] += "; several have commas between them, or a flag each"
+        group.add_argument(*flag_names(name), action="extend", type=split, metavar=name.upper(), **common)
     else:
-        group.add_argument(*flag_names(name), type=parse or kind, choices=choices,
+        if name in VALUES:
+            parse = parse or functools.partial(translate_value, name)
+        group.add_argument(*flag_names(name), type=kind if parse is None else telling(parse), choices=choices,
                            metavar=None if choices else name.upper(), **common)
 
 
-def _plain_type(hint: Any) -> type:
-    """The type of one value on the command line: the first of a union that is not None, list before str."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    kinds = [typing.get_origin(option) or option for option in options if option is not type(None)]
-    kind = list if list in kinds else kinds[0]
-    assert isinstance(kind, type) and not issubclass(kind, enum.Enum)
-    return kind
+def telling(parse: Parser) -> Parser:
+    """Return a parser whose errors reach the user in its own words."""
+    def told(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return told
 
 
+def _flag_type(kinds: tuple[Any, ...]) -> Any:
+    """Return the type of one value on the command line: the first that is not None, a list before a string."""
+    lists = [kind for kind in kinds if typing.get_origin(kind) is list]
+    return (lists or [kind for kind in kinds if kind is not type(None)])[0]
+
+
+@cache
 def _field_docs(cls: type) -> dict[str, str]:
     """The text that follows each field in the source, on one line."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body
@@ -202,10 +260,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                         help="what a good request keeps to; names: ttft, tpot, itl, e2e")
     parser.add_argument("--load-seed", type=int, default=0, help="of lengths, prompts and arrivals (default: 0)")
-    parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
+    add_json_flag(parser)
     group = parser.add_argument_group("a server in place of an engine in this process")
     group.add_argument("--url", help="any server of the OpenAI API, like http://127.0.0.1:8000")
-    group.add_argument("--api-key", metavar="KEY", help="key for --url (default: that in SIDESTEP_API_KEY)")
+    add_key_flag(group)
     group.add_argument("--served-model", metavar="NAME", help="default: the first that the server names")
     group.add_argument("--vocab-size", type=int, metavar="N",
                        help="token ids of random prompts are below this (default: 1000)")

@@ -15,6 +15,7 @@ from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.load_report import Report, percentile
 from sidestep.frontend.outputs import RequestOutput
+from sidestep.frontend.progress import progress_bar
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
@@ -51,14 +52,16 @@ async def run_batch(llm: AsyncLLM, prompts: Sequence[list[int]], output_len: int
     """All requests at once; their last outputs, and the seconds until the last of them."""
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
-    async def one(prompt: list[int]) -> RequestOutput:
-        async for output in llm.generate(prompt, params):
-            pass
-        return output
+    with progress_bar(len(prompts), "request") as bar:
+        async def one(prompt: list[int]) -> RequestOutput:
+            async for output in llm.generate(prompt, params):
+                pass
+            bar.update()
+            return output
 
-    start = time.perf_counter()
-    outputs = await asyncio.gather(*map(one, prompts))
-    return outputs, time.perf_counter() - start
+        start = time.perf_counter()
+        outputs = await asyncio.gather(*map(one, prompts))
+        return outputs, time.perf_counter() - start
 
 
 async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
@@ -96,12 +99,12 @@ def percentiles(name: str, values: Sequence[float]) -> Report:
     return {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
 
 
-def show(result: Report, path: str | None) -> None:
-    """Prints a result, and writes it to a file if there is to be one."""
-    print_table(result)
-    if path is not None:
-        with open(path, "w") as file:
-            json.dump(result, file, indent=1)
+def show(result: Report, as_json: bool) -> None:
+    """Print a result on standard output, as a table or as JSON."""
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_table(result)
 
 
 def print_table(result: Report) -> None:

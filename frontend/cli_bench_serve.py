@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
+import logging
 import time
 from collections.abc import Iterable
 from itertools import islice
@@ -19,8 +19,10 @@ from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.load import Lengths, PlannedRequest, arrivals, random_requests, read_requests
 from sidestep.frontend.load_report import GOALS, Report, make_report
 from sidestep.frontend.load_send import EngineTarget, Target, send_all, usage
-from sidestep.ipc.config import api_key_of_environment
+from sidestep.frontend.option_parser import is_of_environment
+from sidestep.frontend.progress import progress_bar
 from sidestep.ipc.errors import RequestError, ValidationError
+from sidestep.ipc.logs import tell
 
 if TYPE_CHECKING:
     from sidestep.frontend.http_stream import HttpServer
@@ -48,7 +50,7 @@ def server_at(url: str, api_key: str | None) -> HttpServer:
     with needs_extra("server"):
         from sidestep.frontend.http_stream import HttpServer
         from sidestep.frontend.load_http import HttpTarget  # noqa: F401
-    return HttpServer(url, api_key if api_key is not None else api_key_of_environment())
+    return HttpServer(url, api_key)
 
 
 def check(parsed: argparse.Namespace) -> None:
@@ -66,10 +68,12 @@ def check(parsed: argparse.Namespace) -> None:
             raise ValidationError(name, "is for random prompts, and dataset gives others")
     if parsed.url is None:
         for name in ("api_key", "served_model", "vocab_size"):
-            if getattr(parsed, name) is not None:
+            if getattr(parsed, name) is not None and not is_of_environment(parsed, name):
                 raise ValidationError(name, "is for a server; give its url")
-    elif given := engine_options(parsed):
-        raise ValidationError(next(iter(given)), "is for an engine in this process, and with url there is none")
+        return
+    for name in engine_options(parsed):
+        if not is_of_environment(parsed, name):
+            raise ValidationError(name, "is for an engine in this process, and with url there is none")
 
 
 def parse_goals(words: Iterable[str]) -> dict[str, float]:
@@ -118,7 +122,7 @@ async def serve_at(server: HttpServer, parsed: argparse.Namespace, goals: dict[s
     try:
         known = await models(server)
     except RequestError as error:
-        print(f"{server.url} does not say which models it has: {error}", file=sys.stderr)
+        tell(f"{server.url} does not say which models it has: {error}", logging.WARNING)
     name = parsed.served_model or (known[0].id if known else None)
     limits = [model.max_model_len for model in known if model.id == name]
     load = plan(parsed, parsed.vocab_size or ANY_VOCABULARY, limits[0] if limits else None)
@@ -132,5 +136,6 @@ async def measure(target: Target, load: list[PlannedRequest], max_concurrency: i
     """What a load shows, after two requests that are not counted."""
     await send_all(target, [PlannedRequest("for x in range(", 8, 0.0)] * 2, time.monotonic(), None)
     before, begin = await target.figures(), time.monotonic()
-    report = make_report(await send_all(target, load, begin, max_concurrency), begin, goals)
+    with progress_bar(len(load), "request") as bar:
+        report = make_report(await send_all(target, load, begin, max_concurrency, bar.update), begin, goals)
     return report | usage(await target.figures(), before)

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import re
+import signal
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 
 import msgspec
 
-from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.async_llm import AsyncLLM, load_tokenizer
+from sidestep.frontend.chat_input import Interrupted, open_messages
 from sidestep.frontend.cli_args import check_url_flags, engine_args, sampling_params
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
+from sidestep.frontend.terminal import StatusLine, tell
+from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.errors import RemoteError, ValidationError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 Ask = Callable[[list[dict[str, str]]], AsyncGenerator[str, None]]
 """Gives the answer to a conversation, piece by piece."""
-HELP = "Type a message. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+HELP = """\
+Type a message and press Enter. Alt-Enter, or a backslash at the line's end, begins a new line.
+  /system TEXT  set the system message; /system alone shows it, /system - removes it
+  /clear        forget the conversation (/reset does the same)
+  /help         show this
+  /exit         leave; so does Ctrl-D, or Ctrl-C at an empty prompt
+Ctrl-C stops an answer."""
+HINT = "Type a message. /help tells what else there is; Ctrl-D leaves."
+_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+"""A message that begins with a path has another slash."""
 
 
 def run_chat(parsed: argparse.Namespace) -> int:
@@ -31,91 +44,124 @@ def run_chat(parsed: argparse.Namespace) -> int:
         from sidestep.frontend.cli_remote import run_remote_chat
 
         return run_remote_chat(parsed)
-    params = msgspec.structs.replace(sampling_params(parsed, max_tokens=256), output_kind=RequestOutputKind.DELTA)
+    sampling_params(parsed, max_tokens=256)  # raises before the engine starts if they are wrong
     arguments = engine_args(parsed)
+    _check_template(arguments)
     llm = start_engine(arguments)
     try:
+        params = sampling_params(parsed, **{"max_tokens": 256, **llm.sampling_defaults})
+        params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            converse(partial(_ask, llm, params), parsed.system, runner)
+            converse(partial(_ask, llm, params), parsed.system, runner, StatusLine())
     finally:
-        llm.shutdown()
+        with _no_interrupts():
+            llm.shutdown()
     return 0
 
 
-async def _ask(llm: AsyncLLM, params: SamplingParams, messages: list[dict[str, str]]) -> AsyncGenerator[str, None]:
+def _check_template(arguments: EngineArgs) -> None:
+    """Raise ValidationError, before the engine starts, for a model that cannot chat."""
+    if load_tokenizer(arguments.create_engine_config()).chat_template is None:
+        problem = f"{arguments.model} has no chat template, so it cannot chat"
+        raise ValidationError("model", f"{problem}; `sidestep generate` completes text with it")
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C for the moment that leaving takes: another one could only break it off."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def _ask(llm: AsyncLLM, params: SamplingParams,
+               messages: list[dict[str, str]]) -> AsyncGenerator[str, None]:
     async with aclosing(llm.generate(messages, params)) as outputs:
         async for output in outputs:
             yield output.outputs[0].text
 
 
-def converse(ask: Ask, system: str | None, runner: asyncio.Runner) -> None:
-    """Reads messages and streams answers until the user leaves.
+def converse(ask: Ask, system: str | None, runner: asyncio.Runner, status: StatusLine) -> None:
+    """Read messages and stream answers until the user leaves. Raises KeyboardInterrupt for Ctrl-C
+    at the prompt.
 
-    Reading a line and streaming an answer are each a run of the event loop, so that each takes Ctrl-C in its own way:
-    the first leaves the chat, the second stops the answer.
+    Reading a message and streaming an answer are each a run of the event loop, so that each takes
+    Ctrl-C in its own way: the first leaves the chat, the second stops the answer.
     """
-    lines = LineReader(sys.stdin.fileno())
-    beginning = [{"role": "system", "content": system}] if system else []
-    messages = list(beginning)
-    print(HELP, file=sys.stderr)
-    while (text := runner.run(lines.ask("> "))) is not None and text != "/exit":
-        if text == "/reset":
-            messages = list(beginning)
-        elif text.startswith("/"):
-            print(HELP, file=sys.stderr)
-        elif text:
-            messages.append({"role": "user", "content": text})
-            try:
-                answer = stream_answer(ask, messages, runner)
-            except (ValidationError, RemoteError) as error:  # too long by now, most likely: the user can /reset
-                messages.pop()
-                print(f"sidestep: {error}", file=sys.stderr)
-                continue
-            messages.append({"role": "assistant", "content": answer})
+    incoming, conversation = open_messages(), Conversation(system)
+    tell(HINT)
+    try:
+        while (text := runner.run(incoming.ask("> "))) is not None:
+            if (command := _COMMAND.fullmatch(text)) is not None:
+                if not conversation.obey(command[1], (command[2] or "").strip()):
+                    return
+            elif text:
+                _answer(conversation, text, ask, runner, status)
+    except Interrupted:
+        raise KeyboardInterrupt from None
 
 
-class LineReader:
-    """Lines of a terminal, pipe or file, read by the event loop. `input` would need a thread that Ctrl-C cannot end, or
-    the main thread, where a Ctrl-C that comes just before it waits is lost."""
+class Conversation:
+    """What has been said, and the system message before it."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._unread = b""
+    def __init__(self, system: str | None) -> None:
+        self._system = system or None
+        self._said: list[dict[str, str]] = []
 
-    async def ask(self, prompt: str) -> str | None:
-        """The next line, stripped; None at the end of the input."""
-        print(prompt, end="", flush=True)
-        while b"\n" not in self._unread:
-            await self._until_readable()
-            data = os.read(self._fd, 1 << 16)
-            if not data:  # the last line may lack its end
-                line, self._unread = self._unread, b""
-                return line.decode(errors="replace").strip() or None
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line.decode(errors="replace").strip()
+    def messages(self, text: str) -> list[dict[str, str]]:
+        """Return what the model is asked if this is said next."""
+        beginning = [_message("system", self._system)] if self._system is not None else []
+        return [*beginning, *self._said, _message("user", text)]
 
-    async def _until_readable(self) -> None:
-        loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        try:
-            loop.add_reader(self._fd, readable.set)
-        except PermissionError:
-            return  # a file: reading it never waits
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(self._fd)
+    def add(self, text: str, answer: str) -> None:
+        """Remember a message and its answer."""
+        self._said += [_message("user", text), _message("assistant", answer)]
+
+    def obey(self, command: str, rest: str) -> bool:
+        """Do what a command says; False if it was to leave."""
+        if command == "exit":
+            return False
+        if command in ("clear", "reset"):
+            self._said.clear()
+            tell("The conversation is forgotten.")
+        elif command == "system":
+            if rest:
+                self._system = None if rest == "-" else rest
+            has_one = self._system is not None
+            tell(f"System message: {self._system}" if has_one else "There is no system message.")
+        else:
+            if command != "help":
+                tell(f"There is no command /{command}.", "bad")
+            tell(HELP)
+        return True
 
 
-def stream_answer(ask: Ask, messages: list[dict[str, str]], runner: asyncio.Runner) -> str:
-    """Prints an answer as it comes and returns it. Ctrl-C ends it early: what has come counts."""
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _answer(conversation: Conversation, text: str, ask: Ask, runner: asyncio.Runner,
+            status: StatusLine) -> None:
+    try:
+        answer = stream_answer(partial(ask, conversation.messages(text)), runner, status)
+    except (ValidationError, RemoteError) as error:  # most likely too long: the user can /clear
+        tell(f"sidestep: {error}", "bad")
+    else:
+        conversation.add(text, answer)
+
+
+def stream_answer(ask: Callable[[], AsyncGenerator[str, None]], runner: asyncio.Runner,
+                  status: StatusLine) -> str:
+    """Print an answer as it comes and return it. Ctrl-C ends it early: what has come counts."""
     answer = ""
 
     async def stream() -> None:
         nonlocal answer
-        async with aclosing(ask(messages)) as pieces:
+        async with aclosing(ask()) as pieces:
             async for piece in pieces:
+                status.clear()
                 answer += piece
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -125,5 +171,6 @@ def stream_answer(ask: Ask, messages: list[dict[str, str]], runner: asyncio.Runn
     except KeyboardInterrupt:
         pass
     finally:
+        status.clear()
         print()
     return answer

@@ -1,4 +1,7 @@
-"""`sidestep generate`: completes prompts, printing tokens as they come."""
+"""`sidestep generate`: completes prompts, printing tokens as they come.
+
+Standard output holds the prompts with their completions and nothing else: headings and figures go to standard error.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.logs import tell
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -38,14 +42,20 @@ class Printer:
             self._pending[self._turn] = ""
             if not self._ended[self._turn]:
                 break
-            sys.stdout.write("\n\n")
+            sys.stdout.write("\n")
             self._next()
         sys.stdout.flush()
 
     def _next(self) -> None:
         self._turn += 1
-        if self._turn < len(self._prompts):
-            sys.stdout.write(f"--- {self._turn + 1}\n{self._prompts[self._turn]}")
+        if self._turn == len(self._prompts):
+            return
+        if self._turn:
+            sys.stdout.write("\n")
+        if len(self._prompts) > 1:
+            sys.stdout.flush()
+            tell(f"--- {self._turn + 1}")
+        sys.stdout.write(self._prompts[self._turn])
 
 
 def run_generate(parsed: argparse.Namespace) -> int:
@@ -58,19 +68,21 @@ def run_generate(parsed: argparse.Namespace) -> int:
         from sidestep.frontend.cli_remote import run_remote_generate
 
         return run_remote_generate(parsed, prompts)
-    params = sampling_params(parsed, max_tokens=64)
+    sampling_params(parsed, max_tokens=64)  # raises before the engine starts if they are wrong
     arguments = engine_args(parsed)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(generate(start_engine(arguments), prompts, params))
+        llm = start_engine(arguments)
+        params = sampling_params(parsed, **{"max_tokens": 64, **llm.sampling_defaults})
+        runner.run(generate(llm, prompts, params))
     return 0
 
 
 def start_engine(arguments: EngineArgs) -> AsyncLLM:
     """Starts the engine, telling on standard error what is going on."""
     start = time.perf_counter()
-    print(f"starting the engine with {arguments.model} ...", file=sys.stderr)
+    tell(f"starting the engine with {arguments.model} ...")
     llm = AsyncLLM.from_engine_args(arguments)
-    print(f"ready in {time.perf_counter() - start:.1f} s on {llm.device}", file=sys.stderr)
+    tell(f"ready in {time.perf_counter() - start:.1f} s on {llm.device}")
     return llm
 
 
@@ -87,7 +99,7 @@ async def generate(llm: AsyncLLM, prompts: Sequence[str], params: SamplingParams
 
         start = time.perf_counter()
         last = await asyncio.gather(*(stream(i, p) for i, p in enumerate(prompts)))
-        print(summary(last, time.perf_counter() - start))
+        tell(summary(last, time.perf_counter() - start))
 
 
 def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:

@@ -8,15 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import fields
 
-from sidestep.frontend.cli_args import option_values, sampling_values
+from sidestep.frontend.cli_args import sampling_values
 from sidestep.frontend.cli_chat import converse
 from sidestep.frontend.cli_generate import Printer
 from sidestep.frontend.event_loop import new_event_loop
 from sidestep.frontend.remote import RemoteModel
-from sidestep.ipc.config import EngineArgs, api_key_of_environment
-from sidestep.ipc.errors import ValidationError
+from sidestep.frontend.terminal import StatusLine
+from sidestep.ipc.logs import tell
 
 
 def run_remote_chat(parsed: argparse.Namespace) -> int:
@@ -25,7 +24,10 @@ def run_remote_chat(parsed: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
             _tell(runner.run(model.connect()), parsed.url)
-            converse(model.chat, parsed.system, runner)
+            status = StatusLine()
+            if sys.stderr.isatty():
+                model.on_queue = lambda queue: status.show(queue.text)
+            converse(model.chat, parsed.system, runner, status)
         finally:
             runner.run(model.close())
     return 0
@@ -45,16 +47,12 @@ def run_remote_generate(parsed: argparse.Namespace, prompts: Sequence[str]) -> i
 
 def _remote_model(parsed: argparse.Namespace, *, max_tokens: int) -> RemoteModel:
     """Only the sampling options that were given are sent: not every server knows them all."""
-    for field in fields(EngineArgs):
-        if field.name != "model" and field.name in option_values(parsed, EngineArgs):
-            raise ValidationError(field.name, "is for an engine that is started here; --url asks one that runs")
-    key = parsed.api_key if parsed.api_key is not None else api_key_of_environment()
     name = getattr(parsed, "model_argument", None) or getattr(parsed, "model", None)
-    return RemoteModel(parsed.url, key, name, {"max_tokens": max_tokens, **sampling_values(parsed)})
+    return RemoteModel(parsed.url, parsed.api_key, name, {"max_tokens": max_tokens, **sampling_values(parsed)})
 
 
 def _tell(model: str, url: str) -> None:
-    print(f"{model} at {url}", file=sys.stderr)
+    tell(f"{model} at {url}")
 
 
 async def _generate(model: RemoteModel, prompts: Sequence[str]) -> None:
@@ -73,4 +71,4 @@ async def _generate(model: RemoteModel, prompts: Sequence[str]) -> None:
 
     await asyncio.gather(*(stream(i, prompt) for i, prompt in enumerate(prompts)))
     mean_ms = sum(firsts) / max(1, len(firsts)) * 1e3
-    print(f"{len(prompts)} requests in {time.perf_counter() - start:.2f} s: TTFT {mean_ms:.0f} ms")
+    tell(f"{len(prompts)} requests in {time.perf_counter() - start:.2f} s: TTFT {mean_ms:.0f} ms")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 from contextlib import closing
-
-import tqdm
 
 from sidestep.frontend.batch_file import BatchResult, OutputFile, Plan, make_plan
 from sidestep.frontend.cli_args import engine_args, option_values
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.cli_serve import needs_extra
 from sidestep.frontend.event_loop import new_event_loop
+from sidestep.frontend.progress import progress_bar
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.logs import tell
 
 
 def run_run_batch(parsed: argparse.Namespace) -> int:
@@ -35,8 +34,7 @@ def run_run_batch(parsed: argparse.Namespace) -> int:
             failed += _run(plan, output, args, arguments, parsed.max_concurrency)
     total = len(plan.requests) + len(plan.broken) + plan.skipped
     skipped = f"; {plan.skipped} were there already" if plan.skipped else ""
-    print(f"{total} requests in {parsed.output_file}: {total - failed} answered, {failed} failed{skipped}",
-          file=sys.stderr)
+    tell(f"{total} requests in {parsed.output_file}: {total - failed} answered, {failed} failed{skipped}")
     return 1 if failed else 0
 
 
@@ -57,8 +55,7 @@ def _run(plan: Plan, output: OutputFile, args: ServerArgs, arguments: EngineArgs
     failed = 0
     llm = start_engine(arguments)
     try:
-        # Nothing is drawn where standard error is no terminal.
-        with tqdm.tqdm(total=len(plan.requests), unit="request", disable=None) as progress, \
+        with progress_bar(len(plan.requests), "request") as progress, \
                 asyncio.Runner(loop_factory=new_event_loop) as runner:
 
             def take(result: BatchResult) -> None:

@@ -4,48 +4,97 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
+import logging
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from sidestep.frontend.cli_args import engine_args, option_values
+from sidestep.frontend.cli_args import engine_args, server_args
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
-from sidestep.frontend.server.options import ServerArgs, read_api_keys
-from sidestep.ipc.config import EngineArgs, api_keys_of_environment
+from sidestep.frontend.server.options import read_keys
+from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.errors import SidestepError
+from sidestep.ipc.logs import own_process, tell
 
 if TYPE_CHECKING:
     from sidestep.frontend.server.tracing import Tracing
 
 
+MOST_QUEUED = 4096
+"""Requests that wait to be scheduled. Those above it would wait for minutes; a balancer has better places for them."""
+_OPEN = """\
+*** WARNING: this server listens beyond this machine and has no keys: whoever reaches it can use it and see
+*** everyone's figures. Give keys by --api-key-file or SIDESTEP_API_KEYS, or listen at 127.0.0.1 (--host)."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 def run_serve(parsed: argparse.Namespace, version: str) -> int:
     """The command. The exit status is not 0 after the engine's death."""
     with needs_extra("server"):
+        from sidestep.frontend.server.hosts import is_loopback
+        from sidestep.frontend.server.http_protocol import raise_file_limit
         from sidestep.frontend.server.public_prefixes import PublicPrefixes, read_public_prefixes
-        from sidestep.frontend.server.run import bind, serve
+        from sidestep.frontend.server.run import bind, check_certificates, serve
         from sidestep.frontend.server.service import Service
-    args = ServerArgs(**option_values(parsed, ServerArgs))
-    keys = read_api_keys(args.api_key_file, api_keys_of_environment())
-    arguments = share_queue(engine_args(parsed), args.api_server_count)
-    entries = read_public_prefixes(args.public_prefixes, keys)
-    tracing = make_tracing(args.otlp_traces_endpoint, version)
-    with bind(args) as listener:
+    own_process()
+    args = server_args(parsed)
+    keys = read_keys(args)
+    arguments = share_queue(with_queue_limit(engine_args(parsed)), args.api_server_count)
+    check_certificates(args)
+    entries = read_public_prefixes(args.public_prefixes, keys.all)
+    raise_file_limit()
+    with bind(args) as listener, ends_by_sigterm():
+        if not (keys.all or args.ssl_ca_certs or is_loopback(listener.getsockname()[0])):
+            tell(_OPEN, logging.WARNING)
+        tracing = make_tracing(args.otlp_traces_endpoint, version)
         llm = start_engine(arguments)
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 service = Service(llm, args, args.model_names(arguments.model), tracing,
                                   PublicPrefixes.of(entries, llm.get_tokenizer()))
                 dead = runner.run(serve(service, keys, version, listener))
+                ignore_signals()  # the end has begun, and takes a bounded time
         finally:
+            ignore_signals()
             llm.shutdown()
             if tracing is not None:
                 tracing.close()
     if dead is not None:
-        print(f"sidestep: the engine has died: {dead}", file=sys.stderr)
+        tell(f"sidestep: the engine has died: {dead}", logging.ERROR)
         return 1
     return 0
+
+
+@contextmanager
+def ends_by_sigterm() -> Iterator[None]:
+    """Within, SIGTERM ends the program as Ctrl-C does, which leaves nothing behind, also while the engine starts. The
+    server has handlers of its own while it serves."""
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """A further signal must not break off what leaves nothing behind."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def with_queue_limit(arguments: EngineArgs) -> EngineArgs:
+    """The same with the server's default limit of requests that wait."""
+    if arguments.max_num_queued_reqs is not None:
+        return arguments
+    return arguments.replace(max_num_queued_reqs=MOST_QUEUED)
 
 
 def share_queue(arguments: EngineArgs, count: int) -> EngineArgs:

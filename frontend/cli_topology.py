@@ -10,7 +10,7 @@ import msgspec
 
 from sidestep.frontend.machine import Gpu, Machine, this_machine
 from sidestep.frontend.topology import Size, sizes
-from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, cpu_has_bfloat16
+from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
 
@@ -30,11 +30,12 @@ class TopologyReport(msgspec.Struct, frozen=True):
 
 def run_topology(parsed: argparse.Namespace) -> int:
     """The command."""
-    model = ModelConfig(**_given(parsed, "dtype", "revision", "max_model_len"),
+    model = ModelConfig(**_given(parsed, "dtype", "revision", "max_model_len", "hf_overrides"),
                         model=parsed.model_argument or DEFAULT_MODEL)
     cache = CacheConfig(**_given(parsed, "block_size", "gpu_memory_utilization"))
     machine = imagined(this_machine(), parsed.gpus, parsed.gpu_memory, parsed.bandwidth)
-    spec = load_model_spec(resolve_model_path(model.model, model.revision, _FILES))
+    path = resolve_model_path(model.model, model.revision, _FILES)
+    spec = load_model_spec(path, model.hf_overrides)
     dtype = _dtype(model, spec, machine)
     limit = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position_embeddings
     if limit > spec.max_position_embeddings:
@@ -72,9 +73,7 @@ def _dtype(model: ModelConfig, spec: ModelSpec, machine: Machine) -> str:
     """As the workers choose it."""
     if model.dtype != "auto":
         return model.dtype
-    if not machine.gpus and not (spec.dtype == "bfloat16" and cpu_has_bfloat16()):
-        return "float32"
-    return spec.dtype
+    return spec.dtype if machine.gpus else "float32"
 
 
 def lines(report: TopologyReport, cache: CacheConfig) -> list[str]:
@@ -85,14 +84,15 @@ def lines(report: TopologyReport, cache: CacheConfig) -> list[str]:
     fitting = [size for size in report.sizes if size.fits]
     made.append("")
     if not fitting:
-        made.append("No size fits: more or larger GPUs, or a smaller --max-model-len, are needed.")
+        made.append("No cache holds a request of the full length: more or larger GPUs, or a "
+                    "smaller --max-model-len, are needed.")
     elif report.machine.gpus:
         made.append(f"Most cache: {_flags(max(fitting, key=lambda s: s.cache_tokens_in_all))}")
         if fitting[0].token_floor_ms is not None:
             made.append(f"Least time a token: {_flags(min(fitting, key=lambda s: s.token_floor_ms or 0.0))}")
     if any(0 < size.full_requests < size.data_parallel_size for size in report.sizes):
-        made.append("A replica whose cache holds less than one full request starts only with a smaller "
-                    "--max-model-len, or with 'auto'.")
+        made.append("A replica whose cache holds less than one full request takes shorter ones "
+                    "alone; with a --max-model-len that does not fit it does not start.")
     if report.machine.gpus:
         made += ["Times are floors: what is read from memory, at the bandwidth that its maker states. Launches, "
                  "communication and arithmetic come on top.",

@@ -16,6 +16,7 @@ from typing import Protocol
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.errors import EngineDeadError, EngineStartError, SidestepError
+from sidestep.ipc.forking import KeptLoop
 from sidestep.ipc.messages import Answer, Call, Connect, Dead, Outputs, Ready, ToCore, ToFrontend
 from sidestep.ipc.process import Child, spawn
 
@@ -57,13 +58,15 @@ class EngineClient:
         self._call_ids = itertools.count()
         self._closed = False
         self._joined_by: float | None = None
+        self._kept_loop: KeptLoop | None = None
 
     # Starting and ending.
 
     def start_core(self, config: EngineConfig, replica: int = 0) -> None:
         """Starts the core's process and returns at once."""
         self._core = spawn("engine core", "sidestep.engine_core.entry:main",
-                           CoreArgs(config=config, clients=(self._channel.address,), replica=replica))
+                           CoreArgs(config=config, clients=(self._channel.address,), replica=replica),
+                           log_config=config.logs, remove=(self._channel.address.folder,))
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
         """Waits so long for the core to serve. Raises EngineStartError with the cause if it cannot."""
@@ -118,6 +121,7 @@ class EngineClient:
                 raise SidestepError("this engine is used in another event loop already")
             self._calls.clear()
         self._loop = loop
+        self._kept_loop = KeptLoop(loop)
         loop.add_reader(self._channel.fileno(), self._on_readable)
         if self._core is not None:
             self._core.on_death(lambda cause: self._tell_loop(loop, cause))
@@ -145,24 +149,29 @@ class EngineClient:
         assert answer.result is not None
         return int(answer.result["client"])
 
-    async def _ask(self, make: Callable[[int], Call | Connect], timeout_s: float | None) -> Answer:
-        self.attach()
+    def ping(self) -> asyncio.Future[Answer]:
+        """Ask the busy loop for a sign of life, without waiting. Cancel the future to forget the question."""
+        return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
+
+    def _call(self, make: Callable[[int], Call | Connect]) -> asyncio.Future[Answer]:
         call_id = next(self._call_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
+        future.add_done_callback(lambda _: self._calls.pop(call_id, None))
         self.send(make(call_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await future
-        finally:
-            self._calls.pop(call_id, None)
+        return future
+
+    async def _ask(self, make: Callable[[int], Call | Connect], timeout_s: float | None) -> Answer:
+        self.attach()
+        async with asyncio.timeout(timeout_s):
+            answer = await self._call(make)
         if answer.error is not None:
             raise SidestepError(answer.error)
         return answer
 
     def fail_calls(self, error: EngineDeadError) -> None:
         """Everyone who waits for an answer gets an exception like this one."""
-        for future in self._calls.values():
+        for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(EngineDeadError(*error.args))
 

@@ -6,27 +6,28 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import msgspec
 
-from sidestep.frontend.chat_template import Message
 from sidestep.frontend.controls import ControlsMaker, check_text
+from sidestep.frontend.lane import Lane
+from sidestep.frontend.no_tokenizer import refuse
+from sidestep.frontend.prompts import Prompt, check_length, read_prompt
 from sidestep.frontend.structured_outputs import GrammarMaker
-from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.frontend.tokenizer import LONG_TEXT, Tokenizer
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.controls import encode_controls
-from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.errors import PromptTooLongError, ValidationError
 from sidestep.ipc.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, chat messages, or a dict with `prompt` or `prompt_token_ids`."""
-
-_LONG_TEXT = 2048
-"""Characters from which tokenising (about 0.3 us each) would be felt by the other streams of the event loop."""
+_VERY_LONG_TEXT = 256 << 10
+"""Characters from which texts are tokenised one at a time: each takes seconds of a core and some memory."""
+_MANY_MESSAGES = 64
 _MAX_PRIORITY = 2**31 - 1
 _LOWEST_TEMPERATURE = 0.01
 """Logits divided by less would leave the range of their type."""
@@ -64,34 +65,45 @@ class InputProcessor:
     """Checks and tokenises."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int,
-                 processors: Sequence[str] = ()) -> None:
-        """processors: names of the engine's logits processors."""
+                 processors: Sequence[str] = (), defaults: Mapping[str, Any] | None = None,
+                 seed: str | None = None) -> None:
+        """processors: names of the engine's logits processors. defaults: sampling parameters that
+        the model's makers set. seed: what the seeds of requests that bring none follow from; None
+        draws each by chance."""
+        self.default_sampling = SamplingParams(**(defaults or {}))
+        """Those of a request that is given none."""
         self._tokenizer = tokenizer
         self._controls = ControlsMaker(tokenizer, vocab_size, processors)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._grammars = GrammarMaker(tokenizer)
-        self._random = random.SystemRandom()
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
+        self._lane = Lane()
 
-    async def process(self, prompt: Prompt, sampling_params: SamplingParams | None, *, priority: int = 0,
-                      cache_salt: str | None = None, num_public_tokens: int = 0,
+    async def process(self, prompt: Prompt, sampling_params: SamplingParams | Mapping[str, Any] | None, *,
+                      priority: int = 0, cache_salt: str | None = None, num_public_tokens: int = 0,
                       deadline_s: float | None = None) -> ProcessedRequest:
         """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes on."""
         arrival = time.monotonic()
-        sampling = sampling_params if sampling_params is not None else SamplingParams()
+        sampling = self.default_sampling if sampling_params is None else as_sampling_params(sampling_params)
         self._check_sampling(sampling)
+        sampling = self._with_seed(sampling)  # before anything is awaited: seeds follow the order of calls
         sampling, best_of = _all_choices(sampling)
         controls = encode_controls(self._controls.make(sampling))
+        read = read_prompt(prompt, self._tokenizer, self._max_model_len) if not _is_long_chat(prompt) else \
+            await asyncio.to_thread(read_prompt, prompt, self._tokenizer, self._max_model_len)
+        cache_salt = cache_salt if cache_salt is not None else read.cache_salt
         _check_options(priority, cache_salt, num_public_tokens, deadline_s)
-        text, special, ids = self._read(prompt)
-        if text is not None:
-            ids = await self.tokenize(text, special)
+        if read.ids is not None:
+            ids = read.ids
+        else:
+            ids = await self.tokenize(read.text or "", read.add_special_tokens, must_fit=True)
         self._check_ids(ids)
         if num_public_tokens > len(ids):
             raise ValidationError("num_public_tokens", f"{num_public_tokens} are more than the prompt's {len(ids)}")
         grammar = None if sampling.structured_outputs is None else await self.make_grammar(sampling.structured_outputs)
         return ProcessedRequest(
-            prompt=text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
+            prompt=read.text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
             priority=priority, cache_salt=cache_salt, num_public_tokens=num_public_tokens,
             deadline=None if deadline_s is None else arrival + deadline_s,
             controls=controls, best_of=best_of, grammar=grammar)
@@ -108,50 +120,36 @@ class InputProcessor:
 
     async def make_grammar(self, structure: StructuredOutputsParams) -> Grammar:
         """The grammar of a form that an output must have. Raises ValidationError."""
+        if not self._tokenizer.has_texts:
+            refuse("structured_outputs", "is about text")
         return await self._grammars.make(structure)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; of a long one in a thread. Raises ValidationError."""
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
-        return self._tokenizer.encode(text, add_special_tokens)
+    async def tokenize(self, text: str, add_special_tokens: bool = True, *, must_fit: bool = False) -> list[int]:
+        """Return the token ids of a text; a long one is tokenised in a thread. Raises ValidationError.
 
-    def _read(self, prompt: object) -> tuple[str | None, bool, list[int]]:
-        """The prompt as (text, whether to add special tokens, ids); one of text and ids is empty."""
-        if isinstance(prompt, str):
-            return prompt, True, []
-        if isinstance(prompt, Mapping):
-            return self._read_dict(prompt)
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            # The template writes the special tokens itself.
-            return self._tokenizer.render_chat(cast(Sequence[Message], prompt)), False, []
-        return None, False, self._read_ids("prompt", prompt)
+        A text whose length says that it cannot fit is refused before it is tokenised; one that turns out to be too
+        long is refused if it must fit.
+        """
+        if not self._tokenizer.has_texts:
+            refuse("prompt", "is text; give token ids")
+        if (least := self._tokenizer.bound.least_tokens(text)) + 1 > self._max_model_len:
+            raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
+        encode = partial(self._tokenizer.encode, text, add_special_tokens, self._max_model_len if must_fit else None)
+        if len(text) <= LONG_TEXT:
+            return encode()
+        if len(text) <= _VERY_LONG_TEXT:
+            return await asyncio.to_thread(encode)
+        return await self._lane.run(len(text), self._encode_very_long, text, encode)
 
-    def _read_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, bool, list[int]]:
-        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-            raise ValidationError("prompt", "a dict must have either 'prompt' or 'prompt_token_ids', not "
-                                  f"{', '.join(map(repr, sorted(map(str, prompt)))) or 'nothing'}")
-        if "prompt_token_ids" in prompt:
-            return None, False, self._read_ids("prompt_token_ids", prompt["prompt_token_ids"])
-        if not isinstance(prompt["prompt"], str):
-            raise ValidationError("prompt", f"must be text, not {type(prompt['prompt']).__name__}")
-        return prompt["prompt"], True, []
-
-    def _read_ids(self, field: str, ids: object) -> list[int]:
-        # bytes are a sequence of numbers too, but nobody means token ids by them.
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
-            allowed = "text, a list of token ids, or a list of chat messages" if field == "prompt" else "a list"
-            raise ValidationError(field, f"must be {allowed}, not {type(ids).__name__}")
-        self._check_length(len(ids))  # before looking at each
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise ValidationError(field, f"holds {token!r}, which is not a token id")
-        return list(ids)
-
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens + 1 > self._max_model_len:
-            raise ValidationError("prompt", f"has {num_tokens} tokens; with one of output that is more than "
-                                  f"max_model_len ({self._max_model_len})")
+    def _encode_very_long(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
+        """Looks closer, before the text costs a second and 150 MB for each of its megabytes."""
+        try:
+            least = self._tokenizer.bound.counted_least_tokens(text)
+        except UnicodeEncodeError:
+            least = 0  # it is no valid text, as `encode` says
+        if least + 1 > self._max_model_len:
+            raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
+        return encode()
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
@@ -160,16 +158,21 @@ class InputProcessor:
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
             raise ValidationError("prompt_token_ids", f"{wrong} is not a token id: the model has {self._vocab_size}")
-        self._check_length(len(ids))
+        check_length(len(ids), self._max_model_len)
 
-    def _check_sampling(self, sampling: object) -> None:
-        if not isinstance(sampling, SamplingParams):
-            raise ValidationError("sampling_params", f"must be SamplingParams, not {type(sampling).__name__}")
+    def _with_seed(self, sampling: SamplingParams) -> SamplingParams:
+        if sampling.seed is not None:
+            return sampling
+        return msgspec.structs.replace(
+            sampling, seed=self._random.randint(0, MAX_SEED) if sampling.temperature > 0 else 0)
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
         for token in sampling.stop_token_ids or ():
             if token >= self._vocab_size:
                 raise ValidationError("stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}")
         for text in sampling.stop_strings:
             check_text("stop", text)
+        self._tokenizer.check_sampling(sampling)
 
     def _complete(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
         """Fills in what was left open, and brings what has no effect beyond a limit within it: the engine's columns
@@ -184,16 +187,36 @@ class InputProcessor:
             if getattr(sampling, name) is not None}
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room
-        if sampling.seed is None:
-            changes["seed"] = self._random.randint(0, MAX_SEED) if sampling.temperature > 0 else 0
+        if sampling.detokenize and not self._tokenizer.has_texts:
+            changes["detokenize"] = False
         if sampling.top_k > self._vocab_size:
             changes["top_k"] = 0
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             changes["temperature"] = _LOWEST_TEMPERATURE
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            if type(value := getattr(sampling, name)) not in (float, int):  # numpy's, which messages cannot hold
-                changes.setdefault(name, float(value))
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+
+def as_sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+    """Return parameters that may be given as a dict of fields. Raises ValidationError."""
+    if isinstance(given, Mapping):
+        return SamplingParams(**given)
+    if not isinstance(given, SamplingParams):
+        raise ValidationError("sampling_params", f"must be SamplingParams, not {type(given).__name__}")
+    return given
+
+
+def _is_long_chat(prompt: object) -> bool:
+    """Tell whether a conversation is one whose template would be felt by the other streams of the event loop."""
+    messages = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages \
+            or not isinstance(messages[0], Mapping):
+        return False
+    return len(messages) > _MANY_MESSAGES or any(
+        isinstance(message, Mapping) and _is_long(message.get("content")) for message in messages)
+
+
+def _is_long(content: object) -> bool:
+    return content is not None and (not isinstance(content, str) or len(content) > LONG_TEXT)
 
 
 def _all_choices(sampling: SamplingParams) -> tuple[SamplingParams, BestOf | None]:

@@ -3,66 +3,112 @@
 from __future__ import annotations
 
 import asyncio
+import numbers
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-import msgspec
 import tqdm
 
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.event_loop import new_event_loop
-from sidestep.frontend.input_processor import Prompt
+from sidestep.frontend.input_processor import as_sampling_params
 from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
+from sidestep.frontend.prompts import ChatPrompt, Prompt
 from sidestep.frontend.replica_set import ReplicaStatus
 from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.frontend.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 from sidestep.ipc.errors import EngineDeadError, ValidationError
+from sidestep.ipc.forking import Home
 from sidestep.ipc.records import RequestRecord, StepRecord
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
 Conversation = Sequence[Mapping[str, Any]]
+OneParams = SamplingParams | Mapping[str, Any]
+Params = OneParams | Iterable[OneParams] | None
+"""For all prompts, or for each; each may be given as a dict of fields."""
+Bar = bool | Callable[..., Any]
+"""Whether to show a bar, or what makes one, in the place of tqdm.tqdm."""
+_OF_A_PROMPT = ("prompt", "prompt_token_ids", "messages")
+"""Fields of a single prompt, of which a call may have several."""
 
 
-class LLM:
+class LLM(RefusesVllmMethods):
     """An engine for whole batches: each call returns when all of its requests have ended, in the order given.
 
     Runs an AsyncLLM on an event loop in a thread of its own, so it works where a loop runs already (a notebook).
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        """`options` are those of EngineArgs. Raises ValidationError, TypeError for an unknown one, EngineStartError."""
+        """`options` are those of EngineArgs. Raises ValidationError, which names an unknown or wrong
+        one, or EngineStartError."""
         self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
         self._thread.start()
         # Runs before the AsyncLLM's own finalizer, which must not meet a running loop of another thread.
-        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, self._thread)
+        self._home = Home()
+        self._finalizer = weakref.finalize(self, _shut_down, self._home, self._llm, self._loop, self._thread)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt],
-                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 use_tqdm: bool = True) -> list[RequestOutput]:
-        """Completes one prompt or many, with one SamplingParams for all or one for each."""
-        return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm)
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Return an engine with these options. Raises ValidationError or EngineStartError."""
+        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
 
-    def chat(self, messages: Conversation | Sequence[Conversation],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answers one conversation or many."""
-        return self._run_batch(as_list_of_conversations(messages), sampling_params, use_tqdm)
+    @takes_vllm_arguments
+    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
+                 priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
+        """Completes one prompt or many, with one SamplingParams for all or one for each; so with `priority`."""
+        return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm, priority)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    @takes_vllm_arguments
+    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
+             use_tqdm: Bar = True, *, tools: Sequence[Mapping[str, Any]] | None = None,
+             chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+             add_generation_prompt: bool = True, continue_final_message: bool = False,
+             priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
+        """Answers one conversation or many. What the template is given besides is as in ChatPrompt."""
+        prompts: list[Prompt] = [
+            ChatPrompt(messages=one, tools=tools, chat_template=chat_template,
+                       chat_template_kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
+                       continue_final_message=continue_final_message)
+            for one in as_list_of_conversations(messages)]
+        return self._run_batch(prompts, sampling_params, use_tqdm, priority)
+
+    @takes_vllm_arguments
+    def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams,
+                    use_tqdm: Bar = False) -> list[BeamSearchOutput]:
         """The best continuations of one prompt or many."""
-        return self._call(_all_of([self._llm.beam_search(p, params) for p in as_list_of_prompts(prompts)]))
+        several = as_list_of_prompts(prompts)
+        with Progress(len(several), use_tqdm) as progress:
+            async def search(prompt: Prompt) -> BeamSearchOutput:
+                output = await self._llm.beam_search(prompt, params)
+                num_prompt = len(output.prompt_token_ids)
+                progress.add(num_prompt, sum(len(found.tokens) - num_prompt for found in output.sequences))
+                return output
+
+            return self._call(_all_of([search(prompt) for prompt in several]))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._llm.get_tokenizer()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As AsyncLLM.get_default_sampling_params."""
+        return self._llm.get_default_sampling_params()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return self._llm.max_model_len
+
+    @takes_vllm_arguments
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
         return self._call(self._llm.reset_prefix_cache())
@@ -90,7 +136,9 @@ class LLM:
         return self._llm.pids
 
     def shutdown(self) -> None:
-        """Ends the engine. May be called twice; also happens when the program ends."""
+        """End the engine. May be called twice; also happens when the program ends. Raises SidestepError in a forked
+        child."""
+        self._home.check()
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -98,13 +146,17 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.shutdown()
+        if self._home.is_here:  # a forked child that leaves the block ends nothing
+            self.shutdown()
 
     def __repr__(self) -> str:
         return f"LLM({self._llm!r})"
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs it on the loop's thread; Ctrl-C here cancels it there, which ends its requests."""
+        if not self._home.is_here:
+            coroutine.close()
+            self._home.check()
         if not self._finalizer.alive:
             coroutine.close()
             raise EngineDeadError("the engine has been shut down")
@@ -115,38 +167,53 @@ class LLM:
             future.cancel()
             raise
 
-    def _run_batch(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-                   use_tqdm: bool) -> list[RequestOutput]:
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValidationError("sampling_params", f"has {len(each)} entries for {len(prompts)} prompts")
-        final = [msgspec.structs.replace(p if p is not None else SamplingParams(),
-                                         output_kind=RequestOutputKind.FINAL_ONLY) for p in each]
-        with Progress(len(prompts), enabled=use_tqdm) as progress:
-            return self._call(self._gather(prompts, final, progress))
+    def _run_batch(self, prompts: list[Prompt], params: Params, use_tqdm: Bar,
+                   priority: int | Sequence[int] | None) -> list[RequestOutput]:
+        """A list of so many parameters and priorities as prompts, or one for all."""
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams | Mapping) \
+            else list(params)
+        priorities = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) \
+            else list(priority)
+        for name, given in (("sampling_params", each), ("priority", priorities)):
+            if len(given) != len(prompts):
+                raise ValidationError(name, f"has {len(given)} entries for {len(prompts)} prompts")
+        default = self.get_default_sampling_params()
+        final = [(default if one is None else as_sampling_params(one)).clone(
+            output_kind=RequestOutputKind.FINAL_ONLY) for one in each]
+        with Progress(len(prompts), use_tqdm) as progress:
+            return self._call(self._gather(prompts, final, priorities, progress))
 
-    async def _gather(self, prompts: list[Prompt], params: list[SamplingParams],
+    async def _gather(self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int],
                       progress: Progress) -> list[RequestOutput]:
-        async def run(prompt: Prompt, sampling: SamplingParams) -> RequestOutput:
-            async for output in self._llm.generate(prompt, sampling):
-                progress.add(output)
+        async def run(prompt: Prompt, sampling: SamplingParams, priority: int) -> RequestOutput:
+            async for output in self._llm.generate(prompt, sampling, priority=priority):
+                pass
+            progress.add(len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs))
             return output
 
-        return await _all_of([run(p, s) for p, s in zip(prompts, params, strict=True)])
+        return await _all_of([run(*one) for one in zip(prompts, params, priorities, strict=True)])
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them give. The first failure ends the others, and is raised."""
+    """What all of them give, one for each prompt. The first failure ends the others, and is raised; of a prompt among
+    several it says which it is."""
+    tasks = list[asyncio.Task[T]]()
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks += [group.create_task(one) for one in work]
     except BaseExceptionGroup as several:
-        raise several.exceptions[0] from None
+        error = several.exceptions[0]
+        if isinstance(error, ValidationError) and error.field in _OF_A_PROMPT and len(tasks) > 1:
+            index = next(i for i, task in enumerate(tasks) if not task.cancelled() and task.exception() is error)
+            raise error.in_list("prompts", index) from None
+        raise error from None
     return [task.result() for task in tasks]
 
 
-def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Ends the engine on its own thread, then the thread."""
+def _shut_down(home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End the engine on its own thread, then the thread. Do nothing in a forked child, which has no such thread."""
+    if not home.is_here:
+        return
 
     async def shut_down() -> None:
         llm.shutdown()
@@ -161,36 +228,42 @@ def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading
     loop.close()
 
 
-def as_list_of_conversations(messages: Conversation | Sequence[Conversation]) -> list[Prompt]:
+def as_list_of_conversations(messages: Conversation | Iterable[Conversation]) -> list[Conversation]:
     """One conversation or several, as a list."""
     given: object = messages
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise ValidationError("messages", f"must be a list of messages, not {type(given).__name__}")
-    if not given:
+    several = list(given)
+    if not several:
         raise ValidationError("messages", "is empty")
-    conversations = [given] if isinstance(given[0], Mapping) else list(given)
+    conversations = [several] if isinstance(several[0], Mapping) else several
     for one in conversations:
         if not isinstance(one, Sequence) or not one or not isinstance(one[0], Mapping):
             raise ValidationError("messages", f"holds {one!r}, which is not a list of messages")
-    return cast(list[Prompt], conversations)
+    return cast(list[Conversation], conversations)
 
 
-def as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A list of numbers or of messages is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [cast(Prompt, prompts)]
-    if prompts and isinstance(prompts[0], Mapping) and "role" in prompts[0]:
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    given: object = prompts
+    if isinstance(given, str | Mapping):
+        return [cast(Prompt, given)]
+    if not isinstance(given, Iterable):
+        raise ValidationError("prompts", f"must be prompts or a single one, not {type(given).__name__}")
+    several = list(given)
+    if several and isinstance(several[0], numbers.Integral):
+        return [several]
+    if several and isinstance(several[0], Mapping) and "role" in several[0]:
+        return [several]
+    return several
 
 
 class Progress:
     """A bar of finished requests, with tokens a second in and out."""
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar = tqdm.tqdm(total=total, disable=not enabled, desc="Processed prompts", dynamic_ncols=True)
+    def __init__(self, total: int, bar: Bar) -> None:
+        make = bar if callable(bar) else tqdm.tqdm
+        self._bar = make(total=total, disable=not bar, desc="Processed prompts", dynamic_ncols=True)
         self._tokens_in = self._tokens_out = 0
 
     def __enter__(self) -> Self:
@@ -200,10 +273,10 @@ class Progress:
                  trace: TracebackType | None) -> None:
         self._bar.close()
 
-    def add(self, output: RequestOutput) -> None:
-        """One request has ended."""
-        self._tokens_in += len(output.prompt_token_ids)
-        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
+    def add(self, num_in: int, num_out: int) -> None:
+        """One request has ended, with so many tokens in and out."""
+        self._tokens_in += num_in
+        self._tokens_out += num_out
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
         rates = f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s"
         self._bar.set_postfix_str(rates, refresh=False)

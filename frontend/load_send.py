@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sidestep.frontend.async_llm import AsyncLLM
@@ -55,8 +55,8 @@ class EngineTarget:
 
 
 async def send_all(target: Target, load: Sequence[PlannedRequest], begin: float,
-                   max_concurrency: int | None) -> list[Sample]:
-    """Sends each request at its time, or as soon after as there is room."""
+                   max_concurrency: int | None, on_end: Callable[[], object] = lambda: None) -> list[Sample]:
+    """Sends each request at its time, or as soon after as there is room. Calls `on_end` at the end of each."""
     room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
     running: list[asyncio.Task[Sample]] = []
     for request in load:
@@ -65,6 +65,7 @@ async def send_all(target: Target, load: Sequence[PlannedRequest], begin: float,
         await room.acquire()
         task = asyncio.create_task(_send(target, request, begin))
         task.add_done_callback(lambda _: room.release())
+        task.add_done_callback(lambda _: on_end())
         running.append(task)
     return await asyncio.gather(*running)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 8192
 """Deliveries that are remembered."""
 _ID_BYTES = 4
+_REREAD_S = 0.02
+"""Seconds in which the event loop reads what is there."""
 
 
 def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
@@ -66,6 +69,11 @@ class OutputProcessor:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the engine has not scheduled any of this request's choices yet."""
+        states = self._by_id.get(request_id, ())
+        return bool(states) and all(state.is_waiting for state in states)
 
     def add(self, state: RequestState) -> None:
         """From now on its tokens are expected."""
@@ -161,6 +169,22 @@ class OutputProcessor:
         if states:
             self._abort_at_core([state.handle for state in states])
 
+    def end_at(self, state: RequestState, deadline: float) -> None:
+        """End a request at `deadline` (time.monotonic()) if its core has not: it may hang, or live no more."""
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            if state.handle in self._states:
+                self.remove(state)
+                state.abort("deadline")
+                self._abort_at_core([state.handle])
+
+        def reread() -> None:
+            # A loop that was held up may have this timer before what the core said in time: it reads that first.
+            state.timer = loop.call_later(_REREAD_S, end)
+
+        state.timer = loop.call_later(max(0.0, deadline - time.monotonic()), reread)
+
     def drop(self, states: Iterable[RequestState]) -> None:
         """Their reader has left: ends at the core those that have not ended."""
         live = [state for state in states if state.handle in self._states]
@@ -193,6 +217,8 @@ class OutputProcessor:
         if not together:
             del self._by_id[state.request_id]
         self._waits_no_more(state)
+        if state.timer is not None:
+            state.timer.cancel()
 
     def _waits_no_more(self, state: RequestState) -> None:
         if state.is_waiting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,6 +62,18 @@ def base_url(url: str) -> str:
     return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
+class QueuePlace(msgspec.Struct):
+    """The data of an event 'queue' of a Sidestep server; see frontend/server/queue_events.py."""
+
+    before: int
+    or_more: bool = False
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return f"waiting, {self.before}{' or more' * self.or_more} before you"
+
+
 class RemoteModel:
     """One model of one server. Its methods raise RemoteError."""
 
@@ -75,6 +87,8 @@ class RemoteModel:
             raise ValidationError("api_key", "has characters that no header may have") from None
         self._model = model
         self._sampling = dict(sampling)
+        self.on_queue: Callable[[QueuePlace], None] | None = None
+        """Called while a chat waits in the server's queue, if the server tells of that."""
 
     async def connect(self) -> str:
         """Finds the server; the model's name there."""
@@ -102,11 +116,17 @@ class RemoteModel:
 
     async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         body = {"model": await self.connect(), **body, **self._sampling, "stream": True}
-        async with self._failures(), self._http.stream("POST", self._url + path, json=body) as answer:
+        headers = {"x-queue-events": "1"} if self.on_queue is not None else {}
+        async with self._failures(), \
+                self._http.stream("POST", self._url + path, json=body, headers=headers) as answer:
             await _check(answer)
             async for event in httpx2.EventSource(answer):
                 if event.data == "[DONE]":
                     return
+                if event.event == "queue":
+                    if self.on_queue is not None:
+                        self.on_queue(msgspec.json.decode(event.data, type=QueuePlace))
+                    continue
                 chunk = msgspec.json.decode(event.data, type=_Chunk)
                 if chunk.error is not None:
                     raise RemoteError(chunk.error.message)

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,10 +24,12 @@ import msgspec
 from sidestep.frontend.engine_client import Channel, EngineClient
 from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.routing.router import RoutedRequest, Router
+from sidestep.frontend.stall_watch import StallWatch
 from sidestep.ipc import registry
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.core_args import ClientAddress, Seat
-from sidestep.ipc.errors import EngineDeadError, EngineStartError, ValidationError
+from sidestep.ipc.errors import EngineDeadError, EngineStalledError, EngineStartError, ValidationError
+from sidestep.ipc.forking import Home
 from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Outputs, Ready, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ _POLL_S = 0.2
 _OTHERS_S = 5.0
 """For the first word of the other replicas to a frontend that joins: they run already, but one may have died."""
 _MOST_DEATHS = 2
+_SPARE_S = 0.3
+"""Seconds that the other replicas have for an answer once one has given a good one."""
 
 
 class ReplicaStatus(NamedTuple):
@@ -47,6 +51,8 @@ class ReplicaStatus(NamedTuple):
     """What it said at its start; None if it had died before this frontend joined."""
     dead: str | None
     """What it has died of."""
+    stalled: str | None = None
+    """Why it counts as stalled: it lives and makes no progress."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +76,7 @@ class ReplicaSet:
                  joins: bool = False) -> None:
         """outputs: where everything goes. channels: to the replicas that live, by their numbers, each with this
         frontend's number there. joins: the engine is another frontend's."""
+        self.home = Home()
         self._config = config
         self._outputs = outputs
         self._joins = joins
@@ -86,6 +93,7 @@ class ReplicaSet:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._watchers: set[asyncio.Future[None]] = set()
+        self._watch = StallWatch(lambda replica: self._clients[replica].ping(), self._busy, self._on_stall)
 
     def __repr__(self) -> str:
         return f"ReplicaSet({len(self._alive)} of {self._size} live, {len(self._sent)} choices in flight)"
@@ -140,13 +148,15 @@ class ReplicaSet:
     def close(self) -> None:
         """Ends the engine. May be called twice."""
         self._closed = True
+        self._watch.stop()
         for client in self._clients.values():
             client.close()
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
         """All of them."""
-        return [ReplicaStatus(replica, self._ready.get(replica), self._dead.get(replica))
+        stalled = self._watch.stalled
+        return [ReplicaStatus(replica, self._ready.get(replica), self._dead.get(replica), stalled.get(replica))
                 for replica in range(self._size)]
 
     @property
@@ -183,7 +193,9 @@ class ReplicaSet:
     # Requests.
 
     def attach(self) -> None:
-        """Binds the engine to the running event loop, at its first use there. Raises EngineDeadError."""
+        """Binds the engine to the running event loop, at its first use there. Raises EngineDeadError, and SidestepError
+        in a forked child."""
+        self.home.check()
         if self._error is not None:
             raise EngineDeadError(*self._error.args)  # a new one: each collects the frames of those who raise it
         if self._closed:
@@ -198,6 +210,7 @@ class ReplicaSet:
                 self._on_death(replica, str(error))
         if self._error is not None:
             raise EngineDeadError(*self._error.args)
+        self._watch.stop()
         self._loop = loop
 
     def add(self, message: AddRequest) -> None:
@@ -214,6 +227,8 @@ class ReplicaSet:
             message.handle, message.prompt_token_ids + message.output_token_ids,
             message.sampling.n if beams is None else beams.beam_width, message.cache_salt, message.num_public_tokens))
         self._sent |= dict.fromkeys(sent.live, sent)
+        if self._loop is not None:
+            self._watch.wake(self._loop)
         client = self._clients[sent.replica]
         if message.client != client.client:
             message = msgspec.structs.replace(message, client=client.client)
@@ -239,14 +254,18 @@ class ReplicaSet:
 
     # Questions.
 
-    async def ask(self, replica: int, method: str, *, since: int = 0) -> Answer:
-        """Asks the busy loop of one. Raises ValidationError if there is no such replica, EngineDeadError."""
+    async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
+        """Ask the busy loop of one. Raises ValidationError if there is no such replica, EngineDeadError,
+        EngineStalledError if it does not answer in time."""
         self.attach()
         if not 0 <= replica < self._size:
             raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
         if replica not in self._dead:
             try:
-                return await self._clients[replica].ask(method, since=since)
+                return await self._clients[replica].ask(method, since=since, timeout_s=timeout_s)
+            except TimeoutError:
+                raise EngineStalledError(self.named(
+                    replica, f"the engine core has not answered for {timeout_s:g} s")) from None
             except EngineDeadError:
                 if replica not in self._dead:  # it has been shut down
                     raise
@@ -274,6 +293,49 @@ class ReplicaSet:
                 raise answer
         if not found and died is not None:
             raise died
+        return found
+
+    async def ask_responsive(self, method: str, *, limit: int | None = None, timeout_s: float,
+                             is_good: Callable[[Answer], bool] = lambda answer: True) -> dict[int, Answer]:
+        """Ask the busy loops of all that live, and return what has been answered in time, by replica.
+
+        Once one answer is good, the others have `_SPARE_S` seconds. So one replica that hangs delays nobody. Raises
+        EngineDeadError if all have died.
+        """
+        self.attach()
+        loop = asyncio.get_running_loop()
+        # Nobody waits long for cores that are known to hang; one that goes on answers at once.
+        known = len(self._watch.stalled) == len(self._alive)
+        until = loop.time() + (min(timeout_s, _SPARE_S) if known else timeout_s)
+        tasks = {replica: asyncio.create_task(self._clients[replica].ask(method, limit=limit))
+                 for replica in self._alive}
+        pending = set(tasks.values())
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=max(0.0, until - loop.time()),
+                                                   return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                if any(task.exception() is None and is_good(task.result()) for task in done):
+                    until = min(until, loop.time() + _SPARE_S)
+        finally:
+            for task in pending:
+                task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        self.attach()
+        return self._answered(tasks)
+
+    def _answered(self, tasks: Mapping[int, asyncio.Task[Answer]]) -> dict[int, Answer]:
+        """Sort out who has answered; whoever has not is watched from now on."""
+        found: dict[int, Answer] = {}
+        for replica, task in tasks.items():
+            if task.cancelled():
+                if replica in self._alive:
+                    self._watch.suspect(replica)
+            elif (error := task.exception()) is None:
+                found[replica] = task.result()
+            elif not isinstance(error, EngineDeadError):
+                raise error
         return found
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
@@ -307,6 +369,8 @@ class ReplicaSet:
     def _on_outputs(self, replica: int, outputs: Outputs, more: bool) -> None:
         if replica in self._dead:
             return  # what it had told of them by its death is what they have gone on from
+        if outputs.handles:
+            self._watch.told_tokens(replica)
         for started in outputs.started:
             if (sent := self._sent.get(started.handle)) is not None:
                 sent.has_run = True
@@ -319,6 +383,7 @@ class ReplicaSet:
             return
         self._alive.remove(replica)
         self._dead[replica] = cause
+        self._watch.forget(replica)
         if not self._alive:
             self._die()
             return
@@ -331,6 +396,20 @@ class ReplicaSet:
                 del self._sent[handle]
         for sent in lost.values():
             self._move(sent, EngineDeadError(self.named(replica, cause)))
+
+    def _busy(self) -> set[int]:
+        """Return the replicas that have requests in flight."""
+        return {sent.replica for sent in self._sent.values()}
+
+    def _on_stall(self, replica: int, reason: str | None) -> None:
+        """Have the router pass over a replica while it makes no progress."""
+        assert self._router is not None
+        if reason is None:
+            logger.warning(self.named(replica, "the engine goes on"))
+            self._router.resume(replica)
+        else:
+            logger.error(self.named(replica, reason))
+            self._router.suspend(replica)
 
     def _move(self, sent: _Sent, error: EngineDeadError) -> None:
         """Has a lost request go on elsewhere."""

@@ -64,6 +64,8 @@ class RequestState:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self._wake: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends it at its deadline."""
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
         self.num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
@@ -101,7 +103,7 @@ class RequestState:
         self._prompt_logprobs = first._prompt_logprobs
 
     def queued(self) -> None:
-        """It is on its way to the core."""
+        """It is about to be sent to the core."""
         self.metrics.queued_ts = time.monotonic()
 
     def started(self, message: Started) -> None:
@@ -150,9 +152,9 @@ class RequestState:
             self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
         self._wake_reader()
 
-    def abort(self) -> None:
-        """The user has ended it."""
-        self.finished(Finished(handle=self.handle, reason=FinishReason.ABORT))
+    def abort(self, why: str | None = None) -> None:
+        """End it here: the user has aborted it, or its deadline has passed (`why` is the stop reason)."""
+        self.finished(Finished(handle=self.handle, reason=FinishReason.ABORT, stop_reason=why))
 
     def fail(self, error: Exception) -> None:
         """Its reader gets this exception."""

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.input_processor import Prompt
 from sidestep.frontend.outputs import CompletionOutput, RequestOutput
+from sidestep.frontend.prompts import Prompt
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
@@ -42,7 +42,7 @@ async def best_of_n(llm: AsyncLLM, prompt: Prompt, n: int, score: Score,
 
     Raises what `score` and AsyncLLM.generate raise.
     """
-    output = await _last(llm, prompt, _params(sampling_params, n))
+    output = await _last(llm, prompt, _params(llm, sampling_params, n))
     scores = list(await asyncio.gather(*(_value_of(score(completion)) for completion in output.outputs)))
     return BestOfN(output.outputs[scores.index(max(scores))], scores, output)
 
@@ -67,7 +67,7 @@ async def self_consistency(llm: AsyncLLM, prompt: Prompt, n: int, answer_of: Cal
 
     Raises what `answer_of` and AsyncLLM.generate raise.
     """
-    states = await llm.start(prompt, _params(sampling_params, n))
+    states = await llm.start(prompt, _params(llm, sampling_params, n))
     readers = [asyncio.create_task(state.next_output()) for state in states]
     votes: Counter[Hashable] = Counter()
     num_read = 0
@@ -116,7 +116,7 @@ async def critique_and_revise(
     """
     if rounds < 1:
         raise ValidationError("rounds", f"must be at least 1, not {rounds!r}")
-    params, turns = _params(sampling_params, 1), list(messages)
+    params, turns = _params(llm, sampling_params, 1), list(messages)
 
     async def say(request: str | None) -> str:
         if request is not None:
@@ -134,9 +134,10 @@ async def critique_and_revise(
     return Revision(drafts[-1], drafts, critiques)
 
 
-def _params(given: SamplingParams | None, n: int) -> SamplingParams:
-    return msgspec.structs.replace(given if given is not None else SamplingParams(), n=n, best_of=None,
-                                   output_kind=RequestOutputKind.FINAL_ONLY)
+def _params(llm: AsyncLLM, given: SamplingParams | None, n: int) -> SamplingParams:
+    params = given if given is not None else llm.get_default_sampling_params()
+    kind = RequestOutputKind.FINAL_ONLY
+    return msgspec.structs.replace(params, n=n, best_of=None, output_kind=kind)
 
 
 async def _last(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:

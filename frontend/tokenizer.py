@@ -6,21 +6,35 @@ Uses the `tokenizers` and `jinja2` libraries directly: transformers would bring 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from sidestep.frontend.chat_template import ChatTemplate, Message
+from sidestep.frontend.chat_template import DEFAULT, TOOL_USE, ChatTemplate, Message, chat_templates
+from sidestep.frontend.lane import give_memory_back
+from sidestep.frontend.text_bound import TextBound
 from sidestep.frontend.token_alphabet import TokenAlphabet
-from sidestep.ipc.errors import EngineStartError, ValidationError
+from sidestep.frontend.tokenizer_methods import TokenizerMethods
+from sidestep.frontend.vllm_names import takes_vllm_arguments
+from sidestep.ipc.errors import EngineStartError, PromptTooLongError, ValidationError
+from sidestep.ipc.sampling_params import SamplingParams
 
+LONG_TEXT = 2048
+"""Characters from which tokenising (up to 1 us each) would be felt by the other streams of the event loop."""
+_HUGE_TEXT = 1 << 20
+"""Characters from which the library's memory (about 150 bytes each) is worth returning to the system."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MAX_TEMPLATES = 32
+"""Compiled chat templates that are kept: the model's own, and those that calls bring."""
 
 
-class Tokenizer:
-    """A model's tokenizer. Thread-safe: tokenising and decoding release the interpreter lock."""
+class Tokenizer(TokenizerMethods):
+    """A model's tokenizer. Thread-safe; tokenising long texts and decoding release the interpreter lock."""
+
+    has_texts = True
+    """Whether tokens can become text, and text tokens."""
 
     def __init__(self, folder: str) -> None:
         """Raises EngineStartError, in one line, if the folder's files are missing or cannot be read."""
@@ -35,14 +49,16 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
         self.special_token_ids = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
         """The same, by their text."""
+        self.bound = TextBound(self.fast)
+        """How much text one token stands for."""
         config = _read_json(Path(folder) / "tokenizer_config.json")
         self._special_tokens = {name: text for name in _SPECIAL if (text := _text(config.get(name))) is not None}
-        self.chat_template = _chat_template(Path(folder), config)
-        """The template's source, if the model has one."""
-        self._compiled: ChatTemplate | None = None
+        self._templates = chat_templates(Path(folder), config)
+        self._compiled: dict[str, ChatTemplate] = {}
+        """By their sources."""
 
     def __repr__(self) -> str:
-        return f"Tokenizer({self.vocab_size} tokens, chat_template={self.chat_template is not None})"
+        return f"Tokenizer({self.vocab_size} tokens, chat_templates={sorted(self._templates)})"
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -53,38 +69,55 @@ class Tokenizer:
         return int(self.fast.get_vocab_size())
 
     @property
-    def eos_token(self) -> str | None:
-        """Text of the end-of-sequence token."""
-        return self._special_tokens.get("eos_token")
+    def chat_template(self) -> str | None:
+        """Source of the template that conversations without tools use, if the model has one."""
+        return self.template_for(None)
 
-    @property
-    def bos_token(self) -> str | None:
-        """Text of the beginning-of-sequence token."""
-        return self._special_tokens.get("bos_token")
+    @chat_template.setter
+    def chat_template(self, source: str | None) -> None:
+        """Use one template for all conversations, or none."""
+        self._templates = {} if source is None else {DEFAULT: source}
+        self._compiled = {}
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token."""
-        return self.fast.token_to_id(self.eos_token) if self.eos_token else None
+    def template_for(self, tools: object) -> str | None:
+        """Source of the template for a conversation with these tools, or without any (None)."""
+        return self._templates.get(self._template_name(tools))
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """Id of the beginning-of-sequence token."""
-        return self.fast.token_to_id(self.bos_token) if self.bos_token else None
+    def _template_name(self, tools: object) -> str:
+        return TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raises ValidationError for parameters that this tokenizer cannot serve."""
+
+    @takes_vllm_arguments
+    def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
         """Token ids of a text, with those that the model puts around every text unless told not to.
 
-        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold.
+        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold, and
+        PromptTooLongError for one that leaves no room for output in a model of this length.
         """
         try:
-            return list(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            # For one text the library releases the interpreter lock only in a batch. It then notes that it may have
+            # used threads, and warns programs that fork later: not for a short text.
+            encoding = self.fast.encode(text, add_special_tokens=add_special_tokens) if len(text) <= LONG_TEXT else \
+                self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError:
             raise ValidationError("prompt", "is not valid text: it cannot be written as UTF-8") from None
+        try:
+            if max_model_len is not None and len(encoding) + 1 > max_model_len:  # before the ids become objects
+                raise PromptTooLongError("prompt", len(encoding), max_model_len)
+            return list(encoding.ids)
+        finally:
+            del encoding
+            if len(text) > _HUGE_TEXT:
+                give_memory_back()
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
-        return str(self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids, or of one."""
+        several = [ids] if isinstance(ids, int) else list(ids)
+        if len(several) <= LONG_TEXT:
+            return str(self.fast.decode(several, skip_special_tokens=skip_special_tokens))
+        return str(self.fast.decode_batch([several], skip_special_tokens=skip_special_tokens)[0])  # as in `encode`
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes of one token by itself, which may be a part of a character."""
@@ -98,23 +131,36 @@ class Tokenizer:
         """One token by itself as text; a replacement character stands for bytes that are none."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
-                            tokenize: bool = False, **variables: Any) -> str | list[int]:
-        """The prompt of a conversation, as text or as token ids. `variables` reach the template.
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
+                    chat_template: str | None = None, **variables: Any) -> str:
+        """The prompt of a conversation as text; special tokens are in it already.
 
-        Raises ValidationError when the model has no template or the template refuses the messages.
+        chat_template: one in the place of the model's own. `variables` reach the template. Raises ValidationError when
+        there is no template or it refuses the messages.
         """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
-        # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        template = self._template(chat_template, variables.get("tools"))
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt of a conversation as text; special tokens are in it already."""
-        if self.chat_template is None:
-            raise ValidationError("messages", "this model has no chat template; give the prompt as text")
-        if self._compiled is None:
-            self._compiled = ChatTemplate(self.chat_template, self._special_tokens)
-        return self._compiled.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+    def template_variables(self, tools: object) -> frozenset[str]:
+        """Names of the variables that the template for these tools reads. Raises ValidationError as `render_chat`."""
+        return self._template(None, tools).variables
+
+    def _template(self, source: str | None, tools: object) -> ChatTemplate:
+        """Return a template that a call brings, or the model's own for a conversation with these tools."""
+        if source is None:
+            source = self.template_for(tools)
+        elif not isinstance(source, str):
+            raise ValidationError("chat_template", f"must be text, not {type(source).__name__}")
+        if source is None:
+            others = ", ".join(sorted(self._templates))
+            which = f" of the name {DEFAULT!r}, only {others}" if others else ""
+            raise ValidationError("messages", f"this model has no chat template{which}; give the prompt as text, or a "
+                                  "template (chat_template)")
+        if (made := self._compiled.get(source)) is None:
+            if len(self._compiled) >= _MAX_TEMPLATES:
+                self._compiled.clear()
+            made = self._compiled[source] = ChatTemplate(source, self._special_tokens)
+        return made
 
 
 def _load(folder: Path) -> FastTokenizer:
@@ -143,12 +189,3 @@ def _text(token: Any) -> str | None:
     """A special token is written as a string, or as an object with its text in `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    separate = folder / "chat_template.jinja"
-    if separate.exists():
-        return separate.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        return next((str(t["template"]) for t in template if t.get("name") == "default"), None)
-    return template

@@ -6,10 +6,19 @@ Names are imported when they are first used, so `import sidestep` costs nothing.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from sidestep.engine.arg_utils import AsyncEngineArgs
+    from sidestep.engine.async_llm_engine import AsyncLLMEngine
     from sidestep.frontend.async_llm import AsyncLLM
+    from sidestep.frontend.engine_args import EngineArgs
     from sidestep.frontend.llm import LLM
     from sidestep.frontend.outputs import (
         BeamSearchOutput,
@@ -19,9 +28,11 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
+    from sidestep.frontend.prompts import ChatPrompt, TextPrompt, TokensPrompt
     from sidestep.frontend.scaling import BestOfN, Revision, Vote, best_of_n, critique_and_revise, self_consistency
+    from sidestep.inputs import PromptType
     from sidestep.ipc.beam_search_params import BeamSearchParams
-    from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+    from sidestep.ipc.config import DEFAULT_MODEL
     from sidestep.ipc.errors import (
         EngineDeadError,
         EngineStalledError,
@@ -29,6 +40,8 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestError,
         SidestepError,
+        UnknownNameError,
+        UnsupportedError,
         ValidationError,
     )
     from sidestep.ipc.records import RequestRecord, StepRecord
@@ -38,6 +51,9 @@ if TYPE_CHECKING:
 __version__: str
 
 _HOMES = {
+    "AsyncEngineArgs": "engine.arg_utils",
+    "AsyncLLMEngine": "engine.async_llm_engine",
+    "PromptType": "inputs",
     "AsyncLLM": "frontend.async_llm",
     "LLM": "frontend.llm",
     "BeamSearchOutput": "frontend.outputs",
@@ -46,6 +62,9 @@ _HOMES = {
     "Logprob": "frontend.outputs",
     "RequestMetrics": "frontend.outputs",
     "RequestOutput": "frontend.outputs",
+    "ChatPrompt": "frontend.prompts",
+    "TextPrompt": "frontend.prompts",
+    "TokensPrompt": "frontend.prompts",
     "BestOfN": "frontend.scaling",
     "Revision": "frontend.scaling",
     "Vote": "frontend.scaling",
@@ -54,13 +73,15 @@ _HOMES = {
     "self_consistency": "frontend.scaling",
     "BeamSearchParams": "ipc.beam_search_params",
     "DEFAULT_MODEL": "ipc.config",
-    "EngineArgs": "ipc.config",
+    "EngineArgs": "frontend.engine_args",
     "EngineDeadError": "ipc.errors",
     "EngineStalledError": "ipc.errors",
     "EngineStartError": "ipc.errors",
     "QueueFullError": "ipc.errors",
     "RequestError": "ipc.errors",
     "SidestepError": "ipc.errors",
+    "UnknownNameError": "ipc.errors",
+    "UnsupportedError": "ipc.errors",
     "ValidationError": "ipc.errors",
     "RequestRecord": "ipc.records",
     "StepRecord": "ipc.records",
@@ -71,11 +92,14 @@ _HOMES = {
 }
 
 __all__ = [
-    "DEFAULT_MODEL", "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "BestOfN",
-    "CompletionOutput", "EngineArgs", "EngineDeadError", "EngineStalledError", "EngineStartError", "Logprob",
-    "QueueFullError", "RepetitionDetectionParams", "RequestError", "RequestMetrics", "RequestOutput",
-    "RequestOutputKind", "RequestRecord", "Revision", "SamplingParams", "SidestepError", "StepRecord",
-    "StructuredOutputsParams", "ValidationError", "Vote", "best_of_n", "critique_and_revise", "self_consistency",
+    "DEFAULT_MODEL", "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput",
+    "BeamSearchParams", "BeamSearchSequence", "BestOfN", "ChatPrompt", "CompletionOutput",
+    "EngineArgs", "EngineDeadError", "EngineStalledError", "EngineStartError", "Logprob",
+    "PromptType", "QueueFullError", "RepetitionDetectionParams", "RequestError",
+    "RequestMetrics", "RequestOutput", "RequestOutputKind", "RequestRecord", "Revision",
+    "SamplingParams", "SidestepError", "StepRecord", "StructuredOutputsParams", "TextPrompt",
+    "TokensPrompt", "UnknownNameError", "UnsupportedError", "ValidationError", "Vote",
+    "best_of_n", "critique_and_revise", "self_consistency",
 ]
 
 
@@ -85,7 +109,8 @@ def __getattr__(name: str) -> Any:
         return globals()[name]
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'sidestep' has no attribute {name!r}")
+        instead = _instead_of(name)
+        raise AttributeError(f"module 'sidestep' has no attribute {name!r}" + (f": {instead}" if instead else ""))
     value = getattr(importlib.import_module(f"sidestep.{home}"), name)
     globals()[name] = value
     return value
@@ -102,3 +127,28 @@ def _installed_version() -> str:
         return metadata.version("sidestep")
     except metadata.PackageNotFoundError:
         return "0+unknown"  # run from a copy of the source
+
+
+def _instead_of(name: str) -> str | None:
+    from sidestep.ipc.vllm.imports import instead_of  # costs time only where something is missing
+
+    return instead_of(name)
+
+
+class _MissingModules(importlib.abc.MetaPathFinder):
+    """Asked last, for modules of this package that no one has found: says what there is instead of vLLM's.
+
+    `from sidestep import X` asks here too, when the package has no X.
+    """
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None,
+                  /) -> ModuleSpec | None:
+        """Raises ModuleNotFoundError for a name that vLLM has and sidestep has not."""
+        package, _, name = fullname.partition(".")
+        if package == "sidestep" and name and (instead := _instead_of(name)) is not None:
+            # Without `name=`: the import system overlooks errors that name what `from ... import` asks for.
+            raise ModuleNotFoundError(f"{fullname}: {instead}")
+        return None
+
+
+sys.meta_path.append(_MissingModules())

@@ -95,9 +95,13 @@ class ReasoningParser(Parser, Protocol):
 class AnswerParser:
     """Both: tools are looked for in what is not reasoning."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None,
+                 most_calls: int | None = None) -> None:
+        """most_calls: further calls are dropped."""
         self._reasoning = reasoning
         self._tools = tools
+        self._most_calls = most_calls
+        self._num_calls = 0
 
     def feed(self, text: str) -> list[Event]:
         """What the new text settles."""
@@ -106,15 +110,26 @@ class AnswerParser:
     def finish(self) -> list[Event]:
         """What was held back: nothing follows."""
         events = self._find_calls([] if self._reasoning is None else self._reasoning.finish())
-        return events if self._tools is None else events + self._tools.finish()
+        return events if self._tools is None else events + self._limited(self._tools.finish())
 
     def _find_calls(self, events: list[Event]) -> list[Event]:
         if self._tools is None:
             return events
         found: list[Event] = []
         for event in events:
-            found += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+            found += self._limited(self._tools.feed(event.text)) if isinstance(event, Content) else [event]
         return found
+
+    def _limited(self, events: list[Event]) -> list[Event]:
+        """Return the events without the calls that are too many."""
+        if self._most_calls is None:
+            return events
+        kept: list[Event] = []
+        for event in events:
+            self._num_calls += isinstance(event, CallBegin)
+            if self._num_calls <= self._most_calls or not isinstance(event, CallBegin | CallArguments):
+                kept.append(event)
+        return kept
 
 
 def partial_length(text: str, mark: str) -> int:

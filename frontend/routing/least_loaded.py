@@ -16,7 +16,8 @@ class LeastLoadedRouter(Router):
         self._turn = 0
 
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
-        replica = min(self._loads, key=lambda r: (self._loads[r], self._turns[r]))
+        candidates = self.candidates
+        replica = min(candidates, key=lambda r: (candidates[r], self._turns[r]))
         self._turn += 1
         self._turns[replica] = self._turn
         return replica, 0

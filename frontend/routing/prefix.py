@@ -46,10 +46,12 @@ class PrefixRouter(Router):
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
         size = self._block_size
         hashes = block_hashes(request.token_ids, size, request.cache_salt, request.num_public_tokens)
-        known = {replica: seen.match(hashes) for replica, seen in self._seen.items()}
+        loads = self.candidates
+        known = {replica: self._seen[replica].match(hashes) for replica in loads}
         home = self._home(request, known)
-        in_flight = _excess(self._loads, _FEW_TOKENS)
-        sent = _excess(self._sent, max(_FEW_TOKENS, _FEW_OF_CACHE * self._cache_tokens))
+        in_flight = _excess(loads, _FEW_TOKENS)
+        sent = _excess({replica: self._sent[replica] for replica in loads},
+                       max(_FEW_TOKENS, _FEW_OF_CACHE * self._cache_tokens))
         least, chosen, work = math.inf, -1, 0
         for replica, num_known in known.items():
             to_do = request.num_tokens - num_known * size + SEQUENCE_TOKENS * request.num_sequences

@@ -15,5 +15,6 @@ class RoundRobinRouter(Router):
         self._last = -1
 
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
-        self._last = min((r for r in self._loads if r > self._last), default=min(self._loads))
+        candidates = self.candidates
+        self._last = min((r for r in candidates if r > self._last), default=min(candidates))
         return self._last, 0

@@ -40,6 +40,7 @@ class Router(abc.ABC):
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
         """num_blocks: how many KV blocks of `block_size` tokens each replica has, by its number."""
         self._loads = dict.fromkeys(num_blocks, 0)
+        self._suspended: set[int] = set()
         self._in_flight: dict[int, tuple[int, int]] = {}
 
     def __repr__(self) -> str:
@@ -58,6 +59,22 @@ class Router(abc.ABC):
         self._loads[replica] += work
         return replica
 
+    def suspend(self, replica: int) -> None:
+        """Choose this replica only while all others are suspended or dead too, until `resume`."""
+        self._suspended.add(replica)
+
+    def resume(self, replica: int) -> None:
+        """Choose this replica again; one that was not suspended stays as it is."""
+        self._suspended.discard(replica)
+
+    @property
+    def candidates(self) -> dict[int, int]:
+        """The load of each replica that may be chosen now: those not suspended, or else all that live."""
+        if not self._suspended:
+            return self._loads
+        open_ones = {r: load for r, load in self._loads.items() if r not in self._suspended}
+        return open_ones or self._loads
+
     def finished(self, handle: int) -> None:
         """The request has ended, however it did."""
         replica, work = self._in_flight.pop(handle)
@@ -66,9 +83,10 @@ class Router(abc.ABC):
     def dead(self, replica: int) -> None:
         """It takes nothing any more, and nothing is in flight there."""
         del self._loads[replica]
+        self._suspended.discard(replica)
         for handle in [h for h, (at, _) in self._in_flight.items() if at == replica]:
             del self._in_flight[handle]
 
     @abc.abstractmethod
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
-        """One of `self._loads`, and how many of the request's tokens it need not compute."""
+        """One of `self.candidates`, and how many of the request's tokens it need not compute."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from sidestep.frontend.server.public_prefixes import PublicPrefixes
 from sidestep.frontend.server.run import make_server, run
 from sidestep.frontend.server.service import Service
 from sidestep.ipc.errors import EngineDeadError, SidestepError
+from sidestep.ipc.logs import tell
 from sidestep.ipc.process import decode_args
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def main(raw: bytes) -> None:
     try:
         llm = AsyncLLM.join(job.invitation)
     except SidestepError as error:
-        print(f"sidestep: {error}", file=sys.stderr)
+        tell(f"sidestep: {error}", logging.ERROR)
         sys.exit(1)
     tracing, prefixes = _tracing(job), PublicPrefixes(job.public_prefixes)
     try:

@@ -8,17 +8,19 @@ after it has joined is replaced; one that cannot join ends the server.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-import sys
 from collections.abc import Callable
 
 import msgspec
 
 from sidestep.frontend.server.api_line import Drain, Joined, Line, Serve, Word
 from sidestep.frontend.server.figures import Figures
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.options import Keys, ServerArgs
 from sidestep.frontend.server.service import Service
+from sidestep.ipc.core_args import Invitation
 from sidestep.ipc.errors import EngineDeadError, EngineStartError, SidestepError
+from sidestep.ipc.logs import tell
 from sidestep.ipc.process import Child, spawn
 
 _ANSWER_S = 2.0
@@ -31,7 +33,7 @@ class ApiProcessArgs(msgspec.Struct):
     """What one of them is started with."""
 
     args: ServerArgs
-    keys: tuple[str, ...]
+    keys: Keys
     version: str
     names: tuple[str, ...]
     public_prefixes: list[list[int]]
@@ -64,7 +66,7 @@ class _Member:
 class ApiProcesses:
     """All of them."""
 
-    def __init__(self, service: Service, keys: tuple[str, ...], version: str, listener: socket.socket) -> None:
+    def __init__(self, service: Service, keys: Keys, version: str, listener: socket.socket) -> None:
         self._service = service
         self._keys = keys
         self._version = version
@@ -139,7 +141,7 @@ class ApiProcesses:
                                  service.public_prefixes.prefixes, await service.llm.invite(),
                                  self._listener.fileno(), theirs.fileno())
             child = spawn(f"API process {number}", "sidestep.frontend.server.api_process:main", job,
-                          pass_fds=(job.listener, job.line))
+                          pass_fds=(job.listener, job.line), remove=Invitation.decode(job.invitation).folders)
 
         def on_word(word: Word) -> None:
             if isinstance(word, Joined):
@@ -168,7 +170,7 @@ class ApiProcesses:
             else:
                 self._past.add(member.latest)
         if self._is_serving and member.has_joined.is_set() and not self._service.llm.errored:
-            print(f"sidestep: {cause}; its requests have ended, another takes its place", file=sys.stderr, flush=True)
+            tell(f"sidestep: {cause}; its requests have ended, another takes its place", logging.ERROR)
             task = asyncio.create_task(self._replace(number))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from starlette.applications import Starlette
@@ -20,7 +20,9 @@ from sidestep.frontend.server.errors import ApiError, ClientGoneError, as_api_er
 from sidestep.frontend.server.flight import FlightRoute
 from sidestep.frontend.server.guard import Guard
 from sidestep.frontend.server.openapi import OpenApiRoute
+from sidestep.frontend.server.options import Keys
 from sidestep.frontend.server.page import page_routes
+from sidestep.frontend.server.request_log import RequestLog
 from sidestep.frontend.server.responses import ResponsesRoute
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.server.status import StatusRoutes
@@ -32,7 +34,7 @@ _ROUTE = "sidestep.route"
 """Where in a request's scope its route's pattern is: paths that clients make up must not become labels."""
 
 
-def make_app(service: Service, keys: Sequence[str], version: str) -> ASGIApp:
+def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
     """Everything, as one ASGI application. `keys`: one of them must come with each request, if there are any."""
     status = StatusRoutes(service, version)
     gets: dict[str, Get] = {
@@ -49,7 +51,8 @@ def make_app(service: Service, keys: Sequence[str], version: str) -> ASGIApp:
                                 Exception: _error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return _Counted(Guard(app, keys, service.args.allowed_origins or ()), service)
+    return _Counted(RequestLog(Guard(app, keys, service.args),
+                               access_log=service.args.access_log), service)
 
 
 def _get(path: str, handler: Get) -> Get:
@@ -68,12 +71,21 @@ def _post(path: str, service: Service, handler: Post) -> Get:
         http.scope[_ROUTE] = path
         try:
             body = await read_body(http, service.args.max_body_bytes, service.args.read_timeout)
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            return as_api_error(error).response()
+        size = len(body)
+        try:
             service.check_admission()
             return await handler(http, body)
         except ClientGoneError:
             raise
         except Exception as error:
             return as_api_error(error).response()
+        finally:
+            del body
+            service.large.leave_no_memory(size)
 
     return endpoint
 
@@ -89,8 +101,26 @@ async def _gone(http: Request, error: Exception) -> Response:
 async def _http_error(http: Request, error: Exception) -> Response:
     """What the router says of paths and methods."""
     wrong = cast(HTTPException, error)
-    text = {404: f"there is no {http.url.path} here", 405: f"{http.url.path} does not take {http.method}"}
+    text = {404: f"there is no {http.url.path} here{_why_not(http.url.path)}",
+            405: f"{http.url.path} does not take {http.method}"}
     return ApiError(wrong.status_code, text.get(wrong.status_code, wrong.detail), headers=wrong.headers).response()
+
+
+_NOT_SERVED = {
+    "/v1/embeddings": "this server generates text and makes no embeddings",
+    "/v1/files": "`sidestep run-batch` answers files of requests",
+    "/v1/batches": "`sidestep run-batch` answers files of requests",
+    "/v1/responses/": "answers are not stored",
+    "/v1/chat/completions/": "answers are not stored",
+    "/v1/audio": "this server reads and writes text alone",
+    "/v1/images": "this server reads and writes text alone",
+    "/v1/moderations": "this server generates text and judges none",
+}
+"""Beginnings of paths of OpenAI's API -> why they are not served."""
+
+
+def _why_not(path: str) -> str:
+    return next((f": {why}" for begin, why in _NOT_SERVED.items() if path.startswith(begin)), "")
 
 
 class _Counted:

@@ -11,7 +11,7 @@ import msgspec
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.batch_file import BatchRequest, BatchResponse, BatchResult
 from sidestep.frontend.server.app import make_app
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.options import Keys, ServerArgs
 from sidestep.frontend.server.service import Service, new_id
 from sidestep.ipc.errors import EngineDeadError
 
@@ -23,7 +23,7 @@ async def answer_all(llm: AsyncLLM, args: ServerArgs, names: Sequence[str], requ
     """Gives `take` the results as they come, of at most so many requests at a time. Raises EngineDeadError: the
     requests that ran then have no result, so another run does them."""
     # The one who starts this owns the engine: there is nobody to keep out.
-    transport = httpx2.ASGITransport(make_app(Service(llm, args, names), (), ""), raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(make_app(Service(llm, args, names), Keys(), ""), raise_app_exceptions=False)
     waiting = iter(requests)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", headers=_HEADERS) as client:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +15,20 @@ T = TypeVar("T")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+
+_SPELLING = re.compile(r"^Object contains unknown field|^Expected `int.*got `float`")
+"""Errors of bodies that could be right in another spelling."""
+_CLIENTS_OWN = frozenset(("parameters", "schema", "json", "structural_tag", "chat_template_kwargs",
+                          "metadata"))
+"""Fields whose values are the client's: in a schema, null and 1.0 have meanings of their own."""
+_EXACT = 2**53
+_MEDIA = frozenset(("image_url", "input_audio", "video_url", "audio_url", "file", "file_data"))
+_TEXT_ONLY = "the models of this server read text alone: no images, audio, video or files"
+_ONE_KIND = {
+    re.compile(r"\bcontent\[\d+\]\.type$"): _TEXT_ONLY,
+    re.compile(r"^tools\[\d+\]\.type$"): "functions are the only tools of this server",
+}
+"""Places that take one kind of thing, and what to say of the other kinds of OpenAI's API."""
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
@@ -50,9 +64,15 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """The struct. Raises ApiError (400)."""
+    """Return the struct. Unknown fields whose value is null are left out, and whole numbers may be
+    written as 1.0: clients send both. Raises ApiError (400)."""
     try:
-        return decoder.decode(data)
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if _SPELLING.search(str(error)) is None:
+                raise
+        return msgspec.convert(_plain(msgspec.json.decode(data)), decoder.type, str_keys=True)
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -61,16 +81,33 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise ApiError(400, "the body is nested too deeply") from None
 
 
+def _plain(value: Any) -> Any:
+    """The same without nulls, and whole numbers as such. A client's own values are left alone."""
+    if isinstance(value, dict):
+        return {key: item if key in _CLIENTS_OWN else _plain(item)
+                for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    return value
+
+
 def _wrong_field(message: str) -> ApiError:
     """msgspec's message, which ends with a path such as `$.messages[0].role`, as an error of that field."""
     path = _PATH.search(message)
     at = path["path"] if path else ""
     text = message[:path.start()] if path else message
     if (unknown := _UNKNOWN.search(text)) is not None:
+        if unknown["name"] in _MEDIA:
+            return refused(_join(at, unknown["name"]), _TEXT_ONLY, "unsupported_field")
         return refused(_join(at, unknown["name"]), "is not a field of this request; nothing is accepted and ignored",
                        "unknown_field")
     if (missing := _MISSING.search(text)) is not None:
         return refused(_join(at, missing["name"]), "is required", "missing_field")
+    for place, sentence in _ONE_KIND.items():
+        if place.search(at) is not None:
+            return refused(at, f"{sentence} ({text})", "unsupported_field")
     return refused(at, text) if at else ApiError(400, text)
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sidestep.frontend.chat_template import Message
-from sidestep.frontend.parsers.events import Function
 from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.fields import Count, NumLogprobs, SamplingFields
-from sidestep.frontend.server.protocol import ToolCall
+from sidestep.frontend.server.prompt import Effort
+from sidestep.frontend.server.tool_use import FunctionTool, ToolChoiceWord, ToolUse
 
 
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,14 +41,50 @@ class UserMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_
     name: str | None = None
 
 
+Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)]
+
+
+class PastCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call that the model has made, as client libraries send it back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: PastFunction
+    index: int | None = None
+    """Its place in the message's list, which says so itself."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """A client library's notes on the answer that it had this from; no part of the conversation."""
+
+
+class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function of such a call."""
+
+    name: str
+    arguments: str
+    """JSON, as the model has written it."""
+    parsed_arguments: Any = None
+    """The same, as a client library has read it."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """See PastCall."""
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
-    """What the model has said."""
+    """What the model has said. The last fields are empty in answers of this server, or repeat it."""
 
     content: Text | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    refusal: None = None
+    tool_calls: list[PastCall] | None = None
+    refusal: str | None = None
+    """What another model has said in the place of content."""
+    parsed: Any = None
+    """The content, as a client library has read it."""
+    annotations: Nothing | None = None
+    audio: None = None
+    function_call: None = None
+    images: Nothing | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    """See PastCall."""
 
 
 class ToolMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"):
@@ -56,22 +92,13 @@ class ToolMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_
 
     content: Text
     tool_call_id: str
+    name: str | None = None
 
 
 ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 _ROLES: dict[type, str] = {SystemMessage: "system", DeveloperMessage: "system", UserMessage: "user",
                            AssistantMessage: "assistant", ToolMessage: "tool"}
 """As templates know them."""
-
-
-class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call."""
-
-    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    """With tool_choice 'auto': the arguments keep to the schema. Calls that are required do so in any case."""
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -100,26 +127,31 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoiceWord | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: of the model's calls only the first is returned."""
+    reasoning_effort: Effort | None = None
+    """As the variable of that name, or enable_thinking, in the model's template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """What else the model's template is given, such as {"enable_thinking": false}."""
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the beginning of an answer; true if not given."""
+    continue_final_message: bool | None = None
+    """The answer goes on where the last message ends, instead of beginning a new one."""
+    add_special_tokens: bool | None = None
+    """Whether the prompt gets the tokens that the model puts around every text, besides those that
+    its template writes; false if not given."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     # Not implemented: see fields.NOT_YET.
     functions: Any = None
     function_call: Any = None
-    parallel_tool_calls: Any = None
-    reasoning_effort: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
     verbosity: Any = None
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    chat_template: Any = None
 
 
 def max_tokens_of(request: ChatRequest) -> int | None:
@@ -146,6 +178,8 @@ def template_messages(messages: list[ChatMessage]) -> list[Message]:
 
 def _template_message(index: int, message: ChatMessage) -> Message:
     content: Any = message.content
+    if content is None and isinstance(message, AssistantMessage):
+        content = message.refusal
     calls = message.tool_calls if isinstance(message, AssistantMessage) else None
     if content is None:
         if not calls:
@@ -160,43 +194,24 @@ def _template_message(index: int, message: ChatMessage) -> Message:
     if calls:
         made["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {
-                "name": call.function.name, "arguments": _arguments(f"messages[{index}].tool_calls[{i}]", call)}}
+                "name": call.function.name,
+                "arguments": arguments_of(f"messages[{index}].tool_calls[{i}].function.arguments",
+                                          call.function.arguments)}}
             for i, call in enumerate(calls)]
     return made
 
 
-def _arguments(path: str, call: ToolCall) -> Any:
-    """Templates write them as JSON themselves, so they want what the JSON says."""
+def arguments_of(field: str, written: str) -> Any:
+    """Return what a call's arguments say: templates write them as JSON themselves. Raises ApiError."""
     try:
-        return msgspec.json.decode(call.function.arguments or "{}")
+        return msgspec.json.decode(written or "{}")
     except (msgspec.DecodeError, RecursionError):
-        raise refused(f"{path}.function.arguments", "is not valid JSON") from None
+        raise refused(field, "is not valid JSON") from None
 
 
-def tools_in_use(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of. Raises ApiError."""
+def tool_use_of(request: ChatRequest) -> ToolUse | None:
+    """Return what the request says of tools. Raises ApiError."""
     choice = request.tool_choice
-    if not request.tools:
-        if choice not in (None, "none"):
-            raise refused("tool_choice", "has a meaning only with tools")
-        return None
-    if choice == "none":
-        return None
-    return [_template_tool(tool) for tool in request.tools]
-
-
-def functions_of(request: ChatRequest) -> list[Function]:
-    """The functions that may be called: all, or the one that was chosen. Raises ApiError for another one's name."""
-    functions = [Function(tool.function.name, tool.function.parameters) for tool in request.tools or ()]
-    if isinstance(request.tool_choice, NamedToolChoice):
-        name = request.tool_choice.function.name
-        functions = [function for function in functions if function.name == name]
-        if not functions:
-            raise refused("tool_choice.function.name", f"{name!r} is none of the tools")
-    return functions
-
-
-def _template_tool(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.function.name, "description": tool.function.description or "",
-                "parameters": tool.function.parameters or {"type": "object", "properties": {}}}
-    return {"type": "function", "function": function}
+    word, chosen = (None, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice, None)
+    return ToolUse.of([tool.function for tool in request.tools or ()], word, chosen,
+                      request.parallel_tool_calls, "tool_choice.function.name")

@@ -40,10 +40,11 @@ def writer_of(http: Request) -> BodyWriter | None:
 
 async def events_of(service: Service, choice: Choice, encode: Encode,
                     writer: BodyWriter | None = None) -> AsyncGenerator[bytes, None]:
-    """Events as they come. With a writer only those that could not be written at once: whoever reads this sends what it
-    gets before it asks for more."""
+    """Events as they come, after an empty one once the engine has taken the request. With a writer only those that
+    could not be written at once: whoever reads this sends what it gets before it asks for more."""
     with service.tally(choice) as tally:
         async with choice.open() as reader:
+            yield b""
             connection = None if writer is None else _Connection(tally, encode, writer)
             while True:
                 output = await reader.next_output()

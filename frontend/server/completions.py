@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sidestep.frontend.no_tokenizer import refuse
 from sidestep.frontend.outputs import RequestOutput
-from sidestep.frontend.server.body import decode
 from sidestep.frontend.server.choice_stream import Encode, events_of, writer_of
 from sidestep.frontend.server.connection import DONE, EventStream, merged, while_connected
-from sidestep.frontend.server.encoding import EventEncoder, usage_event
+from sidestep.frontend.server.encoding import EventEncoder, IdsOfChoice, usage_event
 from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.fields import (
     MAX_N,
@@ -47,6 +48,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     prompt: PromptText | Annotated[list[PromptText | int | PromptIds], msgspec.Meta(min_length=1)]
     """Text, token ids, or a list of either."""
+    max_tokens: Natural | None = None
+    """0 only with echo, for the prompt's logprobs."""
     echo: bool | None = None
     """Repeat the prompt before the completion."""
     add_special_tokens: bool | None = None
@@ -74,18 +77,30 @@ class CompletionRoute:
         self._service = service
 
     async def __call__(self, http: Request, body: bytes) -> Response:
-        service, request = self._service, decode(body, _decoder)
+        service, size = self._service, len(body)
+        request = await service.large.decode(body, _decoder)
         model = service.check_model(request.model)
         refuse_not_yet(request)
-        prompts = await self._read(request)
+        prompts = await self._read(request, size)
+        if request.echo and not service.llm.get_tokenizer().has_texts:
+            refuse("echo", "repeats the prompt's text")
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         if request.stream and (request.best_of or 0) > (request.n or 1):
             raise refused("best_of", "cannot be streamed: which completions are best is known at the end")
         form = form_of(request.response_format, request.structured_outputs)
-        search = beam_search_params(request, request.max_tokens or _DEFAULT_TOKENS)
+        only_echo = request.max_tokens == 0
+        if only_echo and (not request.echo or request.use_beam_search):
+            raise refused("max_tokens", "0 has a meaning only with echo, and without a search")
+        defaults = service.llm.sampling_defaults
+        limit = request.max_tokens
+        if limit is None:
+            limit = int(defaults.get("max_tokens", _DEFAULT_TOKENS))
+        # The prompt alone cannot be asked of the engine: the token that follows it is dropped.
+        limit = max(limit, 1)
+        search = beam_search_params(request, limit)
         if form is not None and search is not None:
             raise refused("use_beam_search", "cannot go with a form that the output must have")
-        params = sampling_params(request, request.max_tokens or _DEFAULT_TOKENS, output_kind=kind,
+        params = sampling_params(request, limit, defaults, output_kind=kind,
                                  logprobs=request.logprobs, n=request.n or 1, best_of=request.best_of,
                                  structured_outputs=None if form is None else form.params)
         if form is not None:
@@ -95,34 +110,41 @@ class CompletionRoute:
             most = max(request.logprobs, request.prompt_logprobs or 0)
             params = msgspec.structs.replace(params, prompt_logprobs=most)
         name, n = new_id("cmpl"), request.n or 1
-        choices = service.choices(http, name, prompts, params, n=n, priority=request.priority,
-                                  salt=request.cache_salt, deadline_ms=request.deadline_ms, beam_search=search)
-        echo = [self._text(ids) for ids in prompts] if request.echo else [""] * len(prompts)
-        answer = CompletionAnswer(service, name, model, choices, n, echo, wants_prompt)
+        choices = service.choices(http, name, prompts, params, request, n=n, beam_search=search)
+        echo = await service.large.run(size, self._texts, prompts) if request.echo else [""] * len(prompts)
+        answer = CompletionAnswer(service, name, model, choices, n, echo, Shown(
+            prompt_logprobs=wants_prompt, output=not only_echo, token_ids=bool(request.return_token_ids)))
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
         events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
-        return EventStream(events, {"x-request-id": name})
+        return EventStream(events, {"x-request-id": name}, comment_s=service.args.stream_comments)
 
-    async def _read(self, request: CompletionRequest) -> list[list[int]]:
+    async def _read(self, request: CompletionRequest, size: int) -> list[list[int]]:
         """Token ids of each prompt. Raises ApiError."""
-        prompts = _prompts(request.prompt)
+        prompts = await self._service.large.run(size, _prompts, request.prompt)
         num = request.best_of or request.n or 1
         if len(prompts) * num > MAX_CHOICES:
             raise refused("prompt", f"{len(prompts)} prompts with {num} completions each are more than {MAX_CHOICES}")
-        special, tokenize = request.add_special_tokens is not False, self._service.llm.tokenize
-        ids = [await tokenize(p, add_special_tokens=special) if isinstance(p, str) else p for p in prompts]
-        for prompt in ids:
+        special, tokenize = request.add_special_tokens is not False, self._service.tokenize
+        names = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
+        ids = [await tokenize(name, p, add_special_tokens=special) if isinstance(p, str) else p
+               for name, p in zip(names, prompts, strict=True)]
+        for name, prompt in zip(names, ids, strict=True):
             if not prompt:
-                raise refused("prompt", "is empty")
-            self._service.check_length("prompt", prompt)
+                raise refused(name, "is empty")
+            self._service.check_length(name, prompt)
+        await self._service.large.run(size, self._check_ranges, names, ids)
         return ids
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _texts(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         tokenizer = self._service.llm.get_tokenizer()
-        if max(ids) >= tokenizer.vocab_size:
-            raise refused("prompt", f"{max(ids)} is not a token id: the model has {tokenizer.vocab_size}")
-        return tokenizer.decode(ids)
+        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
+
+    def _check_ranges(self, names: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
+        size = self._service.llm.vocab_size
+        for name, ids in zip(names, prompts, strict=True):
+            if max(ids) >= size:
+                raise refused(name, f"{max(ids)} is not a token id: the model has {size}")
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -163,26 +185,36 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return cast(list[str | list[int]], prompt)
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What an answer has besides its text."""
+
+    prompt_logprobs: bool
+    """Whether they are asked for by themselves, and not only for the echo."""
+    output: bool
+    """False: only the echo is asked for."""
+    token_ids: bool
+
+
 class CompletionAnswer:
     """The answer to one request, in its two forms."""
 
     def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice], n: int,
-                 echo: Sequence[str], wants_prompt: bool) -> None:
-        """echo: for each prompt, what its completions begin with. wants_prompt: whether prompt_logprobs are asked for,
-        and not only for the echo."""
+                 echo: Sequence[str], shown: Shown) -> None:
+        """echo: for each prompt, what its completions begin with."""
         self._service = service
         self._name = name
         self._model = model
         self._choices = choices
         self._n = n
         self._echo = echo
-        self._wants_prompt = wants_prompt
+        self._shown = shown
         self._created = int(time.time())
         self._last: list[RequestOutput | None] = [None] * len(choices)
 
     async def whole(self) -> Response:
         """One body."""
-        outputs = await self._service.whole(self._choices)
+        outputs = [self._trimmed(output) for output in await self._service.whole(self._choices)]
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = Completion(id=self._name, created=self._created, model=self._model, choices=choices,
                           usage=usage_of(outputs, self._n))
@@ -195,9 +227,20 @@ class CompletionAnswer:
             index=index, text=self._echo[index // self._n] + completion.text,
             logprobs=None if logprobs is None else logprobs.write(output),
             finish_reason=cast(FinishWord, completion.finish_reason), stop_reason=completion.stop_reason)
-        if self._wants_prompt and output.prompt_logprobs is not None:
+        if self._shown.prompt_logprobs and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self._shown.token_ids:
+            choice.prompt_token_ids, choice.token_ids = list(output.prompt_token_ids), list(completion.token_ids)
         return choice
+
+    def _trimmed(self, output: RequestOutput) -> RequestOutput:
+        """Return an output without the tokens that were not asked for."""
+        if self._shown.output:
+            return output
+        completion = replace(output.outputs[0], text="", token_ids=[], logprobs=None)
+        if completion.finish_reason == "stop":  # the dropped token has ended the text
+            completion = replace(completion, finish_reason="length", stop_reason=None)
+        return replace(output, outputs=[completion], metrics=replace(output.metrics, num_generation_tokens=0))
 
     def _writer(self, index: int) -> CompletionLogprobWriter | None:
         params = self._choices[index].params
@@ -225,9 +268,13 @@ class CompletionAnswer:
         """What makes the events of one choice; `end` gives what follows the last of them."""
         echo, logprobs = self._echo[index // self._n], self._writer(index)
         untold: CompletionLogprobs | None = None
+        ids, has_begun = IdsOfChoice(self._shown.token_ids), False
 
         def encode(output: RequestOutput) -> bytes:
-            nonlocal echo, untold
+            nonlocal echo, untold, has_begun
+            output = self._trimmed(output)
+            before, has_begun = b"" if has_begun else ids.of_prompt(output.prompt_token_ids), True
+            ids.add(output.outputs[0].token_ids)
             if options.continuous_usage_stats:
                 encoder.set_usage(usage_of([output], 1))
             event, completion = b"", output.outputs[0]
@@ -237,12 +284,12 @@ class CompletionAnswer:
                 text, echo = echo + text, ""
                 untold = joined(untold, logprobs.write(output))
             elif echo:
-                event, echo = encoder.text(echo), ""
-            if text:
-                event += encoder.text(text, untold)
+                event, echo, before = encoder.text(echo, None, before), "", b""
+            if text or before:
+                event += encoder.text(text, untold, before + ids.take())
                 untold = None
             if output.finished:
-                event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason, untold)
+                event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason, untold, ids.take())
                 self._last[index] = output
                 if end is not None:
                     event += end()

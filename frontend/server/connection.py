@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.responses import Response
@@ -20,6 +20,10 @@ RAW_SEND = "sidestep.send"
 cost as much for each token as the token's event."""
 _MOST_READY = 256
 """Events of several choices that wait to be sent together."""
+_AT_ONCE_S = 0.25
+"""Seconds in which an engine that refuses a request does so; its answer is then an error with a status."""
+_COMMENT = b": waiting\n\n"
+"""What readers of events pass over. It tells whoever is in between that the connection is in use."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -38,6 +42,10 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+async def _just(event: bytes) -> bytes:
+    return event
+
+
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -48,17 +56,20 @@ def _error_event(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. What fails before the first of them is an answer with its own status."""
+    """Server-sent events. What fails before the engine has taken the request, or at once after that, is an answer with
+    its own status. While the first event is awaited, comments are sent in its place."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None,
-                 encode_error: Callable[[ApiError], bytes] | None = None) -> None:
-        """events: whole events, one or several at a time. encode_error: makes the last event of a stream that fails."""
+                 encode_error: Callable[[ApiError], bytes] | None = None, *, comment_s: float) -> None:
+        """events: whole events, one or several at a time; the first, empty one says that the engine has the request.
+        encode_error: makes the last event of a stream that fails. comment_s: seconds between comments; 0: none."""
         super().__init__(headers={**_STREAM_HEADERS, **(headers or {})})
         del self.headers["content-length"]  # of the empty body that it would be without the events
         self._events = events
         self._encode_error = encode_error or _error_event
+        self._comment_s = comment_s or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -67,33 +78,55 @@ class EventStream(Response):
             pass
 
     async def _send(self, send: Send, send_body: Send) -> None:
+        async def put(event: bytes) -> None:
+            await send_body({"type": "http.response.body", "body": event, "more_body": True})
+
         async with aclosing(self._events) as events:
             try:
-                event = await anext(events)
+                taken = await anext(events)
             except Exception as error:
                 raise as_api_error(error) from error
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send_body({"type": "http.response.body", "body": event, "more_body": True})
+            first = asyncio.ensure_future(_just(taken) if taken else anext(events))
             try:
-                async for event in events:
-                    await send_body({"type": "http.response.body", "body": event, "more_body": True})
-            except Exception as error:
-                event = self._encode_error(as_api_error(error))
-                await send_body({"type": "http.response.body", "body": event, "more_body": True})
+                await asyncio.wait((first,), timeout=_AT_ONCE_S)
+                if first.done() and (failure := first.exception()) is not None:
+                    raise as_api_error(cast(Exception, failure)) from failure
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_rest(first, events, put)
+            finally:
+                # Its end is awaited: events that are still asked for could not be closed.
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
             await send_body({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_rest(self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None],
+                         put: Callable[[bytes], Awaitable[None]]) -> None:
+        while not first.done():
+            await asyncio.wait((first,), timeout=self._comment_s)
+            if not first.done():
+                await put(_COMMENT)
+        try:
+            await put(first.result())
+            async for event in events:
+                await put(event)
+        except Exception as error:
+            await put(self._encode_error(as_api_error(error)))
 
 
 async def merged(streams: Sequence[AsyncGenerator[bytes, None]],
                  end: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
-    """The events of several streams as they come; those that are ready together go out together. Then what `end`
-    gives."""
+    """The events of several streams as they come, once each has given its first, empty one; those that are ready
+    together go out together. Then what `end` gives."""
     ready: list[bytes] = []
+    num_taken = 0
     news, taken = asyncio.Event(), asyncio.Event()
 
     async def read(stream: AsyncGenerator[bytes, None]) -> None:
+        nonlocal num_taken
         try:
             async with aclosing(stream) as events:
                 async for event in events:
+                    num_taken += not event
                     ready.append(event)
                     news.set()
                     # While the client is slow, tokens merge in the streams' mailboxes rather than pile up here.
@@ -111,7 +144,7 @@ async def merged(streams: Sequence[AsyncGenerator[bytes, None]],
             for task in tasks:
                 if task.done():
                     task.result()  # raises what it failed with
-            if ready:
+            if ready and num_taken == len(tasks):
                 event = b"".join(ready)
                 ready.clear()
                 taken.set()

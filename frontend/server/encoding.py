@@ -3,6 +3,8 @@ text's encoding and one join."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from sidestep.frontend.server.protocol import ChatLogprobs, CompletionLogprobs, Delta, Usage
@@ -28,27 +30,55 @@ class EventEncoder:
         """The events from here on have these counts."""
         self._set_tail(b',"usage":%b}\n\n' % _encode(usage))
 
-    def content(self, text: str, logprobs: ChatLogprobs | None = None) -> bytes:
-        """New text of a chat."""
-        return b'%b{"content":%b}%b' % (self._before, _encode(text), self._with(logprobs))
+    def content(self, text: str, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
+        """New text of a chat. ids: see IdsOfChoice."""
+        return b'%b{"content":%b}%b' % (self._before, _encode(text), self._with(logprobs, ids))
 
-    def text(self, text: str, logprobs: CompletionLogprobs | None = None) -> bytes:
+    def text(self, text: str, logprobs: CompletionLogprobs | None = None, ids: bytes = b"") -> bytes:
         """New text of a completion."""
-        return b"%b%b%b" % (self._before, _encode(text), self._with(logprobs))
+        return b"%b%b%b" % (self._before, _encode(text), self._with(logprobs, ids))
 
-    def delta(self, delta: Delta, logprobs: ChatLogprobs | None = None) -> bytes:
+    def delta(self, delta: Delta, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
         """Anything else that is new of a chat."""
-        return b"%b%b%b" % (self._before, _encode(delta), self._with(logprobs))
+        return b"%b%b%b" % (self._before, _encode(delta), self._with(logprobs, ids))
 
     def end(self, empty: bytes, finish_reason: str, stop_reason: int | str | None,
-            logprobs: ChatLogprobs | CompletionLogprobs | None = None) -> bytes:
+            logprobs: ChatLogprobs | CompletionLogprobs | None = None, ids: bytes = b"") -> bytes:
         """The choice's last event; `empty` is what stands where the new text was."""
-        return b'%b%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
-            self._before, empty, _encode(logprobs), _encode(finish_reason), _encode(stop_reason), self._tail)
+        return b'%b%b,"logprobs":%b%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
+            self._before, empty, _encode(logprobs), ids, _encode(finish_reason), _encode(stop_reason),
+            self._tail)
 
-    def _with(self, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes:
+    def _with(self, logprobs: ChatLogprobs | CompletionLogprobs | None, ids: bytes) -> bytes:
         """What follows the new text."""
-        return self._after if logprobs is None else b',"logprobs":%b%b' % (_encode(logprobs), self._rest)
+        if logprobs is None and not ids:
+            return self._after
+        return b',"logprobs":%b%b%b' % (_encode(logprobs), ids, self._rest)
+
+
+class IdsOfChoice:
+    """The token ids of one choice in the events of its stream, if they are asked for."""
+
+    def __init__(self, asked: bool) -> None:
+        self.asked = asked
+        self._untold: list[int] = []
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Note new tokens, which the next event has."""
+        if self.asked:
+            self._untold += ids
+
+    def take(self) -> bytes:
+        """Return the next event's field, with all tokens that none before it had."""
+        if not self._untold:
+            return b""
+        data = b',"token_ids":%b' % _encode(self._untold)
+        self._untold.clear()
+        return data
+
+    def of_prompt(self, ids: Sequence[int]) -> bytes:
+        """Return the field of the first event, with the prompt's tokens."""
+        return b',"prompt_token_ids":%b' % _encode(list(ids)) if self.asked else b""
 
 
 def usage_event(head: dict[str, object], usage: Usage) -> bytes:

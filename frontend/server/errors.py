@@ -8,12 +8,19 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from sidestep.ipc.errors import EngineDeadError, EngineStalledError, QueueFullError, ValidationError
+from sidestep.ipc.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    PromptTooLongError,
+    QueueFullError,
+    ValidationError,
+)
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = {"retry-after": "1"}
 """Seconds: a queue that is full is so for some steps."""
+TOO_LONG = "context_length_exceeded"
 
 
 class ErrorDetail(msgspec.Struct):
@@ -56,12 +63,21 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
 
 
+def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
+    """A prompt that leaves no room for output in the model's length, in the words that clients of
+    OpenAI's API look for."""
+    return ApiError(400, f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
+                    f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. Please reduce "
+                    f"the length of the {field}.", param=field, code=TOO_LONG)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
-        return refused(error.field, str(error).partition(": ")[2])
+        code = TOO_LONG if isinstance(error, PromptTooLongError) else None
+        return refused(error.field, str(error).partition(": ")[2], code)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=RETRY_AFTER)
     if isinstance(error, EngineDeadError | EngineStalledError):

@@ -18,6 +18,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from sidestep.frontend.replica_set import ReplicaStatus
 from sidestep.frontend.server.figures import Figures, TenantCounts
 from sidestep.frontend.server.metrics import HISTOGRAMS
 from sidestep.ipc.records import STEP_KINDS, WAIT_REASONS
@@ -49,17 +50,19 @@ class Exposition:
     def __init__(self, model_name: str) -> None:
         self._label = {"model_name": model_name}
 
-    def text(self, engines: Stats, alive: Mapping[int, bool], figures: Figures) -> bytes:
-        """The text format; `engines` is what each replica says of itself that lives, `alive` which ones do, `figures`
-        what the server's processes count."""
+    def text(self, engines: Stats, replicas: Sequence[ReplicaStatus], figures: Figures) -> bytes:
+        """Return the text format. `engines` holds what each replica says of itself that answers, `figures` what the
+        server's processes count."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected([*self._of_engines(engines, alive), *self._of_server(figures),
+        registry.register(_Collected([*self._of_engines(engines, replicas), *self._of_server(figures),
                                       *self._of_tenants(figures.tenants)]))
         return generate_latest(registry)
 
-    def _of_engines(self, engines: Stats, alive: Mapping[int, bool]) -> Iterator[Metric]:
+    def _of_engines(self, engines: Stats, replicas: Sequence[ReplicaStatus]) -> Iterator[Metric]:
         yield self._gauge("engine_alive", "Whether a replica serves: 1, or 0 once it has died.",
-                          {(str(engine),): float(lives) for engine, lives in alive.items()}, _ENGINE)
+                          {(str(status.number),): float(status.dead is None) for status in replicas}, _ENGINE)
+        yield self._gauge("engine_stalled", "Whether a replica lives and makes no progress: 1, else 0.",
+                          {(str(status.number),): float(status.stalled is not None) for status in replicas}, _ENGINE)
         for name, (key, text) in _ENGINE_GAUGES.items():
             yield self._gauge(name, text, {(str(engine),): stats[key] for engine, stats in engines.items()}, _ENGINE)
         for name, (key, text) in _ENGINE_COUNTERS.items():

@@ -38,23 +38,42 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": (),
     "functions": (),
     "function_call": (),
-    "parallel_tool_calls": (True,),
-    "reasoning_effort": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
     "verbosity": ("medium",),
-    "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
-    "safety_identifier": (),
-    "prompt_cache_key": (),
-    "user": (),
+    "prompt_cache_retention": ("in_memory",),
+    "chat_template": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "truncate_prompt_tokens": (),
 }
 """Known field -> its neutral values, besides null."""
 
+_ADVICE = {
+    "functions": "is the older form of tools; send tools",
+    "function_call": "is the older form of tool_choice; send tools and tool_choice",
+    "chat_template": "is not taken from requests: a template is a program, and nothing could stop one that does not "
+                     "end; the server renders with the model's own, which chat_template_kwargs reach",
+    "guided_json": "is an older name; send structured_outputs: {\"json\": ...} or response_format",
+    "guided_regex": "is an older name; send structured_outputs: {\"regex\": ...}",
+    "guided_choice": "is an older name; send structured_outputs: {\"choice\": [...]}",
+    "guided_grammar": "is an older name; send structured_outputs: {\"grammar\": ...}",
+    "guided_decoding_backend": "names no backend of this server, which has one; leave it out and send "
+                               "structured_outputs",
+    "guided_whitespace_pattern": "is not supported by this server; structured_outputs has disable_any_whitespace",
+}
+"""Known field -> what the refusal says instead of the general sentence."""
 
+
+Seed = Annotated[int, msgspec.Meta(ge=-1, le=MAX_SEED)]
+"""-1 asks for one at random, as leaving it out does."""
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -77,17 +96,55 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request that generates text; null is the same as leaving one out."""
+Note = Annotated[str, msgspec.Meta(max_length=512)]
+Metadata = Annotated[dict[Annotated[str, msgspec.Meta(max_length=64)], Note],
+                     msgspec.Meta(max_length=16)]
+
+
+class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every request that generates text that do not change the text. Null is the same as
+    leaving one out."""
 
     model: str | None = None
     stream: bool | None = None
+    user: Note | None = None
+    """The client's name for its user. It and the next three are written into traces and logs."""
+    safety_identifier: Note | None = None
+    """The newer name of `user`."""
+    prompt_cache_key: Note | None = None
+    """Prefixes are found by their tokens, so no key is needed to find them."""
+    metadata: Metadata | None = None
+    store: bool | None = None
+    """Answers are never stored, whatever it says."""
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    """The lowest runs first; only with --scheduling-policy priority."""
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    deadline_ms: Count | None = None
+    """Milliseconds after which the request ends with what it has; its choices say so."""
+    # Not implemented: see NOT_YET.
+    service_tier: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Return what the client says of the request, for traces and logs, by name."""
+        named = {name: getattr(self, name) for name in _NOTES}
+        return {name: text for name, text in named.items() if text is not None} | {
+            f"metadata.{key}": text for key, text in (self.metadata or {}).items()}
+
+
+_NOTES = ("user", "safety_identifier", "prompt_cache_key")
+
+
+class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields of chats and completions."""
+
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -108,14 +165,18 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: NumLogprobs | None = None
     """Of each token of the prompt; not in streams."""
     repetition_detection: RepetitionDetection | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    deadline_ms: Count | None = None
-    """Milliseconds after which the request ends with what it has; its choices say so."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    """Give the token ids of the prompt and of each choice, too."""
     # Not implemented: see NOT_YET.
-    user: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    truncate_prompt_tokens: Any = None
 
 
 _ENGINE_FIELDS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "ignore_eos",
@@ -142,14 +203,28 @@ def refuse_unless(name: str, value: object, *neutral: object) -> None:
     """Raises ApiError unless the value is null or one of `neutral`; True is not 1 here."""
     if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
         return
+    if name in _ADVICE:
+        raise refused(name, _ADVICE[name], "unsupported_field")
     allowed = " or ".join(msgspec.json.encode(n).decode() for n in neutral)
     raise refused(name, "is not supported by this server; leave it out" + (f" or send {allowed}" if allowed else ""),
                   "unsupported_field")
 
 
-def sampling_params(request: msgspec.Struct, max_tokens: int | None, **more: Any) -> SamplingParams:
-    """As the engine takes them. Raises ValidationError, and ApiError for stop strings beyond the bound."""
+def refusal_of(name: str) -> str:
+    """Return what the OpenAPI document says of a field that does nothing yet."""
+    return f"Not implemented: {_ADVICE[name]}." if name in _ADVICE else "Not implemented."
+
+
+def sampling_params(request: msgspec.Struct, max_tokens: int | None, defaults: Mapping[str, Any],
+                    **more: Any) -> SamplingParams:
+    """Return them as the engine takes them.
+
+    defaults: the model's, for what the request leaves open (AsyncLLM.sampling_defaults). Raises
+    ValidationError, and ApiError for stop strings beyond the bound.
+    """
     given = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None)) is not None}
+    if given.get("seed") == -1:
+        del given["seed"]
     stops = given.get("stop", ())
     if sum(map(len, [stops] if isinstance(stops, str) else stops)) > MAX_STOP_CHARACTERS:
         raise refused("stop", f"has more than {MAX_STOP_CHARACTERS} characters altogether")
@@ -158,4 +233,6 @@ def sampling_params(request: msgspec.Struct, max_tokens: int | None, **more: Any
     detection: RepetitionDetection | None = getattr(request, "repetition_detection", None)
     if detection is not None:
         given["repetition_detection"] = RepetitionDetectionParams(**msgspec.structs.asdict(detection))
-    return SamplingParams(**{**given, "max_tokens": max_tokens, **more})
+    if max_tokens is None and (default := defaults.get("max_tokens")) is not None:
+        max_tokens = max(default, given.get("min_tokens", 0))
+    return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens, **more})

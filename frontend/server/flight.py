@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sidestep.frontend.server.errors import refused
+from sidestep.frontend.server.guard import OPERATOR, TENANT
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.server.window import Percentiles, percentiles
-from sidestep.ipc.errors import EngineDeadError
+from sidestep.ipc.errors import EngineDeadError, EngineStalledError
 from sidestep.ipc.records import RequestRecord, StepKind, StepRecord, WaitReason
 
 MOST_STEPS = 256
@@ -64,6 +65,7 @@ class FlightRequest(msgspec.Struct):
     """One request that has not ended."""
 
     request_id: str
+    """Empty: it is another user's, and who asks has no operator's key."""
     status: str
     """waiting, running or preempted."""
     waiting_for: WaitReason | None
@@ -82,6 +84,8 @@ class FlightReplica(msgspec.Struct):
     replica: int
     dead: str | None
     """What it has died of."""
+    stalled: str | None
+    """Why it counts as stalled: it lives and makes no progress."""
 
 
 class Flight(msgspec.Struct):
@@ -125,22 +129,25 @@ class FlightRoute:
         alive = await service.stats()
         replica = min(alive) if wanted is None else wanted
         stats, status = alive.get(replica), llm.replicas[replica]
-        if stats is None or status.ready is None:
+        if status.dead is not None or status.ready is None:
             raise EngineDeadError(f"replica {replica}: {status.dead}")
+        if stats is None:
+            raise EngineStalledError(f"replica {replica}: the engine core does not answer")
         scheduled = int(stats["num_steps"])
         # Another engine's number may be larger than any of this one's: then the watcher begins anew.
         first = max(0, scheduled - _IN_FLIGHT - MOST_STEPS, since if since <= scheduled else 0)
         records, requests, figures = await asyncio.gather(
             llm.get_step_records(first, replica=replica), llm.get_request_records(MOST_REQUESTS), service.figures())
         records = records[-MOST_STEPS:]
+        own = None if http.scope[OPERATOR] else service.request_ids(http.scope[TENANT])
         body = Flight(
-            replica=replica, replicas=[FlightReplica(each.number, each.dead) for each in llm.replicas],
+            replica=replica, replicas=[FlightReplica(each.number, each.dead, each.stalled) for each in llm.replicas],
             now_us=time.monotonic_ns() // 1000, next=records[-1].step_id + 1 if records else min(first, scheduled),
             model=service.names[0], device=status.ready.device,
             num_kv_blocks=status.ready.num_kv_blocks, block_size=status.ready.block_size,
             kv_cache_usage=stats["kv_cache_usage"], num_running=int(stats["num_running"]),
             num_waiting=int(stats["num_waiting"]), steps=[_step(record) for record in records],
-            requests=[_request(record) for record in requests
+            requests=[_request(record, own is None or record.request_id in own) for record in requests
                       if record.finished_ns is None and record.replica == replica],
             ttft_s=percentiles(figures.last_ttfts), itl_s=percentiles(figures.last_gaps))
         return Response(msgspec.json.encode(body), media_type="application/json",
@@ -174,8 +181,9 @@ def _step(record: StepRecord) -> FlightStep:
                    record.idle_prepare_ns // 1000))
 
 
-def _request(record: RequestRecord) -> FlightRequest:
+def _request(record: RequestRecord, with_name: bool) -> FlightRequest:
     return FlightRequest(
-        record.request_id, record.status, record.waiting_for, record.num_prompt_tokens, record.num_cached_tokens,
+        record.request_id if with_name else "", record.status, record.waiting_for, record.num_prompt_tokens,
+        record.num_cached_tokens,
         record.num_output_tokens, record.num_preemptions, record.arrival_ns // 1000,
         None if record.scheduled_ns is None else record.scheduled_ns // 1000)

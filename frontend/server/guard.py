@@ -1,4 +1,5 @@
-"""What every request passes before it reaches a route: whose page sent it, and whether it brings a key.
+"""What every request passes before it reaches a route: by which name it was asked for, whose page sent it, and whether
+it brings a key.
 
 A browser sends any page's requests to any server, a local one too. So requests that carry an `Origin` are served only
 for origins that are allowed, or that are this server itself. A name that resolves to this machine proves nothing (any
@@ -10,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,12 +18,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestep.frontend.server.errors import ApiError
+from sidestep.frontend.server.hosts import is_known, known_hosts
+from sidestep.frontend.server.options import Keys, ServerArgs
 from sidestep.frontend.server.page import PATHS
 
 OPEN_PATHS = frozenset(("/health", "/ready", *PATHS))
 """For whoever watches over the process, who has no key, and for the page that asks for one."""
 TENANT = "sidestep.tenant"
 """Where in a request's scope its key's public name is: the first hexadecimal digits of the key's SHA-256."""
+OPERATOR = "sidestep.operator"
+"""Where in a request's scope it is said whether it may see what all users do."""
 CACHE_SALT = "sidestep.cache_salt"
 """Where in a request's scope its key's digest is, when there are several keys."""
 _NAME_DIGITS = 8
@@ -33,14 +37,20 @@ _NAME_DIGITS = 8
 class Guard:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], allowed_origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, args: ServerArgs) -> None:
         self._app = app
         # Digests are of one length: comparing them tells nothing of a key's.
-        self._keys = [_digest(key) for key in keys]
-        self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
+        self._keys = [_digest(key) for key in keys.all]
+        self._operators = frozenset(_digest(key) for key in keys.operators)
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in args.allowed_origins or ())
+        self._hosts = known_hosts(args, keys.all)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        if self._hosts is not None and not is_known(headers.get("host", ""), self._hosts):
+            error = ApiError(403, f"this server is not known as {headers['host']!r}; see --allowed-hosts",
+                             kind="permission_error", code="host_not_allowed")
+            return await error.response()(scope, receive, send)
         origin = headers.get("origin")
         if origin is None:
             return await self._with_key(headers, scope, receive, send)
@@ -70,6 +80,7 @@ class Guard:
             return False
 
     async def _with_key(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[OPERATOR] = not self._keys
         if self._keys and scope["path"] not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
             given = _digest(key.strip())
@@ -80,6 +91,7 @@ class Guard:
                                  kind="authentication_error", code="invalid_api_key",
                                  headers={"www-authenticate": "Bearer"})
                 return await error.response()(scope, receive, send)
+            scope[OPERATOR] = given in self._operators
             scope[TENANT] = given.hex()[:_NAME_DIGITS]
             if len(self._keys) > 1:
                 scope[CACHE_SALT] = given.hex()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+logger = logging.getLogger(__name__)
 _MAX_HEAD = 64 << 10
 """Bytes of a request's target and headers."""
 
 
+_LAST_FILES = 4
+"""Descriptors below the limit: the system gives the lowest that is free, so one of these says that all are taken."""
+_SAY_AGAIN_S = 60.0
 WRITER = "sidestep.writer"
 """Where in a request's scope its `BodyWriter` is."""
 
@@ -33,11 +42,38 @@ class BodyWriter:
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
+def raise_file_limit() -> None:
+    """Lets this process and its children open as many files as the system allows them: each connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # a system that calls its limit infinite may still have one
+        logger.warning("the limit on open files could not be raised to %d", hard)
+
+
+class FileWatch:
+    """Says when a process can open no more files. The event loop closes further connections by itself, without a word.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said_at = -math.inf
+
+    def opened(self, descriptor: int) -> None:
+        """Looks at the descriptor of a new connection."""
+        limit, now = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self._clock()
+        if descriptor >= limit - _LAST_FILES and now - self._said_at >= _SAY_AGAIN_S:
+            self._said_at = now
+            logger.warning("the limit on open files (%d) is reached: further connections are closed at once; "
+                           "raise the hard limit (ulimit -Hn)", limit)
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection."""
 
     head_timeout = 30.0
     """Seconds from the connection, or a request's first byte, to the end of its headers."""
+    files: FileWatch | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,6 +82,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.files is not None:
+            self.files.opened(transport.get_extra_info("socket").fileno())
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from sidestep.frontend.server.chat_protocol import ChatRequest
 from sidestep.frontend.server.completions import CompletionRequest
 from sidestep.frontend.server.errors import ErrorBody
-from sidestep.frontend.server.fields import NOT_YET
+from sidestep.frontend.server.fields import NOT_YET, refusal_of
 from sidestep.frontend.server.flight import Flight
 from sidestep.frontend.server.protocol import (
     ChatChunk,
@@ -136,9 +136,11 @@ def _add_neutral_values(schemas: dict[str, Any]) -> None:
         properties = schemas[request.__name__]["properties"]
         for name, neutral in table.items():
             if name in properties:
-                properties[name] = {"enum": [None, *neutral], "default": None, "description": "Not implemented."}
+                properties[name] = {"enum": [None, *neutral], "default": None, "description": refusal_of(name)}
         if "logit_bias" in properties:
             properties["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^[0-9]+$"}
+    for name in ("summary", "generate_summary"):
+        schemas["ReasoningOptions"]["properties"][name] = {"enum": [None], "default": None}
     schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sidestep.ipc.config import DEFAULT_MODEL, option, parse_bytes
+from sidestep.ipc.config import API_KEYS, DEFAULT_MODEL, OPERATOR_KEYS, keys_of_environment
 from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.options import Options, option, parse_bytes
 from sidestep.ipc.registry import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True)
-class ServerArgs:
+class ServerArgs(Options):
     """What the HTTP side may be told. Raises ValidationError, which names the option."""
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of IPv4.")
@@ -20,6 +21,9 @@ class ServerArgs:
         None, "Name that requests call the model by, instead of the one it is loaded by.")
     api_key_file: str | None = option(
         None, "File with the keys that requests must bring, one a line; those of SIDESTEP_API_KEYS count too.")
+    operator_key_file: str | None = option(
+        None, "File with keys, one a line, that open all routes and also show the figures and requests of all users; "
+        "those of SIDESTEP_OPERATOR_KEYS count too.")
     public_prefixes: str | None = option(
         None, "File with prompts' beginnings whose cached blocks users of different keys share; see docs/server.md.")
     ssl_certfile: str | None = option(None, "Certificate chain: serve HTTPS.")
@@ -27,11 +31,17 @@ class ServerArgs:
     ssl_ca_certs: str | None = option(None, "Certificates of which a client must bring one.")
     allowed_origins: list[str] | None = option(
         None, "Origin, such as https://chat.example, whose pages may call this server; '*' for any.")
+    allowed_hosts: list[str] | None = option(
+        None, "Name that a server without keys may be asked for by, besides this machine's own; '*' for any.")
     api_server_count: int = option(
         1, "Processes that take requests and make answers, on one engine and one socket; for loads that the Python of "
         "one cannot keep up with.")
     max_body_bytes: int = option(16 << 20, "Largest request body, such as 16M.", parse=parse_bytes)
     read_timeout: float = option(30.0, "Seconds that a client may take to send a request's headers, and its body.")
+    access_log: bool = option(False, "Log each request: client, route, status, duration and request id.")
+    stream_comments: float = option(
+        10.0, "Seconds between the comments that a stream gets while its request waits for its first token, so that "
+        "nobody in between takes the connection for a dead one; 0: none.")
     shutdown_timeout: float = option(30.0, "Seconds that running requests get to end after SIGTERM.")
     tool_call_parser: str | None = option(
         None, "How the model writes tool calls; without it requests with tools are refused.",
@@ -45,10 +55,12 @@ class ServerArgs:
         "needs the extra 'otel'.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(0 <= self.port < 1 << 16, "port", f"must be between 0 and 65535, not {self.port}")
         _require(self.api_server_count >= 1, "api_server_count", "must be at least 1")
         _require(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1")
         _require(self.read_timeout > 0, "read_timeout", "must be above 0")
+        _require(self.stream_comments >= 0, "stream_comments", "must not be negative")
         _require(self.shutdown_timeout >= 0, "shutdown_timeout", "must not be negative")
         _require(self.ssl_certfile is not None or (self.ssl_keyfile is None and self.ssl_ca_certs is None),
                  "ssl_certfile", "is needed to serve HTTPS")
@@ -66,18 +78,35 @@ class ServerArgs:
         return (Path(DEFAULT_MODEL).name if model == DEFAULT_MODEL else model,)
 
 
-def read_api_keys(file: str | None, of_environment: list[str]) -> tuple[str, ...]:
-    """All keys, each once. Raises ValidationError for a file without any: it was meant to guard."""
-    keys = list(of_environment)
-    if file is not None:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValidationError("api_key_file", f"{file} cannot be read: {error}") from None
-        of_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        _require(bool(of_file), "api_key_file", f"{file} holds no key")
-        keys += of_file
-    return tuple(dict.fromkeys(keys))
+@dataclass(frozen=True)
+class Keys:
+    """What opens a server; without any, everything is open."""
+
+    all: tuple[str, ...] = ()
+    """Those that open its routes, each once: the users' and the operators'."""
+    operators: tuple[str, ...] = ()
+    """Those that see the figures and requests of all users."""
+
+
+def read_keys(args: ServerArgs) -> Keys:
+    """Return the keys of the files and the environment. Raises ValidationError for a source that holds none."""
+    users = keys_of_environment(API_KEYS) + _keys_of_file("api_key_file", args.api_key_file)
+    operators = keys_of_environment(OPERATOR_KEYS) + _keys_of_file("operator_key_file", args.operator_key_file)
+    if both := set(users) & set(operators):
+        raise ValidationError("operator_key_file", f"{len(both)} of the operators' keys are users' keys too")
+    return Keys(tuple(dict.fromkeys(users + operators)), tuple(dict.fromkeys(operators)))
+
+
+def _keys_of_file(option: str, file: str | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValidationError(option, f"{file} cannot be read: {error}") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    _require(bool(keys), option, f"{file} holds no key")
+    return keys
 
 
 def _require(condition: bool, name: str, problem: str) -> None:

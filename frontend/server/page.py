@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 _FOLDER = Path(__file__).parent / "web"
-FILES = ("index.html", "style.css", "main.js", "api.js", "chat.js", "engine.js", "timeline.js", "charts.js", "icon.svg")
+FILES = ("index.html", "style.css", "main.js", "api.js", "chat.js", "render.js", "engine.js", "queue.js",
+         "timeline.js", "charts.js", "icon.svg")
 _TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8",
           ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 PATHS = ("/", *(f"/page/{name}" for name in FILES[1:]))

@@ -108,6 +108,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishWord
     stop_reason: int | str | None = None
     """The stop token's id or the stop text, or 'deadline'."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -120,6 +121,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -155,6 +157,10 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishWord | None = None
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """In the choice's first event, if they are asked for."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Of the tokens since the event before."""
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -177,6 +183,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishWord | None = None
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -228,9 +236,11 @@ class Status(msgspec.Struct, omit_defaults=True):
     """The answer to /health and /ready."""
 
     status: str
-    """'degraded' while some of the replicas have died and others serve."""
+    """'degraded' while some of the replicas have died or stalled and others serve."""
     dead_replicas: dict[str, str] = {}
-    """Of those that have died, by number: what of."""
+    """The cause of death of each dead replica, by its number."""
+    stalled_replicas: dict[str, str] = {}
+    """Why each replica that makes no progress counts as stalled, by its number."""
 
 
 class Version(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The request and the answer of /v1/responses, of which text is served: no tools, nothing stored."""
+"""The request and the answer of /v1/responses, of which text and functions are served; nothing is stored."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sidestep.frontend.server.fields import Count, Natural, NumLogprobs, Penalty
+from sidestep.frontend.server.fields import ClientFields, Count, Natural, NumLogprobs, Penalty, Seed
+from sidestep.frontend.server.prompt import Effort
 from sidestep.frontend.server.protocol import ContentLogprob, PromptDetails
 from sidestep.frontend.server.structure import TextConfigFormat, TextFormat
-from sidestep.ipc.sampling_params import MAX_SEED
+from sidestep.frontend.server.tool_use import FunctionTool, ToolChoiceWord
 
 RESPONSES_NOT_YET: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "logprobs": (False,),
     "max_tool_calls": (),
-    "metadata": ({},),
-    "parallel_tool_calls": (True,),
     "previous_response_id": (),
     "prompt": (),
-    "prompt_cache_key": (),
-    "reasoning": ({},),
-    "safety_identifier": (),
+    "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
-    "store": (False,),
-    "stream_options": (),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
+    "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
-    "user": (),
 }
 """As fields.NOT_YET, for this request."""
 
@@ -48,14 +41,67 @@ class OutputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_f
     logprobs: list[ContentLogprob] | None = []
 
 
-class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message, or an answer's as it was given: its id and status name it and say nothing more."""
+class GivenOutputText(OutputText, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
+    """An answer's text in an input."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText | OutputText]
-    type: Literal["message"] = "message"
+    parsed: Any = None
+    """The text, as a client library has read it."""
+
+
+class RefusalText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """Another model's text in the place of an answer's."""
+
+    refusal: str
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
+    """Text that led to the answer."""
+
+    text: str
+
+
+class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message, or an item of an answer as it was given, or what a call has given. Its id and status
+    name it and say nothing more."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
     status: str | None = None
+    # Of a message; content also of reasoning.
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputText | GivenOutputText | RefusalText | ReasoningText] | None = None
+    # Of a call, and of what it has given.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    parsed_arguments: Any = None
+    """The arguments, as a client library has read them."""
+    output: str | list[InputText] | None = None
+    # Of reasoning.
+    summary: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+
+
+class FlatFunctionTool(FunctionTool, kw_only=True, forbid_unknown_fields=True):
+    """A tool as this route has it; functions are the only kind there is."""
+
+    type: Literal["function"]
+
+
+class FlatToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the model is to reason."""
+
+    effort: Effort | None = None
+    """As reasoning_effort of /v1/chat/completions."""
+    # Not implemented: null alone.
+    summary: Any = None
+    generate_summary: Any = None
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,26 +111,27 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to /v1/responses."""
 
-    model: str | None = None
-    input: Annotated[str, msgspec.Meta(min_length=1)] | Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
+    input: Annotated[str, msgspec.Meta(min_length=1)] | Annotated[list[InputItem], msgspec.Meta(min_length=1)]
     instructions: str | None = None
     """The system's message."""
     max_output_tokens: Count | None = None
-    stream: bool | None = None
+    tools: list[FlatFunctionTool] | None = None
+    tool_choice: ToolChoiceWord | FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: of the model's calls only the first is returned."""
+    reasoning: ReasoningOptions | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     # As in /v1/chat/completions.
-    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
+    seed: Seed | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     min_tokens: Natural | None = None
     ignore_eos: bool | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    deadline_ms: Count | None = None
     text: TextConfig | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -96,26 +143,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     conversation: Any = None
     logprobs: Any = None
     max_tool_calls: Any = None
-    metadata: Any = None
-    parallel_tool_calls: Any = None
     previous_response_id: Any = None
     prompt: Any = None
-    prompt_cache_key: Any = None
-    reasoning: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
     stream_options: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     truncation: Any = None
-    user: Any = None
-
-
-class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """Text that led to the answer."""
-
-    text: str
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
@@ -136,7 +167,19 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
     content: list[ReasoningText]
 
 
-Item = MessageItem | ReasoningItem
+class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """What the model wants called."""
+
+    id: str
+    call_id: str
+    """What the item with the call's output names it by."""
+    name: str
+    arguments: str
+    """JSON, as the model has written it."""
+    status: str
+
+
+Item = MessageItem | ReasoningItem | CallItem
 
 
 class OutputDetails(msgspec.Struct):
@@ -181,9 +224,13 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
     previous_response_id: None = None
+    prompt_cache_key: str | None = None
+    reasoning: ReasoningOptions | None = None
+    safety_identifier: str | None = None
     store: bool = False
     text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(TextFormat()))
-    tool_choice: str = "auto"
-    tools: list[Any] = []
+    tool_choice: ToolChoiceWord | FlatToolChoice = "auto"
+    tools: list[FlatFunctionTool] = []
     top_logprobs: int = 0
     truncation: str = "disabled"
+    user: str | None = None

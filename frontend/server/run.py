@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidestep.frontend.server.api_processes import ApiProcesses
 from sidestep.frontend.server.app import make_app
-from sidestep.frontend.server.http_protocol import BoundedHttpProtocol
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.http_protocol import BoundedHttpProtocol, FileWatch
+from sidestep.frontend.server.options import Keys, ServerArgs
 from sidestep.frontend.server.service import Service
 from sidestep.ipc.errors import EngineDeadError, ValidationError
+from sidestep.ipc.logs import tell
 
+_COLLECT = (50_000, 20, 100)
+"""New objects before the youngest are looked at, and how often the next generations are."""
 _LAST_SENDS_S = 2
 """For answers that are complete, to clients that read slowly, before connections are closed."""
 _KEEP_ALIVE_S = 75
@@ -64,8 +66,16 @@ class Server(uvicorn.Server):
         """Takes no more requests; ends when those that run have ended."""
         if at_once:
             self.force_exit = self.should_exit = True
+            # Their requests end as those of clients that have gone, which say nothing.
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
         elif self._ends is None:
             self._ends = asyncio.create_task(self._drain())
+
+    async def wait_requests(self) -> None:
+        """Returns when no request is left, or soon."""
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=_LAST_SENDS_S)
 
     async def _drain(self) -> None:
         if self._others is not None:
@@ -76,12 +86,22 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def make_server(service: Service, keys: tuple[str, ...], version: str, others: ApiProcesses | None = None) -> Server:
+def check_certificates(args: ServerArgs) -> None:
+    """Raises ValidationError for those that cannot be used: that is known before the engine starts."""
+
+    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers nobody."""
+
+    if args.ssl_certfile is not None:
+        _config(nothing, args)
+
+
+def make_server(service: Service, keys: Keys, version: str, others: ApiProcesses | None = None) -> Server:
     """A server that is not started. Raises ValidationError for certificates that cannot be used."""
     return Server(_config(make_app(service, keys, version), service.args), service, others)
 
 
-async def serve(service: Service, keys: tuple[str, ...], version: str,
+async def serve(service: Service, keys: Keys, version: str,
                 listener: socket.socket) -> EngineDeadError | None:
     """Serves until a signal, or the engine's death, which it returns. With --api-server-count the other processes
     have joined before the first request is taken, and have ended when this returns. Raises SidestepError if one of
@@ -123,7 +143,10 @@ async def run(server: Server, listener: socket.socket, announce: bool = True) ->
         # What is there now stays: the collector need not look at it again and again while tokens come and go.
         gc.collect()
         gc.freeze()
+        # And it need not look at what is new after every few hundred objects: a body may make half a million.
+        gc.set_threshold(*_COLLECT)
         await serving
+        await server.wait_requests()
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
@@ -133,15 +156,14 @@ async def run(server: Server, listener: socket.socket, announce: bool = True) ->
 def _announce(service: Service, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "https" if service.args.ssl_certfile else "http"
-    print(f"serving {service.names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}",
-          file=sys.stderr, flush=True)
+    tell(f"serving {service.names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def _config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
-    protocol = type("Protocol", (BoundedHttpProtocol,), {"head_timeout": args.read_timeout})
+    protocol = type("Protocol", (BoundedHttpProtocol,), {"head_timeout": args.read_timeout, "files": FileWatch()})
     try:
         config = uvicorn.Config(
-            app, http=protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_SENDS_S, ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile,
             ssl_ca_certs=args.ssl_ca_certs, ssl_cert_reqs=2 if args.ssl_ca_certs else 0)

@@ -17,15 +17,19 @@ from starlette.requests import Request
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.frontend.server.call import Call, CallOptions, Reader, make_call
-from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused
+from sidestep.frontend.server.errors import RETRY_AFTER, ApiError, refused, too_long
+from sidestep.frontend.server.fields import ClientFields
 from sidestep.frontend.server.figures import Figures
 from sidestep.frontend.server.guard import CACHE_SALT, TENANT
+from sidestep.frontend.server.large_bodies import MOST_VALUES, LargeBodies
 from sidestep.frontend.server.metrics import ServerMetrics
 from sidestep.frontend.server.options import ServerArgs
 from sidestep.frontend.server.protocol import PromptDetails, Usage
 from sidestep.frontend.server.public_prefixes import PublicPrefixes
+from sidestep.frontend.server.queue_events import Queue
+from sidestep.frontend.server.request_log import LOGGED
 from sidestep.ipc.beam_search_params import BeamSearchParams
-from sidestep.ipc.errors import EngineStalledError, QueueFullError
+from sidestep.ipc.errors import PromptTooLongError, QueueFullError
 from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,7 +38,8 @@ if TYPE_CHECKING:
 DEADLINE_HEADER = "x-deadline-ms"
 _ANYBODY = "anonymous"
 """The tenant of a server without keys."""
-_STATS_S = 5.0
+_OTHER_VALUES = 4096
+"""Room in a body besides the token ids of the longest prompt."""
 _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
 
@@ -115,6 +120,8 @@ class Service:
         self.metrics = ServerMetrics()
         self._tracing = tracing
         self.public_prefixes = public_prefixes or PublicPrefixes([])
+        self.large = LargeBodies(max(MOST_VALUES, llm.max_model_len + _OTHER_VALUES))
+        self.queue = Queue(llm)
         self.started = int(time.time())
         self.is_draining = False
         self.gather: Callable[[], Awaitable[Figures]] | None = None
@@ -150,27 +157,43 @@ class Service:
             raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
                            headers={**RETRY_AFTER, "connection": "close"})
 
+    async def tokenize(self, field: str, text: str, *, add_special_tokens: bool, must_fit: bool = True) -> list[int]:
+        """Return a prompt's token ids. Raises ApiError (400) if it must leave room for output and does not, or if its
+        length alone says that it cannot."""
+        try:
+            return await self.llm.tokenize(text, add_special_tokens=add_special_tokens, must_fit=must_fit)
+        except PromptTooLongError as error:
+            raise too_long(field, self.llm.max_model_len, error.num_tokens, at_least=error.at_least) from None
+
     def check_length(self, field: str, ids: Sequence[int]) -> None:
         """Raises ApiError (400) for a prompt that leaves no room for output."""
         if len(ids) + 1 > self.llm.max_model_len:
-            raise refused(field, f"has {len(ids)} tokens; with one of output that is more than the model's "
-                          f"{self.llm.max_model_len}", "context_length_exceeded")
+            raise too_long(field, self.llm.max_model_len, len(ids))
 
-    def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams, *,
-                n: int | None = None, priority: int | None, salt: str | None, deadline_ms: int | None,
+    def _check_priority(self, priority: int | None) -> int:
+        """Return it, 0 if none is given. Raises ApiError where it would do nothing."""
+        if priority and self.llm.scheduling_policy != "priority":
+            raise refused("priority", "has no effect on this server, which takes requests in the order in which they "
+                          "come; it must be started with --scheduling-policy priority", "unsupported_field")
+        return priority or 0
+
+    def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams,
+                client: ClientFields, *, n: int | None = None,
                 beam_search: BeamSearchParams | None = None) -> list[Choice]:
-        """All completions that a request asks for, prompt by prompt."""
-        deadline_s, n = _deadline(http, deadline_ms), n or 1
+        """All completions that a request asks for, prompt by prompt. client: the request."""
+        http.scope.get(LOGGED, {}).update({"response_id": base, **client.notes})
+        deadline_s, n = _deadline(http, client.deadline_ms), n or 1
+        priority, salt = self._check_priority(client.priority), client.cache_salt
         # Who brings a salt asks for more isolation than the operator does, and gets it.
         public = [0 if salt is not None else self.public_prefixes.length(prompt) for prompt in prompts]
         salt = self._salt(http, salt)
         self.metrics.histograms["request_params_n"].observe(float(n))
         params = msgspec.structs.replace(params, n=n)
         tenant = http.scope.get(TENANT, _ANYBODY)
-        trace = None if self._tracing is None else self._tracing.begin(self.names[0], http.headers)
+        trace = None if self._tracing is None else self._tracing.begin(self.names[0], http.headers, client.notes)
         made: list[Choice] = []
         for i, prompt in enumerate(prompts):
-            options = CallOptions(request_id=f"{base}-{i * n}", priority=priority or 0, cache_salt=salt,
+            options = CallOptions(request_id=f"{base}-{i * n}", priority=priority, cache_salt=salt,
                                   num_public_tokens=public[i], deadline_s=deadline_s)
             call = make_call(self.llm, prompt, params, beam_search, options)
             made += [Choice(i * n + j, options.request_id, params, call, j, tenant, trace) for j in range(n)]
@@ -182,6 +205,10 @@ class Service:
         return salt if of_key is None else f"{of_key}:{salt or ''}"
 
     # Running.
+
+    def request_ids(self, tenant: str) -> set[str]:
+        """Return the engine's names of the requests that run for this tenant, of this process."""
+        return {choice.request_id for choice in self._running if choice.tenant == tenant}
 
     def tally(self, choice: Choice) -> Tally:
         """Counts one choice."""
@@ -222,12 +249,8 @@ class Service:
         return output
 
     async def stats(self) -> dict[int, dict[str, float]]:
-        """What each replica that lives counts. Raises EngineStalledError, so that nobody waits for one that hangs."""
-        try:
-            async with asyncio.timeout(_STATS_S):
-                return await self.llm.get_stats_by_replica()
-        except TimeoutError:
-            raise EngineStalledError(f"the engine core has not answered for {_STATS_S:g} s") from None
+        """Return what each replica counts whose core answers. Raises EngineStalledError if none does."""
+        return await self.llm.get_stats_by_replica()
 
     # Ending.
 

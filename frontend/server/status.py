@@ -10,8 +10,11 @@ from starlette.responses import Response
 from sidestep.frontend.async_llm import sum_stats
 from sidestep.frontend.server.errors import RETRY_AFTER, ApiError
 from sidestep.frontend.server.exposition import Exposition
+from sidestep.frontend.server.figures import TenantCounts
+from sidestep.frontend.server.guard import OPERATOR, TENANT
 from sidestep.frontend.server.protocol import Load, Model, ModelList, Status, Version
 from sidestep.frontend.server.service import Service
+from sidestep.ipc.errors import EngineDeadError, EngineStalledError
 
 
 class StatusRoutes:
@@ -23,12 +26,14 @@ class StatusRoutes:
         self._exposition = Exposition(service.names[0])
 
     async def health(self, http: Request) -> Response:
-        """200 while the engine makes progress: its busy loop answers and its steps come back. Of several replicas those
-        must that live, and one must live."""
+        """Answer 200 while the engine makes progress: a busy loop answers and its steps come back.
+
+        One replica of several is enough; the answer names those that have died or stalled.
+        """
         return _json(await self._health("ok"))
 
     async def ready(self, http: Request) -> Response:
-        """200 while new requests are taken."""
+        """Answer 200 while new requests are taken."""
         if self._service.is_draining:
             raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
                            headers=RETRY_AFTER)
@@ -36,8 +41,10 @@ class StatusRoutes:
 
     async def _health(self, good: str) -> Status:
         await self._service.llm.check_health()  # what it raises is a 503
-        dead = {str(status.number): status.dead for status in self._service.llm.replicas if status.dead is not None}
-        return Status("degraded" if dead else good, dead)
+        replicas = self._service.llm.replicas
+        dead = {str(status.number): status.dead for status in replicas if status.dead is not None}
+        stalled = {str(status.number): status.stalled for status in replicas if status.stalled is not None}
+        return Status("degraded" if dead or stalled else good, dead, stalled)
 
     async def version(self, http: Request) -> Response:
         """The server's version."""
@@ -60,9 +67,15 @@ class StatusRoutes:
     async def metrics(self, http: Request) -> Response:
         """For Prometheus."""
         service = self._service
-        stats, figures = await service.stats(), await service.figures()
-        alive = {status.number: status.dead is None for status in service.llm.replicas}
-        text = self._exposition.text(stats, alive, figures)
+        figures = await service.figures()
+        try:
+            stats = await service.stats()
+        except (EngineStalledError, EngineDeadError):
+            stats = {}  # the server's own figures, and that no engine answers, are served all the same
+        if not http.scope[OPERATOR]:
+            own = http.scope[TENANT]
+            figures = msgspec.structs.replace(figures, tenants={own: figures.tenants.get(own, TenantCounts())})
+        text = self._exposition.text(stats, service.llm.replicas, figures)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> Model:

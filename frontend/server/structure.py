@@ -3,6 +3,7 @@ field."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import msgspec
 from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.parsers.events import Function, ReasoningParser, ToolParser
 from sidestep.frontend.server.errors import ApiError, refused
-from sidestep.frontend.structured_outputs import literal
+from sidestep.frontend.structured_outputs import literal, schema_with_options
 from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
@@ -120,6 +121,20 @@ def form_of_calls(parser: type[ToolParser], functions: Sequence[Function], most:
                   special_tokens: Mapping[str, int]) -> Form:
     """From one to `most` calls of these functions, and nothing else. Raises ApiError."""
     return make_form("tools", grammar=parser.grammar(functions, most, lambda text: literal(text, special_tokens)))
+
+
+def calls_or_answer(calls: Form, answer: Form) -> Form:
+    """Return the form of an answer that either makes calls or is JSON. Raises ApiError."""
+    params, grammar = answer.params, calls.params.grammar
+    if params.kind not in ("json", "json_object"):
+        raise refused("tools", f"cannot go with structured_outputs.{params.kind}, which leaves no place for calls; "
+                      "send tool_choice 'none'", "unsupported_field")
+    assert grammar is not None
+    schema = schema_with_options(params.json_schema, answer.field or "structured_outputs.json",
+                                 spaced=not params.disable_any_whitespace)
+    return make_form(answer.field, grammar="\n".join([
+        "start: calls | answer", f"answer: %json {json.dumps(schema, ensure_ascii=False)}",
+        grammar.replace("start:", "calls:", 1)]))
 
 
 def form_of_strict_tools(parser: type[ToolParser], functions: Sequence[Function]) -> Form:

@@ -8,6 +8,7 @@ early has those that it came to. The parent is the request's W3C `traceparent`; 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from sidestep.frontend.outputs import RequestMetrics, RequestOutput
 
 _PHASES = ("queue", "prefill", "decode", "deliver")
 _FAILURES = ("error", "rejected")
-_FLUSH_MS = 2000
-"""For the last spans; a collector that does not answer does not keep the server from ending."""
+_LAST_SPANS_S = 2.0
+"""A collector that does not answer keeps the server from ending for so long at most."""
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -46,14 +47,15 @@ class Tracing:
         """Sends spans by OTLP over HTTP, from a thread of its own."""
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), version)
 
-    def begin(self, model: str, headers: Mapping[str, str]) -> RequestTrace:
-        """A request has come."""
-        return RequestTrace(self._tracer, _propagator.extract(headers), model, time.monotonic())
+    def begin(self, model: str, headers: Mapping[str, str], notes: Mapping[str, str]) -> RequestTrace:
+        """A request has come. notes: what its client says of it, by name."""
+        return RequestTrace(self._tracer, _propagator.extract(headers), model, time.monotonic(), notes)
 
     def close(self) -> None:
-        """Sends what is left."""
-        self._provider.force_flush(_FLUSH_MS)
-        self._provider.shutdown()
+        """Sends what is left, for a bounded time: the library would try again and again."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sending.start()
+        sending.join(_LAST_SPANS_S)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class RequestTrace:
     model: str
     begin: float
     """time.monotonic()"""
+    notes: Mapping[str, str]
 
     def choice_ended(self, request_id: str, last: RequestOutput | None, reason: str) -> None:
         """Makes the spans of one choice; `last` is its last output, if it gave any."""
@@ -76,7 +79,8 @@ class RequestTrace:
         moments = [self.begin] if last is None else list(_moments(last.metrics, end))
         span = self.tracer.start_span("generate", self.parent, SpanKind.SERVER, start_time=nanoseconds(moments[0]))
         span.set_attributes({"gen_ai.request.model": self.model, "gen_ai.response.id": request_id,
-                             "gen_ai.response.finish_reasons": (reason,)})
+                             "gen_ai.response.finish_reasons": (reason,),
+                             **{f"sidestep.client.{name}": text for name, text in self.notes.items()}})
         if last is not None:
             span.set_attributes({
                 "gen_ai.usage.input_tokens": len(last.prompt_token_ids),

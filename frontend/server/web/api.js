@@ -40,24 +40,28 @@ export async function getFlight(since, replica, signal) {
   return answer.json();
 }
 
-/** The chunks of a streamed chat, as they come. */
-export async function* streamChat(body, signal) {
+/** The chunks of a streamed chat, as they come. `onQueue(place)` is called while it waits: how many are before it. */
+export async function* streamChat(body, signal, onQueue) {
   const answer = await ask("/v1/chat/completions", {
     method: "POST",
-    headers: { "content-type": "application/json" },
+    headers: { "content-type": "application/json", "x-queue-events": "1" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
-  for await (const data of events(answer.body)) {
+  for await (const { event, data } of events(answer.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
+    if (event === "queue") {
+      onQueue(chunk);
+      continue;
+    }
     if (chunk.error) throw new ApiError(answer.status, chunk.error.message);
     yield chunk;
   }
   throw new ApiError(answer.status, "the stream broke off");
 }
 
-/** The data of server-sent events; this server sends one `data` line each. */
+/** Server-sent events; this server sends one `data` line each, and comments while there is nothing to tell. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -68,7 +72,11 @@ async function* events(stream) {
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {
-        if (part.startsWith("data: ")) yield part.slice(6);
+        const { event, data } = Object.fromEntries(part.split("\n").map((line) => {
+          const colon = line.indexOf(": ");
+          return [line.slice(0, colon), line.slice(colon + 2)];
+        }));
+        if (data !== undefined) yield { event, data };
       }
     }
   } finally {

@@ -1,6 +1,9 @@
 // The conversation: what was said, the answer as it streams, and how fast it came.
 
 import { ApiError, streamChat } from "/page/api.js";
+import { Renderer, copyButton } from "/page/render.js";
+
+const WAIT_MS = 400; // an answer that begins sooner is not announced
 
 const byId = (id) => document.getElementById(id);
 
@@ -41,15 +44,19 @@ export function startChat(onKeyNeeded) {
     const asked = addMessage(log, "user", text);
     const shown = addMessage(log, "assistant", "");
     const meter = new Meter();
+    const system = byId("system").value.trim();
     setBusy(true);
+    shown.wait("Waiting for the first token.", WAIT_MS);
     question.value = "";
     try {
       const body = {
-        messages: [...conversation, { role: "user", content: text }],
+        messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation,
+          { role: "user", content: text }],
         max_tokens: byId("max-tokens").valueAsNumber,
         temperature: byId("temperature").valueAsNumber,
       };
-      for await (const chunk of streamChat(body, control.signal)) {
+      const onQueue = ({ before, or_more: orMore }) => shown.wait(`Waiting, ${before}${orMore ? " or more" : ""} before you.`);
+      for await (const chunk of streamChat(body, control.signal, onQueue)) {
         meter.note(chunk);
         const delta = chunk.choices[0]?.delta;
         if (delta?.reasoning_content) shown.think(delta.reasoning_content);
@@ -105,11 +112,13 @@ function addMessage(log, role, text) {
   who.textContent = role === "user" ? "You" : "Model";
   const words = document.createElement("div");
   words.className = "words";
-  const said = words.appendChild(document.createTextNode(text));
+  // What a person has written is shown as it is.
+  const renderer = role === "user" ? null : new Renderer(words);
+  if (renderer === null) words.textContent = text;
   element.append(who, words);
   log.append(element);
   log.scrollTop = log.scrollHeight;
-  let thoughts = null;
+  let said = text, thoughts = null, waiting = null, timer = null;
 
   /** Keeps the end in sight unless the reader has scrolled up. */
   function scrolling(change) {
@@ -124,13 +133,45 @@ function addMessage(log, role, text) {
     paragraph.textContent = line;
     if (kind === "error") paragraph.setAttribute("role", "alert");
     scrolling(() => element.append(paragraph));
+    return paragraph;
+  }
+
+  function wait(line, after = 0) {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      waiting ??= note("waits quiet", "");
+      waiting.textContent = line;
+    }, after);
+  }
+
+  function begin() {
+    clearTimeout(timer);
+    waiting?.remove();
+    waiting = null;
+  }
+
+  function end(kind, line) {
+    begin();
+    renderer.end();
+    const last = note(kind, line);
+    if (!said) return;
+    const foot = document.createElement("div");
+    foot.className = "foot";
+    last.replaceWith(foot);
+    foot.append(last, copyButton("Copy", () => said));
   }
 
   return {
     element,
-    get text() { return said.data; },
-    say: (more) => scrolling(() => said.appendData(more)),
+    get text() { return said; },
+    wait,
+    say(more) {
+      begin();
+      said += more;
+      scrolling(() => renderer.add(more));
+    },
     think(more) {
+      begin();
       if (thoughts === null) {
         const block = document.createElement("div");
         block.className = "thoughts";
@@ -139,8 +180,8 @@ function addMessage(log, role, text) {
       }
       scrolling(() => thoughts.appendData(more));
     },
-    end: (line) => note("meter", line),
-    fail: (line) => note("error", line),
+    end: (line) => end("meter", line),
+    fail: (line) => end("error", line),
   };
 }
 

@@ -2,18 +2,12 @@
 
 import { ApiError, getFlight } from "/page/api.js";
 import { drawBars, milliseconds, roundUp } from "/page/charts.js";
+import { queueRows } from "/page/queue.js";
 import { describe, drawTimeline, median } from "/page/timeline.js";
 
-const POLL_MS = 500, RETRY_MS = 2000;
+const POLL_MS = 500, RETRY_MS = 2000, ANSWER_MS = 8000;
 const MOST_STEPS = 2048, PLACES = 120, PLACE_US = 250_000, RATE_US = 5_000_000;
-const MOST_WAITING = 16, MOST_RUNNING = 8, TABLE_STEPS = 12;
-const REASONS = {
-  turn: "its turn: others are before it",
-  max_num_seqs: "a seat: as many run as may (max_num_seqs)",
-  max_num_batched_tokens: "the next step: this one is full (max_num_batched_tokens)",
-  kv_cache: "KV blocks: the cache has too few free",
-  output: "its last token, on its way back",
-};
+const TABLE_STEPS = 12, TILES = ["running", "waiting", "kv", "tokens", "busy", "step"];
 const byId = (id) => document.getElementById(id);
 
 /** Wires the view. `onKeyNeeded(message)`: the server wants another API key; call `start()` when there is one. */
@@ -22,8 +16,9 @@ export function makeEngineView(onKeyNeeded) {
   const steps = [];
   const places = new Map(); // by time: the largest batch, queue and share of the cache in it
   const choice = byId("replica");
-  let replica = null; // that is shown
+  let replica = null, isChosen = false; // that is shown, and whether somebody has chosen it
   let next = null, timer = null, asking = null, newest = null;
+  let seen = 0, isKnown = false; // when the newest was, and whether nothing has failed since
 
   function start() {
     stop();
@@ -40,21 +35,37 @@ export function makeEngineView(onKeyNeeded) {
     const mine = asking = new AbortController();
     let wait = POLL_MS;
     try {
-      const flight = await getFlight(next, replica, mine.signal);
+      const flight = await getFlight(next, replica, AbortSignal.any([mine.signal, AbortSignal.timeout(ANSWER_MS)]));
       if (asking !== mine) return;
       take(flight);
       draw();
-      setState("ok", "live");
+      const bad = flight.replicas.filter(trouble).length;
+      if (bad) setState("bad", `live, without ${bad} of ${flight.replicas.length} replicas`);
+      else setState("ok", "live");
     } catch (error) {
       if (asking !== mine) return;
       if (error instanceof ApiError && error.status === 401) {
         setState("bad", "key needed");
+        drawNothing("The server wants an API key.");
         return onKeyNeeded(error.message);
       }
-      setState("bad", error instanceof ApiError ? error.message : "the server cannot be reached");
+      const problem = await explain(error, mine.signal);
+      if (asking !== mine) return;
+      setState("bad", problem);
+      drawNothing(problem);
       wait = RETRY_MS;
     }
     timer = setTimeout(poll, wait);
+  }
+
+  /** Why nothing could be shown. Of a replica that has died the others still tell; one of them is shown next, unless
+   *  somebody has chosen the dead one. */
+  async function explain(error, signal) {
+    const overview = error instanceof ApiError ? await getFlight(null, null, signal).catch(() => null) : null;
+    if (newest !== null) newest.replicas = overview?.replicas ?? newest.replicas.map(({ replica: number }) => ({ replica: number, dead: null, stalled: null }));
+    if (overview !== null && !isChosen && !signal.aborted) turnTo(overview.replica);
+    if (error instanceof ApiError) return error.message;
+    return error.name === "TimeoutError" ? "the server does not answer" : "the server cannot be reached";
   }
 
   function take(flight) {
@@ -63,6 +74,8 @@ export function makeEngineView(onKeyNeeded) {
     next = flight.next;
     replica = flight.replica;
     newest = flight;
+    seen = Date.now();
+    isKnown = true;
     steps.push(...flight.steps);
     steps.splice(0, steps.length - MOST_STEPS);
     const share = (free) => 1 - free / flight.num_kv_blocks;
@@ -77,11 +90,10 @@ export function makeEngineView(onKeyNeeded) {
     places.clear();
   }
 
-  function show(number) {
-    forget();
+  function turnTo(number) {
+    if (number !== replica) forget();
     replica = number;
     next = null;
-    start();
   }
 
   function note(time, rows, waiting, used) {
@@ -90,8 +102,21 @@ export function makeEngineView(onKeyNeeded) {
       rows: Math.max(old.rows, rows), waiting: Math.max(old.waiting, waiting), used: Math.max(old.used, used) });
   }
 
+  /** What is not known now is not shown as if it were. The charts are of the past, and stay. */
+  function drawNothing(problem) {
+    isKnown = false;
+    const when = newest === null ? "" : ` The charts end ${new Date(seen).toLocaleTimeString()}.`;
+    byId("engine-note").textContent = `${problem[0].toUpperCase()}${problem.slice(1).replace(/\.$/, "")}.${when}`;
+    byId("engine-note").hidden = false;
+    for (const name of TILES) byId(`tile-${name}`).textContent = "–";
+    fill(byId("queue"), []);
+    byId("queue-note").textContent = "Not known now.";
+    if (newest !== null) drawReplicas();
+  }
+
   function draw() {
-    if (newest === null) return;
+    if (newest === null || !isKnown) return;
+    byId("engine-note").hidden = true;
     drawReplicas();
     drawTiles();
     drawTimeline(byId("timeline"), steps, Number(byId("zoom").value));
@@ -110,9 +135,16 @@ export function makeEngineView(onKeyNeeded) {
       choice.replaceChildren(...newest.replicas.map((each) => new Option(each.replica, each.replica)));
     }
     newest.replicas.forEach((each, place) => {
-      choice.options[place].text = each.dead === null ? each.replica : `${each.replica} (dead)`;
+      choice.options[place].text = each.dead ? `${each.replica} (dead)` : each.stalled ? `${each.replica} (stalled)` : each.replica;
     });
     choice.value = replica;
+    const bad = newest.replicas.filter(trouble);
+    byId("replicas").hidden = newest.replicas.length < 2 || !bad.length;
+    byId("replicas").replaceChildren(...bad.map((each) => {
+      const item = document.createElement("li");
+      item.textContent = `Replica ${each.replica}: ${trouble(each)}`;
+      return item;
+    }));
   }
 
   function drawTiles() {
@@ -154,12 +186,9 @@ export function makeEngineView(onKeyNeeded) {
   }
 
   function drawRequests() {
-    const waiting = newest.requests.filter((r) => r.status !== "running");
-    const running = newest.requests.filter((r) => r.status === "running");
-    const shown = [...waiting.slice(0, MOST_WAITING), ...running.slice(0, MOST_RUNNING)];
-    fill(byId("queue"), shown.map((request) => requestRow(request, newest.now_us)));
-    const more = newest.num_waiting + newest.num_running - shown.length;
-    byId("queue-note").textContent = !shown.length ? "No requests." : more > 0 ? `And ${more} more.` : "";
+    const { rows, more } = queueRows(newest);
+    fill(byId("queue"), rows);
+    byId("queue-note").textContent = !rows.length ? "No requests." : more > 0 ? `And ${more} more.` : "";
   }
 
   live.addEventListener("change", () => {
@@ -167,10 +196,19 @@ export function makeEngineView(onKeyNeeded) {
     start();
   });
   document.addEventListener("visibilitychange", start);
-  choice.addEventListener("change", () => show(Number(choice.value)));
+  choice.addEventListener("change", () => {
+    isChosen = true;
+    turnTo(Number(choice.value));
+    start();
+  });
   byId("zoom").addEventListener("change", draw);
   window.addEventListener("resize", draw);
   return { start };
+}
+
+/** What is wrong with a replica; null if nothing is. */
+function trouble(replica) {
+  return replica.dead ?? replica.stalled;
 }
 
 function setState(kind, words) {
@@ -205,19 +243,4 @@ function stepRow(step) {
   return makeRow(step.step, step.kind, step.num_rows, step.num_tokens, length(step.schedule_us, step.submit_us),
     length(step.received_us, step.launched_us), length(step.start_us, step.end_us),
     milliseconds((idle.result + idle.schedule + idle.prepare) / 1000));
-}
-
-function requestRow(request, now) {
-  const reason = request.waiting_for === null ? "" : REASONS[request.waiting_for] ?? request.waiting_for;
-  const row = makeRow(shorten(request.request_id), request.status, reason, request.num_prompt_tokens,
-    request.num_output_tokens, milliseconds((now - request.arrival_us) / 1000));
-  row.className = request.status;
-  row.cells[0].title = request.request_id;
-  if (request.waiting_for !== null) row.dataset.waitingFor = request.waiting_for;
-  return row;
-}
-
-/** A request's name is mostly random: its kind, the random part's beginning and the choice's number tell it. */
-function shorten(name) {
-  return name.replace(/^([a-z]+-)?([0-9a-f]{8})[0-9a-f]{24}(-\d+)?$/, "$1$2$3").slice(0, 40);
 }

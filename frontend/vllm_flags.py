@@ -1,0 +1,53 @@
+"""Flags that `vllm serve` has and `sidestep serve` has not: parsed, so that an error can say what to do instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sidestep.ipc.vllm.foreign import Foreign
+
+_SHORT = {"optimization_level": "-O", "quantization": "-q", "compilation_config": "-cc",
+          "speculative_config": "-sc", "enable_expert_parallel": "-ep"}
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser, table: Mapping[str, Foreign]) -> None:
+    """Add a flag for each name of a table that the command has no flag for. The help does not show them."""
+    for name, foreign in table.items():
+        flags = [flag for flag in (f"--{name.replace('_', '-')}", _SHORT.get(name))
+                 if flag is not None and flag not in parser._option_string_actions]
+        common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if not flags:
+            continue
+        if foreign.form == "switch":
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+        elif foreign.form == "list":
+            parser.add_argument(*flags, nargs="*", **common)
+        else:
+            parser.add_argument(*flags, type=_value, **common)
+
+
+def vllm_values(parsed: argparse.Namespace, table: Mapping[str, Foreign]) -> dict[str, Any]:
+    """Return those of a table's names that were given."""
+    return {name: getattr(parsed, name) for name in table if hasattr(parsed, name)}
+
+
+def with_dashes(words: Iterable[str]) -> list[str]:
+    """Return a command line's words with flags such as `--max_model_len` as `--max-model-len`; those after a bare `--`
+    as they are."""
+    made, are_flags = list[str](), True
+    for word in words:
+        are_flags = are_flags and word != "--"
+        flag, equals, value = word.partition("=")
+        made.append(flag.replace("_", "-") + equals + value if are_flags and flag.startswith("--") else word)
+    return made
+
+
+def _value(text: str) -> Any:
+    """A number or an object as Python would have it, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,9 @@
+"""AsyncLLM, by the older name and module that scripts for vLLM import it from."""
+
+from sidestep.frontend.async_llm import AsyncLLM
+
+AsyncLLMEngine = AsyncLLM
+
+__all__ = ["AsyncLLMEngine"]
+
+__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
