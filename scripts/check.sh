@@ -5,4 +5,4 @@ cd "$(dirname "$0")/.."
 bash scripts/install.sh dev
 .venv/bin/ruff check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest -q "$@"
+exec bash scripts/test.sh "$@"

@@ -34,6 +34,12 @@ make_venv() {
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
   echo "installing into .venv ..." >&2
   .venv/bin/python -m pip install --quiet --upgrade pip
+  cpu_torch="$(.venv/bin/python scripts/cpu_torch.py)"
+  if [ -n "$cpu_torch" ]; then
+    echo "no NVIDIA GPU here: taking torch's CPU build" >&2
+    # shellcheck disable=SC2086  # it is a list of words
+    .venv/bin/python -m pip install --quiet --no-deps $cpu_torch || echo "that failed: taking PyPI's build" >&2
+  fi
   .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
   touch "$stamp"
 fi

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests, installing what they need into .venv first. Arguments go to pytest.
+# Files run side by side, in as many processes as the machine has room for; `-n 0` runs them in one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install.sh test
 bash scripts/install_chromium.sh || echo "the tests of the page in a browser are skipped" >&2
-exec .venv/bin/python -m pytest -q "$@"
+bash scripts/install_clients.sh || echo "the tests of other projects' clients are skipped" >&2
+exec .venv/bin/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder --durations 10 "$@"
