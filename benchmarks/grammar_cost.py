@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.structured_outputs import SCHEMA, unbounded, write_tokenizer
+from sidestep.engine_core.mask_jobs import FOREVER
 from sidestep.engine_core.mask_table import MaskTable
 from sidestep.engine_core.request import Request
 from sidestep.engine_core.step_plan import StepBuilder
@@ -125,7 +126,7 @@ def run(form: StructuredOutputsParams, grammars: Grammars, vocab: int, count: in
             if request.matcher is not None and request.matcher.is_stopped():
                 requests[i] = make_requests(1, grammar, grammars)[0]
         with watch("masks"):
-            masks = [mask for mask in grammars.masks(requests, [False] * count, 0, 0.0) if mask is not None]
+            masks = [mask for mask in grammars.masks(requests, 0, 0.0, FOREVER) if mask is not None]
         with watch("place"):
             message = wire.core.message(0, range(count), requests, masks)
         with watch("send"):

@@ -1,0 +1,1 @@
+"""Granite for Sidestep: Llama whose activations are scaled in four places."""

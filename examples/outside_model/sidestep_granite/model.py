@@ -1,0 +1,46 @@
+"""Granite as a worker runs it: the shared decoder, with the factors multiplied into the weights."""
+
+from __future__ import annotations
+
+import msgspec
+from torch import Tensor
+
+from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.weight_loader import Shape, Weights
+from sidestep.ipc.layer_split import Stage
+from sidestep.ipc.model_spec import ModelSpec
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    """One rank's part. The head is no longer tied: its factor is not the embedding's."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, parallel: Parallel,
+                 stage: Stage | None = None) -> None:
+        untied = msgspec.structs.replace(spec, tie_word_embeddings=False)
+        super().__init__(untied, ScaledWeights(spec, weights), parallel, stage)
+
+
+class ScaledWeights(Weights):
+    """The checkpoint's weights, each times its factor."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        super().__init__(weights.dtype, weights.device)
+        self._weights = weights
+        self._is_tied = spec.tie_word_embeddings
+        residual = spec.extra["residual_multiplier"]
+        self._factors = {
+            "embed_tokens": spec.extra["embedding_multiplier"],
+            # The decoder divides scores by the square root of a head's size.
+            "q_proj": spec.extra["attention_multiplier"] * spec.head_dim**0.5,
+            "o_proj": residual,
+            "down_proj": residual,
+            "lm_head": 1 / spec.extra["logits_scaling"],
+        }
+
+    def get(self, name: str, shape: Shape, rows: range | None = None,
+            columns: range | None = None) -> Tensor:
+        """The tensor that the decoder asks for; layers are named <...>.<layer>.weight or .bias."""
+        factor = self._factors.get(name.split(".")[-2], 1.0)
+        stored = "model.embed_tokens.weight" if name == "lm_head.weight" and self._is_tied else name
+        return self._weights.get(stored, shape, rows, columns) * factor
