@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from sidestep.engine_core.kv_cache_manager import KVCacheManager
@@ -22,7 +23,7 @@ from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, Schedu
 from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
 from sidestep.ipc.model_spec import ModelSpec, RopeSpec
 from sidestep.ipc.sampling_params import SamplingParams
-from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
+from sidestep.ipc.step import Columns, LogprobColumns, StepInput, StepMasks, StepOutput
 from sidestep.ipc.structured_outputs import Grammar
 
 VOCAB_SIZE = 50
@@ -113,6 +114,8 @@ class Engine:
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
+    logprobs: dict[int, list[tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(list))
+    """Of each sampled token that they were told of: its position, and the tokens whose log-probabilities came."""
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -192,6 +195,11 @@ class Engine:
             for handle, token in zip(unpack_ids(box.handles), unpack_ids(box.token_ids), strict=True):
                 assert int(handle) not in self.finished, "a token came after the end"
                 self.tokens[int(handle)].append(int(token))
+            if box.logprobs:
+                columns = LogprobColumns.unpack(box.logprobs)
+                ids = np.split(columns.token_ids, np.cumsum(columns.sizes)[:-1])
+                for handle, position, tokens in zip(columns.keys, columns.positions, ids, strict=True):
+                    self.logprobs[int(handle)].append((int(position), tokens.tolist()))
             for start in box.started:
                 assert start.handle not in self.started, "started twice"
                 self.started[start.handle] = start

@@ -19,3 +19,8 @@ def is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def cores(pid: int) -> list[psutil.Process]:
+    """The engine cores that a process has started, in their order."""
+    return [child for child in psutil.Process(pid).children() if child.cmdline()[-1] == "engine core"]

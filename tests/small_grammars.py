@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher
 
+from sidestep.engine_core.mask_jobs import FOREVER
+from sidestep.engine_core.request import Request
 from sidestep.engine_core.structured_outputs import Grammars, _Compilation, _compile
 from sidestep.executor.fake import chain, next_token
 from sidestep.frontend.structured_outputs import make_grammar
+from sidestep.ipc.step import Int32
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams, grammar_limits
 from tests.fakes import VOCAB_SIZE
 
@@ -35,6 +39,12 @@ def _tokenizer() -> str:
 class SmallGrammars(Grammars):
     """No thread compiles: it is done when the caller goes on, and heard of in the next step."""
 
+    rng = random.Random(0)
+    late_share = 0.0
+    """Of the masks that may be late."""
+    mask_seconds: Sequence[float] = (0.0,)
+    """What each mask seems to have taken, one of these."""
+
     def __init__(self, clock: Callable[[], float]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "tokenizer.json").write_text(_tokenizer())
@@ -47,6 +57,15 @@ class SmallGrammars(Grammars):
         _compile(self._tokenizer, self._jobs.get())
         self._done.put(compilation)
         self._bell.ring()
+
+    def masks(self, requests: Sequence[Request], most_late: int, patience_s: float,
+              longest_s: float) -> list[Int32 | None]:
+        found = super().masks(requests, most_late, patience_s, longest_s)
+        if longest_s == FOREVER:
+            return found
+        for request in requests:
+            request.mask_s = self.rng.choice(self.mask_seconds)
+        return [None if self.rng.random() < self.late_share else mask for mask in found]
 
     def forget_all(self) -> None:
         """The next request with any grammar has to wait for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,25 @@ def reference_beams(model: PreTrainedModel, prompt: Sequence[int], params: BeamS
     return list(zip(tokens, scores, strict=True))
 
 
+def is_clear(beams: Sequence[tuple[list[int], float]]) -> bool:
+    """Whether no two scores are so close that the rounding of a CPU's products decides which is better."""
+    return all(better - worse > 1e-5 * abs(better) for (_, better), (_, worse) in pairwise(beams))
+
+
 def check(llm: LLM, model: PreTrainedModel, prompts: Sequence[list[int]], params: BeamSearchParams,
           eos: Sequence[int] = ()) -> None:
+    num_clear = 0
     for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
         expected = reference_beams(model, prompt, params, () if params.ignore_eos else eos)
+        if not is_clear(expected):
+            continue
+        num_clear += 1
         assert [s.tokens[len(prompt):] for s in output.sequences] == [tokens for tokens, _ in expected]
         assert [s.tokens[:len(prompt)] for s in output.sequences] == [prompt] * params.beam_width
         if params.beam_width > 1:
             scores = [score for _, score in expected]
             assert [s.score for s in output.sequences] == pytest.approx(scores, rel=1e-5, abs=1e-4)
+    assert num_clear >= len(prompts) / 2
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
@@ -114,7 +125,10 @@ def test_plain_requests_beside_a_search_do_not_change(model_folder: Path) -> Non
         mixed = llm._call(mix(llm, prompts, params))
     model = load_reference(path)
     assert mixed[0] == reference_tokens(model, prompts[:3], [30] * 3)
-    assert mixed[1] == [[tokens for tokens, _ in reference_beams(model, p, params)] for p in prompts[3:]]
+    expected = [reference_beams(model, p, params) for p in prompts[3:]]
+    clear = [i for i, beams in enumerate(expected) if is_clear(beams)]
+    assert len(clear) >= 2
+    assert [mixed[1][i] for i in clear] == [[tokens for tokens, _ in expected[i]] for i in clear]
 
 
 async def mix(llm: LLM, prompts: Sequence[list[int]], params: BeamSearchParams) -> tuple[Any, Any]:

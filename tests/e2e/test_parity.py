@@ -72,10 +72,31 @@ def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size: int, model_fol
 DUMMY_TOKENS: dict[str, list[list[int]]] = {}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bundled_model_equals_transformers(dtype: str) -> None:
+TEXTS = ["def get_name(", "class Stack:", "import os\n\ndef read_file(path):", "for i in range(", "    return self"]
+
+
+@pytest.fixture(scope="module")
+def bundled_prompts() -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
-    texts = ["def get_name(", "class Stack:", "import os\n\ndef read_file(path):", "for i in range(", "    return self"]
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
-    expected = reference_tokens(load_reference(DEFAULT_MODEL, getattr(torch, dtype)), prompts, [40] * len(prompts))
-    assert engine_tokens(DEFAULT_MODEL, prompts, [40] * len(prompts), dtype=dtype) == expected
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+def test_the_bundled_model_equals_transformers(bundled_prompts: list[list[int]]) -> None:
+    counts = [40] * len(bundled_prompts)
+    expected = reference_tokens(load_reference(DEFAULT_MODEL), bundled_prompts, counts)
+    assert engine_tokens(DEFAULT_MODEL, bundled_prompts, counts) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_exact_as_that_of_transformers(dtype: str, bundled_prompts: list[list[int]]) -> None:
+    """Tokens themselves may differ: which of two close logits is larger, rounding decides, on each CPU in its way."""
+    exact = load_reference(DEFAULT_MODEL, torch.float64)
+    rounded = load_reference(DEFAULT_MODEL, getattr(torch, dtype))
+    for prompt, tokens in zip(bundled_prompts, engine_tokens(DEFAULT_MODEL, bundled_prompts, [40] * 5, dtype=dtype),
+                              strict=True):
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            logits, theirs = (model(ids).logits[0, len(prompt) - 1:-1].double() for model in (exact, rounded))
+        error = (theirs - logits).abs().max()
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits.max(1).values - chosen).max() <= 2 * error

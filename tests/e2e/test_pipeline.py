@@ -23,13 +23,18 @@ SMALL: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 7, "block
     ("llama-biases", {"pipeline_parallel_size": 2, "async_scheduling": False, "enable_prefix_caching": False}),
     ("llama-mqa-odd-sizes", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **SMALL}),
     ("llama-gqa", {"tensor_parallel_size": 4})], ids=str)
-def test_ranks_and_stages_equal_transformers(family: str, options: dict[str, Any], model_folder: Path) -> None:
+def test_ranks_and_stages_equal_transformers(family: str, options: dict[str, Any], model_folder: Path,
+                                             capfd: pytest.CaptureFixture[str]) -> None:
+    """And no rank writes a library's warning to the screen, in the midst of what a user streams there."""
     path = write_model(family, model_folder)
     model = load_reference(path)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
     expected = reference_tokens(model, prompts, counts)
+    capfd.readouterr()
     assert engine_tokens(path, prompts, counts, **options) == expected
+    shown = capfd.readouterr()
+    assert "Warning" not in shown.out + shown.err
 
 
 def test_the_order_of_requests_changes_nothing(model_folder: Path) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import of_sidestep
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line.split(" #")[0].strip() for line in re.findall(r"^sidestep .*$", README, re.MULTILINE)
-            if not line.startswith("sidestep serve") and "--url" not in line]  # tests/server runs those
+COMMANDS = [command for command in of_sidestep("README.md")
+            if not command.startswith("sidestep serve") and "--url" not in command]  # tests/server runs those
 
 
 def test_the_example_is_the_file_it_names() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,22 @@ def command(*words: str) -> list[str]:
     return [*COMMAND, *([] if "--dataset" in words else LENGTHS), *words]
 
 
-def run(tmp_path: Path, *words: str) -> dict[str, float]:
-    file = tmp_path / "report.json"
-    assert main(command("--json", str(file), *words)) == 0
-    report: dict[str, float] = json.loads(file.read_text())
-    return report
+Run = Callable[..., dict[str, float]]
 
 
-def test_a_stream_of_requests_is_served_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run(tmp_path, "--num-prompts", "30", "--request-rate", "100", "--goodput", "ttft:10000", "itl:10000")
-    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert printed.keys() == report.keys()
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command; its report."""
+    def run_command(*words: str) -> dict[str, float]:
+        assert main(command("--json", *words)) == 0
+        report: dict[str, float] = json.loads(capsys.readouterr().out)
+        return report
+
+    return run_command
+
+
+def test_a_stream_of_requests_is_served_and_reported(run: Run) -> None:
+    report = run("--num-prompts", "30", "--request-rate", "100", "--goodput", "ttft:10000", "itl:10000")
     assert (report["requests"], report["failed"], report["goodput_share"]) == (30, 0, 1.0)
     # Each token takes a step of 2 ms, and each request gives at least 4.
     assert report["ttft_ms_p50"] >= 2 and report["e2e_ms_p50"] >= 8
@@ -36,26 +42,26 @@ def test_a_stream_of_requests_is_served_and_reported(tmp_path: Path, capsys: pyt
     assert {"cpu_s_frontend", "cpu_s_core", "cpu_s_worker_0"} <= report.keys()
 
 
-def test_no_more_requests_are_sent_than_may_run_at_a_time(tmp_path: Path) -> None:
+def test_no_more_requests_are_sent_than_may_run_at_a_time(run: Run) -> None:
     """One at a time on a device of 2 ms steps: nothing overlaps, so the whole takes at least the steps of each."""
-    report = run(tmp_path, "--num-prompts", "10", "--max-concurrency", "1", "--output-len", "5")
+    report = run("--num-prompts", "10", "--max-concurrency", "1", "--output-len", "5")
     assert report["seconds"] >= 10 * 5 * 0.002
     assert report["output_tokens_per_s"] <= 1 / 0.002
 
 
-def test_requests_of_a_file_are_sent(tmp_path: Path) -> None:
+def test_requests_of_a_file_are_sent(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "requests.jsonl"
     data.write_text("".join(json.dumps({"prompt": [1] * n, "output_len": n}) + "\n" for n in (2, 3, 4)))
-    report = run(tmp_path, "--dataset", str(data))
+    report = run("--dataset", str(data))
     assert report["requests"] == 3
     assert report["output_tokens_per_s"] * report["seconds"] == pytest.approx(9)
     assert report["total_tokens_per_s"] * report["seconds"] == pytest.approx(18)
 
 
-def test_a_request_that_is_refused_fails_alone(tmp_path: Path) -> None:
+def test_a_request_that_is_refused_fails_alone(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "requests.jsonl"
     data.write_text('{"prompt": [1], "output_len": 2}\n{"prompt": [999999999], "output_len": 2}\n')
-    report = run(tmp_path, "--dataset", str(data))
+    report = run("--dataset", str(data))
     assert (report["requests"], report["failed"]) == (2, 1)
 
 

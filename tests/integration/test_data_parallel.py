@@ -121,7 +121,9 @@ async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
 def test_a_replica_that_cannot_start_says_which_and_leaves_no_process(fake_model: str) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(EngineStartError, match="^replica [01]: max_model_len: 2048 tokens do not fit"):
-        AsyncLLM.from_engine_args(EngineArgs(model=fake_model, device="fake", num_kv_blocks=4, data_parallel_size=2))
+        AsyncLLM.from_engine_args(EngineArgs(
+            model=fake_model, device="fake", num_kv_blocks=4, data_parallel_size=2,
+            max_model_len=2048))
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

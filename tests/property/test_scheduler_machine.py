@@ -29,11 +29,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(7, 14), max_num_seqs=st.integers(1, 5), budget=st.integers(5, 24),
                 policy=st.sampled_from(["fcfs", "priority"]), overlap=st.booleans(), num_stages=st.integers(1, 3),
-                caching=st.sampled_from([True, True, False]))
+                caching=st.sampled_from([True, True, False]), late_share=st.sampled_from([0.0, 0.3, 0.7]),
+                mask_seconds=st.sampled_from([(0.0,), (1e-4, 0.015)]))
     def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, overlap: bool, num_stages: int,
-              caching: bool) -> None:
+              caching: bool, late_share: float, mask_seconds: tuple[float, ...]) -> None:
         self.clock = Clock()
         self.grammars = SmallGrammars(self.clock)
+        self.grammars.late_share, self.grammars.mask_seconds = late_share, mask_seconds
         self.engine = Engine(make_scheduler(
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, prefix_caching=caching,
             eos=(0,), clock=self.clock, overlap=overlap, grammars=self.grammars, num_stages=num_stages),

@@ -37,7 +37,7 @@ class LiveServer:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log += line
-            if (found := re.match(r"serving \S+ at (\S+)", line)) is not None:
+            if (found := re.search(r"serving \S+ at ([^\s\"]+)", line)) is not None:
                 return found[1]
         raise AssertionError(f"the server has not started: {self.log}")
 

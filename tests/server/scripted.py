@@ -4,33 +4,37 @@ model's words."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.options import Keys, ServerArgs
 from sidestep.frontend.server.run import bind, make_server
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.messages import FinishReason, unpack_ids
+from sidestep.ipc.messages import AddRequest, FinishReason, unpack_ids
 from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 
 class ScriptedEngine:
     """Answers each request with the tokens of a text, one a step, then ends it."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, says: Callable[[str], str] | None = None) -> None:
+        """says: gives the answer to a prompt; without it each answer is the text `says`."""
         self.tokenizer = Tokenizer(folder)
         self.channel = FakeChannel()
         self.says = ""
-        self.llm = llm_of(self.channel, self.tokenizer, 2000)
+        self._answer = says or (lambda prompt: self.says)
+        self.llm = llm_of(self.channel, self.tokenizer, 2000 if says is None else 20_000)
 
     def prompts(self) -> list[str]:
         """The prompts that came, as text."""
-        return [self.tokenizer.decode(unpack_ids(m.prompt_token_ids).tolist(), skip_special_tokens=False)
-                for m in self.channel.added]
+        return [self._prompt(message) for message in self.channel.added]
+
+    def _prompt(self, message: AddRequest) -> str:
+        return self.tokenizer.decode(unpack_ids(message.prompt_token_ids).tolist(), skip_special_tokens=False)
 
     async def run(self) -> None:
         """Plays the core."""
@@ -38,7 +42,8 @@ class ScriptedEngine:
         while True:
             for request in self.channel.added[answered:]:
                 answered += 1
-                for token in self.tokenizer.encode(self.says, add_special_tokens=False):
+                text = self._answer(self._prompt(request))
+                for token in self.tokenizer.encode(text, add_special_tokens=False):
                     self.channel.say_tokens((request.handle, token))
                     await asyncio.sleep(0)
                 self.channel.say_tokens((request.handle, 0), finished=[(request.handle, FinishReason.STOP)])
@@ -46,12 +51,13 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def scripted_server(folder: str, **options: Any) -> AsyncIterator[tuple[ScriptedEngine, openai.AsyncOpenAI]]:
+async def scripted_server(folder: str, *, says: Callable[[str], str] | None = None,
+                          **options: Any) -> AsyncIterator[tuple[ScriptedEngine, openai.AsyncOpenAI]]:
     """The engine, and a client of a server over it."""
-    engine = ScriptedEngine(folder)
+    engine = ScriptedEngine(folder, says)
     args = ServerArgs(port=0, **options)
     listener = bind(args)
-    server = make_server(Service(engine.llm, args, ("scripted",)), (), "0")
+    server = make_server(Service(engine.llm, args, ("scripted",)), Keys(), "0")
     tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(engine.run())]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     try:

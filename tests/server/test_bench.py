@@ -25,12 +25,11 @@ LOAD = ["--num-prompts", "6", "--input-len", "5", "--output-len", "4", "--load-s
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """Runs the command; its report."""
     def run(*words: str) -> dict[str, Any]:
-        file = tmp_path / "report.json"
-        assert main(["bench", "serve", *words, "--json", str(file)]) == 0
-        report: dict[str, Any] = json.loads(file.read_text())
+        assert main(["bench", "serve", *words, "--json"]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
         return report
 
     return run

@@ -53,7 +53,7 @@ def test_its_neutral_values_are_taken(path: str, name: str, fake: LiveServer) ->
 @pytest.mark.parametrize(("given", "param"), [
     ({"nonsense": 1}, "nonsense"), ({"temperature": 3}, "temperature"), ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 129}, "n"), ({"max_tokens": 0}, "max_tokens"),
-    ({"min_tokens": 5}, "min_tokens"), ({"seed": -1}, "seed"), ({"stop": [""]}, "stop[0]"),
+    ({"min_tokens": 5}, "min_tokens"), ({"seed": -2}, "seed"), ({"stop": [""]}, "stop[0]"),
     ({"stop": ["x"] * 17}, "stop"), ({"stop": "x" * 1025}, "stop"), ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stream_options": {"include_usage": True}}, "stream_options"), ({"priority": 2**40}, "priority"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),

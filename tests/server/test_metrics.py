@@ -104,7 +104,8 @@ def waits(server: LiveServer) -> dict[str, float]:
 
 def test_tenants_are_counted_and_their_keys_are_not_told(make_server: Make) -> None:
     keys = ["first-key", "second-key"]
-    server = make_server(environment={"SIDESTEP_API_KEYS": ",".join(keys)}, key="first-key")
+    server = make_server(environment={"SIDESTEP_API_KEYS": ",".join(keys), "SIDESTEP_OPERATOR_KEYS": "boss"},
+                         key="boss")
     body = {"prompt": "x" * 10, "max_tokens": 3, "ignore_eos": True}
     for key, count in zip(keys, (1, 2), strict=True):
         for _ in range(count):

@@ -27,7 +27,8 @@ def test_every_operation_is_a_route_and_every_route_an_operation(operation: Any,
 
 def test_fields_that_do_nothing_yet_show_what_they_take() -> None:
     fields = make_document("0")["components"]["schemas"]["ChatRequest"]
-    assert fields["properties"]["parallel_tool_calls"]["enum"] == [None, True]
+    assert fields["properties"]["service_tier"]["enum"] == [None, "auto", "default"]
+    assert "structured_outputs" in fields["properties"]["guided_json"]["description"]
     assert fields["additionalProperties"] is False
 
 

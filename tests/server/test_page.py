@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Route, expect, sync_playwright
 
 from sidestep.frontend.server.page import FILES, PATHS
+from tests.processes import cores
 from tests.server.live import ROOT, LiveServer, raw_request
 
 CHROMIUM = shutil.which("chromium")
@@ -198,7 +199,7 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Open, make_server: 
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
         if order[-1] == "live":
             break
-    assert order == ["new-chat", "log", "question", "max-tokens", "temperature", "send", "live"]
+    assert order == ["new-chat", "summary", "log", "question", "max-tokens", "temperature", "send", "live"]
     for _ in range(4):
         page.keyboard.press("Shift+Tab")
     page.keyboard.type("first line")
@@ -357,7 +358,7 @@ def test_what_the_server_refuses_is_said_and_nothing_need_be_typed_twice(open_pa
     text = "x" * 3000  # more than the model's length
     page.get_by_label("Message").fill(text)
     page.get_by_label("Message").press("Enter")
-    expect(page.locator("#log").get_by_role("alert")).to_contain_text("messages: has 3")
+    expect(page.locator("#log").get_by_role("alert")).to_contain_text("your messages resulted in 3")
     expect(page.get_by_label("Message")).to_have_value(text)
 
 
@@ -417,6 +418,110 @@ def test_the_page_fits_narrow_screens(width: int, open_page: Open, fake: LiveSer
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
 
 
+# What answers look like.
+
+FENCED = ("See `one`:\n```python\nif a < b:\n    print('<b>')\n```\nand\n~~~\n```\n~~~~\n``two`` and\n"
+          "```js title\nlast()")
+"""The second block holds a fence of the other kind; the last has no end."""
+
+
+def answers(page: Page, text: str, size: int = 3) -> None:
+    """Chats are answered with this text, in pieces of so many characters."""
+    pieces = [{"choices": [{"delta": {"content": text[i:i + size]}}]} for i in range(0, len(text), size)]
+    events = [*map(json.dumps, pieces), json.dumps({"choices": [], "usage": {"completion_tokens": 9}}), "[DONE]"]
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        content_type="text/event-stream", body="".join(f"data: {event}\n\n" for event in events)))
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+
+
+def test_code_between_fences_is_a_block_however_its_text_is_cut(open_page: Open, fake: LiveServer) -> None:
+    page = open_page(fake)
+    shown = page.evaluate("""async text => {
+      const { Renderer } = await import("/page/render.js");
+      const render = size => {
+        const root = document.createElement("div"), renderer = new Renderer(root);
+        for (let i = 0; i < text.length; i += size) renderer.add(text.slice(i, i + size));
+        renderer.end();
+        const kind = node => node.nodeType === Node.TEXT_NODE ? node.data
+          : [node.querySelector("span").textContent, node.querySelector("code").textContent];
+        return JSON.stringify([...root.childNodes].map(kind).filter(shown => shown !== ""));
+      };
+      return [...new Set(Array.from(text, (_, i) => render(i + 1)))].map(JSON.parse);
+    }""", FENCED)
+    assert shown == [[
+        "See `one`:\n", ["python", "if a < b:\n    print('<b>')\n"], "and\n", ["code", "```\n"],
+        "``two`` and\n", ["js", "last()"]]]
+
+
+def test_code_and_answers_can_be_copied(open_page: Open, fake: LiveServer) -> None:
+    page = open_page(fake, permissions=["clipboard-read", "clipboard-write"])
+    answers(page, FENCED)
+    ask(page, "show me ```x```")
+    expect(page.locator(".assistant .code")).to_have_count(3)
+    assert page.locator(".user .words").inner_text() == "show me ```x```"
+    for button, text in ((page.get_by_role("button", name="Copy code").first, "if a < b:\n    print('<b>')\n"),
+                         (page.get_by_role("button", name="Copy", exact=True), FENCED)):
+        button.click()
+        expect(page.get_by_role("button", name="Copied").last).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == text
+
+
+def test_the_system_prompt_goes_first(open_page: Open, fake: LiveServer) -> None:
+    page = open_page(fake)
+    answers(page, "yes")
+    page.get_by_text("System prompt").click()
+    page.get_by_label("System prompt").fill(" Be brief.\n")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "hi")
+    assert sent.value.post_data_json["messages"] == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+
+
+def test_a_chat_that_waits_says_how_many_are_before_it_and_the_queue_fits_a_telephone(
+        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    server = make_server("--max-num-seqs", "2", step_ms=5)
+    page = open_page(server, viewport={"width": 390, "height": 800})
+    with streams(server, 9):
+        ask(page, "hello")
+        expect(page.locator(".waits")).to_have_text("Waiting, 7 before you.")
+        groups = page.locator("#queue tr.waiting")
+        expect(groups).to_have_count(2)  # the first of the queue, and the others
+        expect(groups.nth(1).locator("th")).to_have_text("7 requests")
+        assert page.locator("#queue").evaluate("e => e.scrollWidth <= e.parentElement.clientWidth")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect(page.locator(".assistant .words")).not_to_be_empty()
+    expect(page.locator(".waits")).to_have_count(0)
+    page.get_by_role("button", name="Stop").click()
+
+
+def test_what_is_dead_is_not_shown_as_if_it_ran(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    server = make_server("-dp", "2", step_ms=5)
+    page = open_page(server, expected="status of 50|net::ERR_")
+    live(page)
+    cores(server.process.pid)[0].kill()
+    # The other replica is shown then, since nobody has chosen the dead one.
+    expect(page.get_by_role("status")).to_have_text("live, without 1 of 2 replicas")
+    expect(page.get_by_label("Replica")).to_have_value("1")
+    expect(page.locator("#replicas li")).to_have_text(re.compile(r"^Replica 0: .*(killed|ended)"))
+    page.get_by_label("Replica").select_option("0")
+    expect(page.locator("#engine-note")).to_contain_text(re.compile(r"^Replica 0: .*(killed|ended)"))
+    expect(page.locator("#tile-running")).to_have_text("–")
+    page.get_by_label("Replica").select_option("1")
+    expect(page.locator("#engine-note")).to_be_hidden()
+    with streams(server, 2):
+        expect(page.locator("#tile-running")).to_have_text("2")
+        server.process.kill()
+        expect(page.get_by_role("status")).to_have_text("the server cannot be reached")
+    expect(page.locator("#engine-note")).to_contain_text("The server cannot be reached. The charts end")
+    expect(page.locator("#tile-running")).to_have_text("–")
+    expect(page.locator("#queue tbody tr")).to_have_count(0)
+    expect(page.locator("#queue-note")).to_have_text("Not known now.")
+
+
 # The docs' pictures.
 
 @pytest.fixture
@@ -440,7 +545,7 @@ def test_the_docs_pictures_can_be_made(pictures: Path, open_page: Open, tiny: Li
     server = make_server("--max-num-seqs", "4", step_ms=10)
     page = open_page(server, viewport=size, color_scheme="dark")
     with streams(server, 7):
-        expect(page.locator("#queue tr.waiting")).to_have_count(3)
+        expect(page.locator("#queue tr.waiting")).to_have_count(2)
         expect(page.locator("#timeline rect.decode").nth(7)).to_be_visible()
         expect(page.locator("#timeline-note")).to_contain_text("packed and queued")
         page.locator("#engine").screenshot(path=pictures / "page-engine-dark.png")

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
-
+from tests.processes import cores
 from tests.server.live import LiveServer, raw_request, read_all
 
 Make = Callable[..., LiveServer]
 SHORT: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True}
-
-
-def cores(server: LiveServer) -> list[psutil.Process]:
-    """The replicas', in their order."""
-    return [child for child in psutil.Process(server.process.pid).children() if child.cmdline()[-1] == "engine core"]
 
 
 def test_each_replica_has_its_figures_and_its_flight_recorder(make_server: Make) -> None:
@@ -34,7 +29,7 @@ def test_each_replica_has_its_figures_and_its_flight_recorder(make_server: Make)
     for replica in (0, 1):
         told = server.http.get(f"/v1/flight?replica={replica}").json()
         assert (told["replica"], len(told["steps"])) == (replica, told["next"]) and told["next"] > 0
-        assert told["replicas"] == [{"replica": 0, "dead": None}, {"replica": 1, "dead": None}]
+        assert told["replicas"] == [{"replica": number, "dead": None, "stalled": None} for number in (0, 1)]
     for query in ("replica=2", "replica=x", "replica=0&replica=1"):
         assert server.http.get(f"/v1/flight?{query}").status_code == 400
 
@@ -49,7 +44,7 @@ def test_a_replica_s_death_breaks_no_answer_and_operators_are_told(make_server: 
             stream.sendall(raw_request("/v1/completions", json.dumps({**body, "prompt": f"{i}" * 20}).encode(),
                                        Connection="close"))
         server.until(lambda load: load["num_running"] == 8 and load["num_waiting"] == 8)
-        cores(server)[1].kill()
+        cores(server.process.pid)[1].kill()
         answers = [read_all(stream) for stream in streams]
     for answer in answers:
         assert b'"finish_reason":"length"' in answer and b"data: [DONE]" in answer and b"error" not in answer
@@ -64,6 +59,53 @@ def test_a_replica_s_death_breaks_no_answer_and_operators_are_told(make_server: 
     flight = server.http.get("/v1/flight").json()
     assert flight["replica"] == 0 and flight["replicas"][1]["dead"]
     server.until_idle()
-    cores(server)[0].kill()
+    cores(server.process.pid)[0].kill()
     assert server.wait() == 1
     assert "the engine has died: replica 0: " in server.log and "replica 1: " in server.log
+
+
+def test_a_replica_that_hangs_takes_nobody_with_it(make_server: Make) -> None:
+    """A stopped core answers nothing; operators see it, clients do not."""
+    server = make_server("-dp", "2", "--routing", "round_robin")
+    stuck = cores(server.process.pid)[1]
+    stuck.suspend()
+    try:
+        until(lambda: "1" in server.http.get("/health").json().get("stalled_replicas", {}))
+        for i in range(10):
+            assert server.post("/v1/completions", {**SHORT, "prompt": f"{i}" * 20}).status_code == 200
+        for path, word in (("/health", "degraded"), ("/ready", "degraded")):
+            answer = server.http.get(path)
+            assert answer.status_code == 200 and answer.json()["status"] == word
+        found = server.metrics()
+        assert found["sidestep:engine_stalled"] == 0
+        assert found['sidestep:engine_stalled{engine="1"}'] == 1
+        assert found["sidestep:generation_tokens_total"] == 50
+        assert server.http.get("/v1/flight").json()["replica"] == 0
+        assert server.http.get("/v1/flight?replica=1").status_code == 503
+    finally:
+        stuck.resume()
+    until(lambda: server.http.get("/health").json() == {"status": "ok"})
+
+
+def test_a_deadline_and_the_metrics_outlive_an_engine_that_hangs(make_server: Make) -> None:
+    server = make_server()
+    (stuck,) = cores(server.process.pid)
+    stuck.suspend()
+    try:
+        answer = server.post("/v1/completions", {**SHORT, "prompt": "ab", "deadline_ms": 50})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["finish_reason"] == "abort"
+        found = server.metrics()
+        assert found['sidestep:request_success_total{finished_reason="abort"}'] == 1
+        assert 'sidestep:num_requests_running' not in found
+        assert server.http.get("/ready").status_code == 503
+    finally:
+        stuck.resume()
+    server.until_idle()
+
+
+def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Return when the server has come to be as wanted; it is asked again and again."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end

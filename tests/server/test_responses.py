@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,9 +89,89 @@ async def test_reasoning_is_an_item_of_its_own(stream: bool, fake_model: str) ->
             assert made.status == "completed"
 
 
-@pytest.mark.parametrize("field", ["previous_response_id", "tools", "background"])
-def test_what_is_not_served_is_refused_by_name(field: str, client: openai.OpenAI) -> None:
-    value: Any = {"tools": [{"type": "web_search"}], "background": True}.get(field, "resp-1")
+TOOLS: Any = [{"type": "function", "name": "weather", "strict": False, "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}]
+CALLS = '<think>Hm.</think>\n\nI look.\n' + "\n".join(
+    f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>' for city in ("Bern", "Ulm"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parallel", [None, False])
+async def test_calls_are_items_and_come_back_as_such(parallel: bool | None, stream: bool, fake_model: str) -> None:
+    async with scripted_server(fake_model, reasoning_parser="qwen3", tool_call_parser="hermes") as (engine, client):
+        engine.says = CALLS
+        options: Any = {"model": "scripted", "input": "well?", "tools": TOOLS, "stream": stream}
+        if parallel is not None:
+            options["parallel_tool_calls"] = parallel
+        made = await client.responses.create(**options)
+        if stream:
+            events = [event async for event in made]
+            made = events[-1].response
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            check_call_events(events, made.output)
+        cities = ["Bern", "Ulm"] if parallel is None else ["Bern"]
+        assert [item.type for item in made.output] == ["reasoning", "message", *["function_call"] * len(cities)]
+        calls: Any = made.output[2:]
+        assert [(c.name, json.loads(c.arguments), c.status) for c in calls] == [
+            ("weather", {"city": city}, "completed") for city in cities]
+        assert made.status == "completed" and made.parallel_tool_calls is (parallel is None)
+        assert made.tools[0].name == "weather" and len({c.call_id for c in calls}) == len(cities)
+        # The next turn: the items as they are, and what each call gave.
+        engine.says = "Rain."
+        outputs = [{"type": "function_call_output", "call_id": c.call_id, "output": "wet"} for c in calls]
+        last = await client.responses.create(model="scripted", tools=TOOLS, input=[  # type: ignore[list-item]
+            {"role": "user", "content": "well?"}, *made.output, *outputs])
+        assert last.output_text == "Rain."
+        named = "".join(f"[weather {city}]" for city in cities)
+        assert engine.prompts()[1].endswith(
+            f"<user>well?<assistant>I look.{named}{'<tool>wet' * len(cities)}<assistant>")
+
+
+def check_call_events(events: list[Any], items: list[Any]) -> None:
+    """Each call begins empty, grows to its arguments, and ends as the item of the answer."""
+    for index, item in enumerate(items):
+        if item.type != "function_call":
+            continue
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        kinds = [event.type for event in own]
+        assert kinds[0] == "response.output_item.added" and own[0].item.arguments == ""
+        assert kinds[-2:] == ["response.function_call_arguments.done", "response.output_item.done"]
+        assert "".join(event.delta for event in own[1:-2]) == own[-2].arguments == item.arguments
+        assert own[-1].item == item
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+async def test_a_call_can_be_asked_for(choice: Any, fake_model: str) -> None:
+    async with scripted_server(fake_model, tool_call_parser="hermes") as (engine, client):
+        engine.says = CALLS
+        made = await client.responses.create(model="scripted", input="well?", tools=TOOLS, tool_choice=choice)
+        assert engine.channel.added[0].grammar is not None
+        assert made.tool_choice == choice or made.tool_choice.model_dump(exclude_none=True) == choice
+        none = await client.responses.create(model="scripted", input="well?", tools=TOOLS, tool_choice="none")
+        assert none.output_text == CALLS and engine.channel.added[1].grammar is None
+
+
+@pytest.mark.parametrize(("item", "param"), [
+    ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id"),
+    ({"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}, "input[0].arguments"),
+    ({"type": "function_call_output", "call_id": "1"}, "input[0].output"),
+    ({"type": "function_call_output", "call_id": "1", "output": "a", "role": "user"}, "input[0].role"),
+    ({"role": "user"}, "input[0].content"), ({"content": "a"}, "input[0].role"),
+    ({"type": "item_reference", "id": "a"}, "input[0].type")], ids=str)
+def test_an_item_that_is_none_is_refused_by_its_field(item: Any, param: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model=MODEL, input="a", **{field: value})
-    assert refused.value.param == field and refused.value.code == "unsupported_field"
+        client.responses.create(model=MODEL, input=[item])
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(("given", "param"), [
+    ({"previous_response_id": "resp-1"}, "previous_response_id"), ({"background": True}, "background"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+     "input[0].content[0].type"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary")], ids=str)
+def test_what_is_not_served_is_refused_by_name(given: Any, param: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**{"model": MODEL, "input": "a", **given})
+    assert refused.value.param == param and refused.value.code == "unsupported_field"

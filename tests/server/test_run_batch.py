@@ -127,7 +127,7 @@ def test_another_file_is_not_touched(text: str, batch: Batch) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (("--max-concurrency", "0"), "max_concurrency: must be at least 1"),
     (("--max-num-queued-reqs", "5"), "max_num_queued_reqs: would refuse lines of the batch"),
-    (("--port", "8000"), "unrecognized arguments: --port 8000"),
+    (("--port", "8000"), "unknown option --port"),
     (("-o", "input.jsonl"), "output_file: is the input"),
     (("-i", "nowhere.jsonl"), "No such file or directory: 'nowhere.jsonl'")])
 def test_senseless_flags_are_refused_by_name(words: tuple[str, ...], message: str, batch: Batch) -> None:

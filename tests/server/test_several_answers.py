@@ -59,3 +59,11 @@ def test_every_choice_has_the_prompts_logprobs(tiny: LiveServer) -> None:
     assert first[0] is None and len(first) > 3 and all(other == first for other in others)
     numbers = [c["logprobs"]["token_logprobs"][:len(first)] for c in made["choices"]]
     assert numbers[0] == numbers[1] == numbers[2] and numbers[0][1] is not None
+
+
+@pytest.mark.parametrize(("prompts", "field", "problem"), [
+    ([[5], [6], [1 << 20]], "prompt[2]", "1048576 is not a token id"),
+    ([[5], [6] * 5000], "prompt[1]", "prompt[1] resulted in 5000 tokens")])
+def test_a_wrong_prompt_among_several_is_named(prompts: Any, field: str, problem: str, fake: LiveServer) -> None:
+    error = refusal(fake, "/v1/completions", {"prompt": prompts, "max_tokens": 2})
+    assert problem in error["message"] and error["param"] == field

@@ -97,7 +97,7 @@ def test_text_that_looks_like_an_event_is_none(make_server: Any, tmp_path: Any) 
 def test_an_error_before_the_first_event_is_an_answer_of_its_own(fake: LiveServer) -> None:
     answer = fake.post("/v1/completions", {"prompt": [10**6], "stream": True})
     assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"
-    assert answer.json()["error"]["message"].startswith("prompt_token_ids")
+    assert answer.json()["error"]["message"].startswith("prompt: ")
 
 
 @pytest.mark.parametrize("n", [1, 8])

@@ -159,9 +159,37 @@ def test_strict_functions_are_taken_where_their_calls_can_be_told_from_text(tool
         assert (error["param"], error["code"]) == ("tools", "unsupported_field")
 
 
+ANSWER: dict[str, Any] = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"],
+                          "additionalProperties": False}
+
+
+@pytest.mark.parametrize("form", [{"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}},
+                                  {"type": "json_object"}], ids=["schema", "object"])
+def test_an_answer_with_tools_calls_them_or_has_its_form(form: dict[str, Any], tools_server: LiveServer) -> None:
+    """The device chooses at random which of the two it is."""
+    kinds = set()
+    for choice in ask(tools_server, tools=TOOLS, response_format=form, n=24, seed=3, max_tokens=1500).choices:
+        kinds.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            assert not choice.message.content and choice.message.tool_calls
+            for call in choice.message.tool_calls:
+                jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        elif choice.finish_reason == "stop":
+            answer = json.loads(choice.message.content)
+            jsonschema.validate(answer, ANSWER if form["type"] == "json_schema" else {"type": "object"})
+    assert "stop" in kinds
+
+
+def test_required_calls_come_before_the_form(tools_server: LiveServer) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+    message, reason = _message(tools_server, False, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
+                               response_format=form, max_tokens=1500)
+    assert reason == "tool_calls" and len(message["calls"]) == 1
+
+
 @pytest.mark.parametrize(("given", "param"), [
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
-    ({"tool_choice": "maybe"}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "tools"),
+    ({"tool_choice": "maybe"}, "tool_choice"), ({"structured_outputs": {"regex": "a"}}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
       "tool_choice": "required"}, "tools")], ids=str)
 def test_wrong_choices_of_tools_are_refused_by_name(given: dict[str, Any], param: str,

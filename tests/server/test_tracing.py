@@ -21,7 +21,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from sidestep import AsyncLLM, EngineArgs
 from sidestep.frontend.server.app import make_app
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.server.options import Keys, ServerArgs
 from sidestep.frontend.server.service import Service
 from sidestep.frontend.server.tracing import Tracing
 from tests.server.live import ROOT, LiveServer
@@ -37,7 +37,7 @@ async def traced(model: str, **options: Any) -> AsyncIterator[tuple[httpx2.Async
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), "1.2.3")
     async with AsyncLLM.from_engine_args(EngineArgs(model=model, device="fake", fake_step_ms=2, **options)) as llm:
-        app = make_app(Service(llm, ServerArgs(), ("fake",), tracing), (), "1.2.3")
+        app = make_app(Service(llm, ServerArgs(), ("fake",), tracing), Keys(), "1.2.3")
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client, exporter
@@ -77,6 +77,17 @@ async def test_a_request_is_divided_into_its_phases_at_their_real_times(stream: 
     assert root.attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert root.resource.attributes["service.name"] == "sidestep"
     assert root.resource.attributes["service.version"] == "1.2.3"
+
+
+async def test_what_a_client_says_of_its_request_is_in_the_span(fake_model: str) -> None:
+    async with traced(fake_model) as (client, exporter):
+        notes = {"user": "me", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"job": "7"}}
+        await client.post("/v1/completions", json={**BODY, **notes})
+        ((root, _),) = trees(exporter)
+    assert root.attributes is not None
+    told = {name: root.attributes[f"sidestep.client.{name}"]
+            for name in ("user", "safety_identifier", "prompt_cache_key", "metadata.job")}
+    assert told == {"user": "me", "safety_identifier": "s", "prompt_cache_key": "k", "metadata.job": "7"}
 
 
 async def test_the_caller_s_trace_is_taken_over_and_so_is_its_wish_not_to_be_sampled(fake_model: str) -> None:

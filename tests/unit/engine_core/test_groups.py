@@ -201,3 +201,16 @@ def test_what_is_told_of_a_prompt_is_computed_once() -> None:
     assert engine.finished[10].num_preemptions == 1
     chunks = [max(step.num_tokens) for step in engine.steps if max(step.num_tokens) > 1]
     assert chunks[:2] == [1000, 1000] and max(chunks[2:]) < 16, "full blocks are found again"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_an_abort_of_the_first_choice_does_not_bring_the_others_forward(policy: str) -> None:
+    """They wait behind those that came before them, where they were."""
+    engine = Engine(make_scheduler(max_num_seqs=2, policy=policy))
+    engine.scheduler.add(make_request([1], 4, handle=0, n=2))
+    engine.turn()
+    for handle, n in ((10, 1), (20, 2), (30, 1)):
+        engine.scheduler.add(make_request([2, handle], 4, handle=handle, n=n))
+    engine.scheduler.abort(0, [20])
+    engine.run()
+    assert [handle for handle in engine.started if handle >= 10] == [10, 21, 30]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
+from sidestep.engine_core.mask_jobs import FOREVER, MaskJobs
 from sidestep.engine_core.request import Request
 from sidestep.engine_core.structured_outputs import Grammars
 from sidestep.executor.fake import expected_tokens
@@ -128,8 +130,9 @@ def entries(run: Engine, slot: int) -> int:
     return sum(slot in step.new_slots.tolist() for step in run.steps)
 
 
-def test_no_more_than_a_quarter_of_a_step_is_left_behind(grammars: Grammars) -> None:
-    """With most of its rows late a step would be run for little."""
+def test_no_more_than_a_quarter_of_a_step_is_left_behind(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With most of its rows late a step would be run for little, and it may wait for a while."""
+    monkeypatch.setattr("sidestep.engine_core.scheduler._LONGEST_S", 60.0)
     gate, run = gate_of(grammars, 0.02), engine(grammars)
     serve(run, dict.fromkeys(range(4), 40))
     gate.shut(matcher_of(run, handle) for handle in range(4))
@@ -139,15 +142,44 @@ def test_no_more_than_a_quarter_of_a_step_is_left_behind(grammars: Grammars) -> 
     assert all(finish.reason == FinishReason.LENGTH for finish in run.finished.values())
 
 
-@pytest.mark.parametrize("others", [{}, {"logprobs": 1}, {"bad_words": [[7]]}], ids=str)
-def test_what_the_worker_would_have_to_take_back_is_waited_for(others: dict[str, Any], grammars: Grammars) -> None:
-    gate, run = gate_of(grammars, 0.02), engine(grammars)
-    run.scheduler.add(held(0, 40, encode_controls(Controls(has_grammar=True, **others))))
-    serve(run, dict.fromkeys(range(1, 6), 40))
-    slot = run.scheduler._requests[0, 0].slot
-    gate.shut([matcher_of(run, 0)])
+def test_in_the_end_a_step_waits_for_nobody(grammars: Grammars) -> None:
+    """All rows of the grammars but one are late, for longer than any step waits."""
+    gate, run = gate_of(grammars), engine(grammars)
+    serve(run, dict.fromkeys(range(4), 40))
+    run.scheduler.add(make_request([1, 2], 40, handle=9, ignore_eos=True))
+    gate.shut(matcher_of(run, handle) for handle in range(1, 4))
+    while 0 not in run.finished or 9 not in run.finished:
+        run.turn()
+    assert run.finished.keys() == {0, 9}
+    gate.open()
     run.run()
-    assert (entries(run, slot) == 1) == bool(others)
+    assert run.tokens[9] == expected_tokens([1, 2], 40, 9, VOCAB)
+
+
+class Slow:
+    """In the place of a matcher, with masks that take some milliseconds of a processor."""
+
+    num_computed = 0
+
+    def unsafe_compute_mask_ptr(self, where: int, size: int) -> None:
+        until = time.thread_time() + 2e-3
+        while time.thread_time() < until:
+            pass
+        self.num_computed += 1
+
+
+def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
+    """With one thread there is nobody else; rows that were not begun are computed later, and none twice."""
+    slow, jobs = Slow(), MaskJobs(4, None)
+    requests = [Request.from_message(make_request([1]), 100, frozenset()) for _ in range(200)]
+    for request in requests:
+        request.matcher = slow  # type: ignore[assignment]
+    found = jobs.compute(requests, 0, 0.0, 20e-3)
+    rest = [request for request, mask in zip(requests, found, strict=True) if mask is None]
+    assert 0 < len(rest) < len(requests) == len(rest) + slow.num_computed
+    assert all(request.mask_s >= 2e-3 for request in requests)  # what the others took, for those that were not begun
+    found = jobs.compute(rest, 0, 0.0, FOREVER)
+    assert all(mask is not None for mask in found) and slow.num_computed == len(requests)
 
 
 def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: Grammars) -> None:
@@ -157,7 +189,7 @@ def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: 
         assert grammars.start(request, make_grammar(WORDS[handle], {})) is None
     gate_of(grammars).problem = RuntimeError("the library's own")
     with pytest.raises(RuntimeError, match="the library's own"):
-        grammars.masks(requests, [True] * 5, 1, 0.0)
+        grammars.masks(requests, 1, 0.0, 1.0)
 
 
 def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None:
@@ -187,8 +219,13 @@ def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None
     assert run.tokens[3] == expected.tokens[3][:len(run.tokens[3])] and 3 not in run.finished
 
 
+CONTROLS: list[dict[str, Any]] = [
+    {}, {"logprobs": 2}, {"bad_words": [[7]]}, {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.7}, {"logit_bias": {9: 4.0}}, {}, {"logprobs": 0, "repetition_penalty": 1.3}]
+
+
 def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> None:
-    """A row that comes again computes what it did before."""
+    """A row that comes again computes what it did before, whatever else it asks for, and is told of once."""
     def runner() -> ModelRunner:
         made = ModelRunner(WorkerArgs(
             rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
@@ -200,12 +237,15 @@ def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> 
     gate, rng, runs = gate_of(grammars, 0.02), random.Random(3), [engine(grammars, runner()) for _ in range(2)]
     for run in runs:
         for handle in range(8):
-            run.scheduler.add(held(handle, 24, temperature=1.0 - handle % 2))
+            controls = encode_controls(Controls(has_grammar=True, **CONTROLS[handle]))
+            run.scheduler.add(held(handle, 24, controls, temperature=1.0 - handle % 2))
         while run.turn():
             gate.open()
             running = [r.matcher for r in run.scheduler._roster.running if r.matcher is not None]
             if run is runs[0] and len(running) >= 4:
-                gate.shut([rng.choice(running)])
+                gate.shut(rng.sample(running, 2))
         gate.open()
     assert runs[0].tokens == runs[1].tokens and len(runs[0].finished) == 8
+    assert runs[0].logprobs == runs[1].logprobs and runs[0].logprobs.keys() == {1, 7}
+    assert [position for position, _ in runs[0].logprobs[1]] == list(range(3, 27))
     assert runs[0].scheduler.stats()["num_postponed_tokens"] > 10

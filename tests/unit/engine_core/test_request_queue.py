@@ -68,3 +68,29 @@ def test_a_request_that_ended_while_it_waited_is_never_served(policy: str) -> No
         queue.forget(gone)
     assert len(queue) == 1 and [r.handle for r in queue] == [1] and queue.num_tokens == waiting[1].num_prompt
     assert drain(queue) == [1]
+
+
+@pytest.mark.parametrize("policy", sorted(QUEUES))
+def test_who_stands_in_for_another_has_its_place(policy: str) -> None:
+    """With equal priorities and times of arrival too."""
+    queue = QUEUES[policy]()
+    waiting = [request(handle) for handle in range(4)]
+    for one in waiting:
+        queue.add(one)
+    queue.forget(waiting[2])
+    waiting[2].status = Status.FINISHED
+    queue.replace(waiting[2], request(9))
+    assert len(queue) == 4
+    assert drain(queue) == [0, 1, 9, 3]
+
+
+def test_one_that_was_preempted_is_stood_in_for_among_those() -> None:
+    queue = QUEUES["fcfs"]()
+    first, second = request(1), request(2)
+    queue.add(request(3))
+    queue.put_back(second)
+    queue.put_back(first)
+    queue.forget(second)
+    second.status = Status.FINISHED
+    queue.replace(second, request(9))
+    assert drain(queue) == [1, 9, 3]

@@ -34,7 +34,7 @@ def test_its_tokenizer_gives_back_any_text(text: str) -> None:
 
 
 def test_its_chat_template_opens_the_assistants_turn() -> None:
-    text = Tokenizer(DEFAULT_MODEL).apply_chat_template([{"role": "user", "content": "Hello!"}])
+    text = Tokenizer(DEFAULT_MODEL).render_chat([{"role": "user", "content": "Hello!"}])
     assert text == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
 
 

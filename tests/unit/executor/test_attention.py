@@ -81,7 +81,8 @@ class Sequences:
                                windows=windows)
         self.backend = backend(AttentionSetup(
             shape=shape, num_blocks=rows * per_row, block_size=block_size, dtype=self.dtype, device=DEVICE,
-            rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, longest, DEVICE), norm_eps=EPS, max_rows=rows))
+            rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, DEVICE), norm_eps=EPS,
+            max_rows=rows))
         self.windows, self.longest = windows, longest
         self.state = RequestState(rows, longest, block_size)
         self.free = self.rng.sample(range(rows * per_row), rows * per_row)
@@ -181,7 +182,7 @@ def test_blocks_are_copied_in_all_layers(backend: type[AttentionBackend]) -> Non
     made = backend(AttentionSetup(
         shape=AttentionShape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, windows=(0, 0, 0)), num_blocks=9,
         block_size=16, dtype=backend.dtypes[0], device=DEVICE, max_rows=8, norm_eps=EPS,
-        rotary=RotaryTable(RopeSpec(theta=10000.0), 64, 64, 64, DEVICE)))
+        rotary=RotaryTable(RopeSpec(theta=10000.0), 64, 64, DEVICE)))
     torch.manual_seed(0)
     made.cache.copy_(torch.randn(made.cache.shape))
     before = made.cache.clone()

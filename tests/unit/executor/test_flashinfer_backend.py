@@ -94,7 +94,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def make_setup(*, head_dim: int = 64, **changes: Any) -> AttentionSetup:
     shape = AttentionShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=head_dim, windows=(0,))
-    rotary = RotaryTable(RopeSpec(theta=10000.0), head_dim, 32, 32, CPU)
+    rotary = RotaryTable(RopeSpec(theta=10000.0), head_dim, 32, CPU)
     return replace(AttentionSetup(shape=shape, num_blocks=2, block_size=16, dtype=torch.bfloat16, device=CPU,
                                   rotary=rotary, norm_eps=1e-5, max_rows=2), **changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from sidestep.executor.layers import cpu_product
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.rotary import frequencies
 from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.weight_loader import DummyWeights
-from sidestep.ipc.model_spec import RopeSpec
+from sidestep.ipc.hf_config import HfConfig
+from sidestep.ipc.rope_config import read_rope
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 CPU = torch.device("cpu")
@@ -35,7 +38,8 @@ def test_linear_is_the_plain_product(inputs: int, outputs: int, bias: bool, dtyp
 
 
 def test_the_private_operators_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidestep.executor.layers.linear._pointwise", None)
+    monkeypatch.setattr(cpu_product, "_packing", lambda: None)
+    monkeypatch.setattr(cpu_product, "_chosen", {})
     weight, x = torch.randn(1024, 700) / 700**0.5, torch.randn(3, 700)
     linear = Linear(weight)
     assert "packed" not in repr(linear)
@@ -45,21 +49,32 @@ def test_the_private_operators_are_not_needed(monkeypatch: pytest.MonkeyPatch) -
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
 }
+NO_LENGTH = {"original_max_position_embeddings": None}
 YARNS = [{}, {"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5},
-         {"truncate": False}]
+         {"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 0}, {"truncate": False},
+         {"factor": 1.0}, NO_LENGTH,
+         {"factor": 32.0, "original_max_position_embeddings": 128, "beta_fast": 1, "beta_slow": 1}]
 
 
 @pytest.mark.parametrize(("kind", "more"), [("linear", {}), ("llama3", {})] + [("yarn", y) for y in YARNS], ids=str)
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
-def test_scaled_frequencies_equal_those_of_transformers(kind: str, more: dict[str, Any], head_dim: int) -> None:
-    scaling = {**ROPES[kind], **more}
-    config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim,
-                         max_position_embeddings=512,
-                         rope_parameters={"rope_theta": 50000.0, "rope_type": kind, **scaling})
-    expected, factor = ROPE_INIT_FUNCTIONS[kind](config, CPU)
-    got, got_factor = frequencies(RopeSpec(theta=50000.0, rope_type=kind, scaling=scaling), head_dim, 512)
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "type"])
+def test_scaled_frequencies_equal_those_of_transformers(
+        kind: str, more: dict[str, Any], head_dim: int, form: str) -> None:
+    """From config.json as either of them reads it, in its newer form and in the two older ones."""
+    scaling = {name: value for name, value in {**ROPES[kind], **more}.items() if value is not None}
+    values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4 * head_dim, "head_dim": head_dim,
+        "num_attention_heads": 4, "max_position_embeddings": 40960}
+    if form == "rope_parameters":
+        values[form] = {"rope_theta": 50000.0, "rope_type": kind, **scaling}
+    else:
+        name = "type" if form == "type" else "rope_type"
+        values |= {"rope_theta": 50000.0, "rope_scaling": {name: kind, **scaling}}
+    expected, factor = ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**copy.deepcopy(values)), CPU)
+    got, got_factor = frequencies(read_rope(HfConfig("", values)), head_dim)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     assert got_factor == pytest.approx(factor)
 

@@ -106,6 +106,7 @@ def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100,
     llm._outputs = OutputProcessor(lambda handles: llm._replicas.abort(handles))
     llm._config = EngineArgs(device="fake", data_parallel_size=len(channels)).create_engine_config()
     llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len)
+    llm._home = llm._replicas.home
     llm._invited = []
     llm._finalizer = weakref.finalize(llm, _close, llm._replicas, llm._invited)
     llm._tokenizer = tokenizer
@@ -127,5 +128,5 @@ def replicas_of(channels: Mapping[int, FakeChannel], outputs: OutputProcessor, c
     return replicas
 
 
-def input_processor(tokenizer: Tokenizer, max_model_len: int = 100) -> InputProcessor:
-    return InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len)
+def input_processor(tokenizer: Tokenizer, max_model_len: int = 100, seed: str | None = None) -> InputProcessor:
+    return InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, seed=seed)

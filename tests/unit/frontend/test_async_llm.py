@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 
 import pytest
@@ -88,7 +89,7 @@ async def test_a_stop_string_ends_the_stream_here_and_the_request_at_the_core(
 
 async def test_cancelled_while_the_prompt_is_tokenised_nothing_is_sent(llm: AsyncLLM, channel: FakeChannel) -> None:
     async def run() -> None:
-        async for _ in llm.generate("x" * 5000):
+        async for _ in llm.generate("x" * 3000):
             pass
 
     task = asyncio.create_task(run())
@@ -177,3 +178,21 @@ async def test_death_wakes_everybody_with_the_cause(llm: AsyncLLM, channel: Fake
     with pytest.raises(EngineDeadError):
         await collect(llm)
     assert llm.errored
+
+
+async def test_a_request_is_queued_before_the_core_can_have_it(llm: AsyncLLM, channel: FakeChannel,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast the core is: it schedules some choices while the frontend still looks after others."""
+    scheduled = list[float]()
+
+    def send(message: object) -> None:
+        channel.sent.append(message)  # type: ignore[arg-type]
+        scheduled.append(time.monotonic())
+
+    monkeypatch.setattr(channel, "send", send)
+    states = await llm.start([5, 6], SamplingParams(n=4))
+    assert len(scheduled) == 1
+    for state in states:
+        assert state.metrics.queued_ts is not None
+        assert state.metrics.arrival_time <= state.metrics.queued_ts <= scheduled[0]
+    llm.leave(*states)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable
 
 import pytest
 
 from sidestep import AsyncLLM, EngineDeadError, EngineStalledError, EngineStartError, SamplingParams, ValidationError
+from sidestep.frontend import async_llm
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.ipc.errors import SidestepError
 from sidestep.ipc.messages import AddRequest, Answer, Call, Dead, FinishReason, Ready
@@ -104,6 +106,34 @@ async def test_several_requests_are_aborted_at_once_and_unknown_ids_are_ignored(
     assert [(await r)[-1].outputs[0].finish_reason for r in readers[:2]] == ["abort", "abort"]
     channel.say_tokens((2, 70), finished=[(2, FinishReason.LENGTH)])
     assert (await readers[2])[-1].outputs[0].finish_reason == "length"
+
+
+async def until_deadline(llm: AsyncLLM, deadline_s: float) -> RequestOutput:
+    async for output in llm.generate([5, 6], SamplingParams(max_tokens=50), deadline_s=deadline_s):
+        pass
+    return output
+
+
+async def test_a_deadline_is_kept_while_the_core_hangs(llm: AsyncLLM, channel: FakeChannel) -> None:
+    reader = asyncio.create_task(until_deadline(llm, 0.01))
+    others = asyncio.create_task(until_deadline(llm, 60))
+    await added(channel, 2)
+    (output,) = (await reader).outputs
+    assert (output.finish_reason, output.stop_reason) == ("abort", "deadline")
+    assert channel.aborted == [0] and not others.done()
+    others.cancel()
+
+
+async def test_the_core_s_word_on_a_deadline_comes_first(
+        llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that was held up past the deadline reads what the core has said in time before it ends the request."""
+    monkeypatch.setattr(async_llm, "_GRACE_S", 0.0)
+    reader = asyncio.create_task(until_deadline(llm, 0.02))
+    await added(channel)
+    time.sleep(0.05)
+    channel.say_tokens((0, 70), finished=[(0, FinishReason.LENGTH)])
+    (output,) = (await reader).outputs
+    assert (output.finish_reason, output.token_ids) == ("length", [70])
 
 
 async def test_shutting_down_wakes_everybody_and_may_be_repeated(llm: AsyncLLM, channel: FakeChannel) -> None:

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
+import stat
 import sys
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from sidestep import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, ValidationError
 from sidestep.frontend import cli_chat
+from sidestep.frontend.chat_input import Interrupted, Lines, Terminal
 from sidestep.frontend.cli import main
-from sidestep.frontend.cli_chat import LineReader
+from sidestep.ipc.config import DEFAULT_MODEL, state_folder_of_environment
+from sidestep.ipc.model_spec import resolve_model_path
 
 USER, ASSISTANT = "user", "assistant"
 
 
 class Engine:
     """In the place of AsyncLLM: answers with the number of messages."""
+
+    sampling_defaults: ClassVar[dict[str, float]] = {}
 
     def __init__(self) -> None:
         self.seen: list[list[tuple[str, str]]] = []
@@ -55,6 +66,14 @@ def say(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> None:
 
 
 @pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Ctrl-C works as in a terminal, whatever these tests were started by and ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def close_input(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = sys.stdin
     yield
@@ -64,15 +83,18 @@ def close_input(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_conversation_remembers_until_it_is_reset(
         engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say(monkeypatch, tmp_path, "hi", "", "again", "/what", "/reset", "anew", "/exit", "never read")
+    say(monkeypatch, tmp_path, "hi", "", "again", "/what", "/reset", "anew", "/clear", "/usr/bin?", "/exit",
+        "never read")
     assert main(["chat", "--system", "Be brief."]) == 0
     system = ("system", "Be brief.")
     assert engine.seen == [
         [system, (USER, "hi")],
         [system, (USER, "hi"), (ASSISTANT, "answer 2"), (USER, "again")],
-        [system, (USER, "anew")]]
+        [system, (USER, "anew")],
+        [system, (USER, "/usr/bin?")]]
     shown = capsys.readouterr()
-    assert "> answer 2\n> > answer 4\n" in shown.out and shown.err.count("/reset forgets") == 2
+    assert "> answer 2\n> > answer 4\n" in shown.out
+    assert "There is no command /what.\n" in shown.err and "/system TEXT" in shown.err
     assert engine.num_shutdowns == 1
 
 
@@ -84,6 +106,91 @@ def test_a_message_that_is_refused_is_told_and_forgotten(
     assert "sidestep: prompt: has 999 tokens\n" in capsys.readouterr().err
 
 
+def test_the_system_message_can_be_shown_changed_and_removed(
+        engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say(monkeypatch, tmp_path, "/system", "/system Be\tbrief.", "hi", "/system -", "again", "/help")
+    assert main(["chat"]) == 0
+    assert engine.seen == [[("system", "Be\tbrief."), (USER, "hi")],
+                           [(USER, "hi"), (ASSISTANT, "answer 2"), (USER, "again")]]
+    told = capsys.readouterr().err
+    assert told.count("There is no system message.") == 2 and "System message: Be\tbrief." in told
+    assert "\x1b" not in told  # no terminal, no colours
+
+
+def test_a_model_without_a_template_is_refused_before_the_engine_starts(
+        engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "base-model"
+    shutil.copytree(resolve_model_path(DEFAULT_MODEL), model)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    assert main(["chat", str(model)]) == 1
+    assert capsys.readouterr().err == (f"sidestep: model: {model} has no chat template, so it cannot chat; "
+                                       "`sidestep generate` completes text with it\n")
+    assert engine.num_shutdowns == 0
+
+
+@contextmanager
+def terminal(*keys: str) -> Iterator[None]:
+    """A terminal in which these are typed."""
+    with create_pipe_input() as typed, create_app_session(input=typed, output=DummyOutput()):
+        for each in keys:
+            typed.send_text(each)
+        yield
+
+
+PASTE = "\x1b[200~{}\x1b[201~"
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ("hi\r", "hi"),
+    ("one\\\rtwo\r", "one\ntwo"),
+    ("one\x1b\rtwo\r", "one\ntwo"),
+    (PASTE.format("def f():\n    return 1\n\n") + "what is this?\r", "def f():\n    return 1\n\nwhat is this?"),
+    ("ab\x1b[Dx\r", "axb"),
+    ("half a line\x03whole\r", "whole")],
+    ids=["line", "backslash", "alt-enter", "pasted", "edited", "cleared"])
+async def test_what_is_typed_is_one_message(keys: str, message: str) -> None:
+    with terminal(keys):
+        assert await Terminal(None).ask("> ") == message
+
+
+async def test_ctrl_c_at_an_empty_prompt_and_ctrl_d_leave() -> None:
+    with terminal("\x03"), pytest.raises(Interrupted):
+        await Terminal(None).ask("> ")
+    with terminal("\x04"):
+        assert await Terminal(None).ask("> ") is None
+
+
+async def test_messages_are_remembered_in_a_file_of_the_user_s_own(tmp_path: Path) -> None:
+    folder, before = tmp_path / "state" / "sidestep", os.umask(0)
+    try:
+        with terminal("first\r", "second\r"):
+            first = Terminal(folder)
+            assert [await first.ask("> "), await first.ask("> ")] == ["first", "second"]
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "chat_history").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with terminal("\x1b[A\x1b[A\r"):  # twice up
+        assert await Terminal(folder).ask("> ") == "first"
+
+
+async def test_a_home_that_cannot_be_written_costs_the_history_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with terminal("hi\r"):
+        assert await Terminal(tmp_path / "file" / "sidestep").ask("> ") == "hi"
+
+
+def test_the_state_folder_is_where_the_desktop_s_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/one")
+    monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
+    assert state_folder_of_environment() == Path("/elsewhere/sidestep")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert state_folder_of_environment() == Path("/home/one/.local/state/sidestep")
+
+
 def test_ctrl_c_stops_an_answer_and_keeps_what_has_come(
         engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     say(monkeypatch, tmp_path, "stop me", "hi")
@@ -93,7 +200,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_has_come(
 
 async def test_lines_are_read_from_a_pipe_however_they_come(capsys: pytest.CaptureFixture[str]) -> None:
     out, into = os.pipe()
-    lines = LineReader(out)
+    lines = Lines(out)
     waiting = asyncio.create_task(lines.ask("> "))
     for piece in (b"na\xc3", b"\xafve \ntwo\nthr"):
         await asyncio.sleep(0)
@@ -108,7 +215,7 @@ async def test_lines_are_read_from_a_pipe_however_they_come(capsys: pytest.Captu
 
 async def test_waiting_for_a_line_can_be_cancelled() -> None:
     out, into = os.pipe()
-    waiting = asyncio.create_task(LineReader(out).ask(""))
+    waiting = asyncio.create_task(Lines(out).ask(""))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -39,7 +39,7 @@ def test_a_prompt_may_end_anywhere_and_none_of_it_is_shown(prompt: str, cut: int
     ids = BYTES.encode("x" + prompt)
     ids = ids[:max(1, len(ids) - cut)]
     text = run(Detokenizer(BYTES, ids), tokens)
-    whole, shown = BYTES.decode(ids + tokens), BYTES.decode(ids)
+    whole, shown = BYTES.decode(ids + tokens, True), BYTES.decode(ids, True)
     assert whole.endswith(text)
     if not shown.endswith("�"):
         assert whole == shown + text
@@ -57,10 +57,10 @@ def test_long_runs_without_text_cost_the_same_per_token(token: int) -> None:
 
     def seconds(count: int) -> float:
         detokenizer = Detokenizer(BYTES, [5])
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(count):
             detokenizer.add(token)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     few = min(seconds(500) for _ in range(3))
     assert seconds(10_000) < 20 * few * 5
@@ -108,7 +108,7 @@ def test_byte_fallback_vocabularies_stream_what_a_full_decode_gives(fallback: To
     for _ in range(1000):
         prompt, tokens = [1, *draw(rng.randrange(1, 6))], draw(rng.randrange(20))
         text = run(Detokenizer(fallback, prompt), tokens)
-        assert fallback.decode(prompt + tokens) == fallback.decode(prompt) + text, (prompt, tokens)
+        assert fallback.decode(prompt + tokens, True) == fallback.decode(prompt, True) + text, (prompt, tokens)
 
 
 def test_a_character_that_turns_out_to_be_none_does_not_take_text_back(fallback: Tokenizer) -> None:

@@ -16,7 +16,7 @@ from tests.unit.frontend.fakes import input_processor
 @pytest.mark.parametrize(("prompt", "options", "field"), [
     ("", {}, "prompt"), ([], {}, "prompt"), ([5, -1], {}, "prompt_token_ids"), ([5, 10**6], {}, "prompt_token_ids"),
     ([5] * 100, {}, "prompt"), (7, {}, "prompt"), ([1, "a"], {}, "prompt"), ([True], {}, "prompt"),
-    ({"prompt": "a", "prompt_token_ids": [1]}, {}, "prompt"), ({"promt": "a"}, {}, "prompt"), ({}, {}, "prompt"),
+    ({"prompt": 5, "prompt_token_ids": [1]}, {}, "prompt"), ({"promt": "a"}, {}, "prompt"), ({}, {}, "prompt"),
     (b"abc", {}, "prompt"), ({"prompt": [5]}, {}, "prompt"), ({"prompt_token_ids": "a"}, {}, "prompt_token_ids"),
     ({"prompt_token_ids": [5.0]}, {}, "prompt_token_ids"), ("\ud83d", {}, "prompt"), (None, {}, "prompt"),
     ([{"role": "user"}], {}, "messages"), ([{"role": "user", "content": "a"}, "b"], {}, "messages"),
@@ -28,7 +28,7 @@ from tests.unit.frontend.fakes import input_processor
     ("a", {"sampling_params": SamplingParams(min_tokens=100, max_tokens=None)}, "min_tokens"),
     ("a", {"priority": "high"}, "priority"), ("a", {"deadline_s": 0}, "deadline_s"),
     ("a", {"deadline_s": "soon"}, "deadline_s"), ("a", {"cache_salt": ""}, "cache_salt"),
-    ("a", {"sampling_params": {"n": 1}}, "sampling_params"),
+    ("a", {"sampling_params": 5}, "sampling_params"),
     ("a", {"sampling_params": SamplingParams(stop_token_ids=[10**6])}, "stop_token_ids")])
 async def test_wrong_input_names_its_field(tokenizer: Tokenizer, prompt: Any, options: dict[str, Any],
                                            field: str) -> None:
@@ -58,8 +58,8 @@ async def test_token_ids_are_taken_as_they_are(tokenizer: Tokenizer, prompt: Any
 async def test_messages_go_through_the_chat_template(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     request = await input_processor(tokenizer).process(messages, None)
-    assert request.prompt == tokenizer.apply_chat_template(messages)
-    assert request.prompt_token_ids == tokenizer.apply_chat_template(messages, tokenize=True)
+    assert request.prompt == tokenizer.render_chat(messages)
+    assert request.prompt_token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 
 async def test_long_texts_are_tokenised_to_the_same(tokenizer: Tokenizer) -> None:
@@ -95,14 +95,14 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: 
 
     class Slow(Tokenizer):
         def __init__(self) -> None:
-            self.fast = tokenizer.fast
+            self.fast, self.bound = tokenizer.fast, tokenizer.bound
 
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
             tokenising.set()
             assert go_on.wait(30)
             return [5]
 
-    task = asyncio.create_task(input_processor(Slow()).process("x" * 5000, None))
+    task = asyncio.create_task(input_processor(Slow(), 1000).process("x" * 5000, None))
     while not tokenising.is_set():
         await asyncio.sleep(0)  # this loop runs: the thread is waiting for it
     go_on.set()

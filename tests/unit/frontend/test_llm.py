@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
+import tqdm
 
 from sidestep import LLM, EngineArgs, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, ValidationError
 from sidestep.frontend import llm as module
@@ -23,15 +24,18 @@ class Engine:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, SamplingParams]] = []
+        self.priorities: list[int] = []
         self.running = 0
         self.hang = threading.Event()
         self.hanging = threading.Event()
         self.num_shutdowns = 0
 
-    async def generate(self, prompt: Any, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, prompt: Any, params: SamplingParams, *,
+                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
         if prompt == "":
             raise ValidationError("prompt", "is empty")
         self.calls.append((prompt, params))
+        self.priorities.append(priority)
         self.running += 1
         try:
             for _ in range(20 - len(self.calls)):
@@ -43,6 +47,9 @@ class Engine:
                                 RequestMetrics(0.0))
         finally:
             self.running -= 1
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(top_k=7)
 
     async def get_stats(self) -> dict[str, float]:
         return {"num_running": float(self.running)}
@@ -102,7 +109,7 @@ def test_the_bar_shows_tokens_in_and_out(llm: LLM, capsys: pytest.CaptureFixture
 def test_chats_are_one_conversation_or_many(llm: LLM, engine: Engine) -> None:
     llm.chat(CHAT, use_tqdm=False)
     llm.chat([CHAT, CHAT], use_tqdm=False)
-    assert [prompt for prompt, _ in engine.calls] == [CHAT] * 3
+    assert [prompt["messages"] for prompt, _ in engine.calls] == [CHAT] * 3
 
 
 @pytest.mark.parametrize("messages", ["hi", [], ["hi"], [CHAT, []], [CHAT, "hi"], {"role": "user"}, 5])
@@ -121,8 +128,9 @@ def test_what_counts_as_one_prompt(prompts: Any, expected: list[Any]) -> None:
 
 def test_a_wrong_prompt_raises_and_ends_the_others(llm: LLM, engine: Engine) -> None:
     engine.hang.set()
-    with pytest.raises(ValidationError, match="prompt: is empty"):
+    with pytest.raises(ValidationError, match=r"^prompts\[1\]: is empty$") as refusal:
         llm.generate(["a", "", "b"], use_tqdm=False)
+    assert refusal.value.field == "prompts[1]"
     assert llm.get_stats() == {"num_running": 0.0}
 
 
@@ -182,3 +190,42 @@ def test_unknown_options_are_named(engine: Engine) -> None:
         LLM(tensor_paralel_size=2)
     with pytest.raises(ValidationError, match="max_num_seqs"):
         LLM(max_num_seqs=0)
+
+
+def test_prompts_parameters_and_priorities_may_be_of_any_kind(llm: LLM, engine: Engine) -> None:
+    each: list[Any] = [{"max_tokens": 1}, SamplingParams(max_tokens=2)]
+    outputs = llm.generate((p for p in ("a", "b")), (p for p in each), use_tqdm=False, priority=[3, -1])
+    assert texts(outputs) == ["a", "b"]
+    assert [params.max_tokens for _, params in engine.calls] == [1, 2] and engine.priorities == [3, -1]
+    with pytest.raises(ValidationError, match="priority: has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], use_tqdm=False, priority=[1])
+    with pytest.raises(ValidationError, match="prompts: must be prompts or a single one, not int"):
+        llm.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="prompt_token_ids: are given within the prompt"):
+        llm.generate(prompt_token_ids=[[1, 2]])  # type: ignore[call-arg]
+
+
+def test_a_chat_carries_what_its_template_is_given(llm: LLM, engine: Engine) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    llm.chat([CHAT, CHAT], None, False, tools=tools, chat_template="t", chat_template_kwargs={"a": 1},
+             add_generation_prompt=False, continue_final_message=True)
+    assert [prompt for prompt, _ in engine.calls] == 2 * [
+        {"messages": CHAT, "tools": tools, "chat_template": "t", "chat_template_kwargs": {"a": 1},
+         "add_generation_prompt": False, "continue_final_message": True}]
+
+
+def test_the_bar_may_be_of_another_make(llm: LLM) -> None:
+    totals = []
+
+    class Bar(tqdm.tqdm):  # type: ignore[misc]  # tqdm has no types
+        def __init__(self, **options: Any) -> None:
+            totals.append(options["total"])
+            super().__init__(**options)
+
+    llm.generate(["a", "b"], use_tqdm=Bar)
+    assert totals == [2]
+
+
+def test_it_is_made_of_engine_args_too(engine: Engine) -> None:
+    with LLM.from_engine_args(EngineArgs(max_num_seqs=3)) as llm:
+        assert llm.get_default_sampling_params().top_k == 7

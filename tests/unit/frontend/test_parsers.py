@@ -152,6 +152,20 @@ def test_calls_are_looked_for_in_the_answer_and_not_in_the_reasoning() -> None:
         ("reasoning", 'I could <tool_call>{"name": "f", "arguments": {}}</tool_call>'), ("call", "g", '{"a": 1}')])
 
 
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+TWO_CALLS = {"mistral": f"[TOOL_CALLS][{CALL}, {CALL}]", "llama3_json": f"{CALL}; {CALL}"}
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_calls_that_are_too_many_are_dropped(name: str) -> None:
+    text = TWO_CALLS.get(name, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>")
+    for most, kept in ((None, 2), (1, 1)):
+        def make(most: int | None = most) -> AnswerParser:
+            return AnswerParser(None, load(TOOL_PARSERS[name])(), most)
+
+        check_every_split(make, text, [("call", "f", '{"a": 1}')] * kept)
+
+
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_arguments_are_told_before_their_end(name: str) -> None:
     text = {"mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": "', "llama3_json": '{"name": "f", "parameters": '

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from sidestep import AsyncLLM, QueueFullError, RequestOutput, SamplingParams, ValidationError
+from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.config import EngineArgs, FrontendConfig
 from sidestep.ipc.messages import Dead, FinishReason, Outputs, Started
-from tests.unit.frontend.fakes import FakeChannel
+from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 Stream = AsyncGenerator[RequestOutput, None]
 
@@ -94,7 +95,8 @@ async def test_who_watches_is_told_of_the_engine_s_death(llm: AsyncLLM, channel:
         await watchers[0]
 
 
-async def test_texts_are_tokenised_as_for_a_request(llm: AsyncLLM) -> None:
+async def test_texts_are_tokenised_as_for_a_request(channel: FakeChannel, tokenizer: Tokenizer) -> None:
+    llm = llm_of(channel, tokenizer, 20_000)
     for text in ("def f(", "word " * 2000):
         assert await llm.tokenize(text) == llm.get_tokenizer().encode(text)
     assert await llm.tokenize("<|im_start|>", add_special_tokens=False) == [1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,7 +17,7 @@ from sidestep import (
     SamplingParams,
     ValidationError,
 )
-from sidestep.frontend import replica_set
+from sidestep.frontend import replica_set, stall_watch
 from sidestep.frontend.output_processor import OutputProcessor
 from sidestep.frontend.replica_set import ReplicaSet
 from sidestep.frontend.tokenizer import Tokenizer
@@ -228,17 +228,134 @@ async def test_questions_go_to_all_that_live(llm: AsyncLLM, channels: list[FakeC
     assert await by_replica == {0: {"num_running": 4}, 2: {"num_running": 5}}
 
 
-async def test_one_that_stalls_is_named(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+async def test_an_engine_is_healthy_while_one_replica_makes_progress(
+        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
     asking = asyncio.create_task(llm.check_health(max_stall_s=30))
     await turns()
-    answer_calls(channels, seconds_since_progress=[0, 31, 0])
-    with pytest.raises(EngineStalledError, match="replica 1: the steps in flight have made no progress for 31.0 s"):
-        await asking
-    asking = asyncio.create_task(llm.check_health(timeout_s=0.01))
+    answer_calls(channels, seconds_since_progress=[40, 0, 31])
+    await asking
+
+
+async def test_the_replicas_that_keep_an_engine_from_being_healthy_are_named(
+        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    asking = asyncio.create_task(llm.check_health(max_stall_s=30, timeout_s=0.05))
     await turns()
-    answer_calls(channels[:2], seconds_since_progress=[0, 0])
-    with pytest.raises(EngineStalledError, match="replica 2: the engine core has not answered for 0.01 s"):
+    answer_calls(channels[:2], seconds_since_progress=[40, 31])
+    with pytest.raises(EngineStalledError) as caught:
         await asking
+    assert str(caught.value) == (
+        "replica 0: the steps in flight have made no progress for 40.0 s; "
+        "replica 1: the steps in flight have made no progress for 31.0 s; "
+        "replica 2: the engine core has not answered for 0.05 s")
+
+
+async def test_nobody_waits_for_a_core_that_is_silent(
+        llm: AsyncLLM, channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_set, "_SPARE_S", 0.01)
+    asking = asyncio.create_task(llm.get_stats_by_replica())
+    await turns()
+    answer_calls(channels[:2], num_running=[1, 2])
+    assert await asking == {0: {"num_running": 1}, 1: {"num_running": 2}}
+
+
+@pytest.fixture
+def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the watch count its turns soon after each other, with many turns of the loop between them."""
+    monkeypatch.setattr(stall_watch, "TURN_S", 0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def stalled(llm: AsyncLLM) -> dict[int, str]:
+    return {status.number: status.stalled for status in llm.replicas if status.stalled is not None}
+
+
+@pytest.mark.parametrize("whole_core", [True, False])
+async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
+        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool) -> None:
+    """A core that is stopped answers nothing; one whose worker is stopped answers that it makes no progress."""
+    tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(3)]
+    await turns()
+    stuck = holder(channels, 0)
+    number, others = channels.index(stuck), [channel for channel in channels if channel is not stuck]
+    progress = asyncio.create_task(keep_going(others, [] if whole_core else [stuck]))
+    await until(lambda: set(stalled(llm)) == {number})
+    assert stalled(llm)[number] == ("the engine core does not answer" if whole_core else
+                               "the steps in flight make no progress")
+    before = len(stuck.added)
+    tasks += [asyncio.create_task(last(llm, [50 + i] * 40)) for i in range(6)]
+    await turns()
+    assert len(stuck.added) == before
+    progress.cancel()
+    progress = asyncio.create_task(keep_going(channels, []))
+    await until(lambda: not stalled(llm))
+    tasks += [asyncio.create_task(last(llm, [90 + i] * 40)) for i in range(9)]
+    await until(lambda: len(stuck.added) > before)
+    progress.cancel()
+    llm.shutdown()
+    await asyncio.gather(*tasks, progress, return_exceptions=True)
+
+
+async def test_a_replica_whose_steps_are_slow_is_given_more_time(
+        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None) -> None:
+    task = asyncio.create_task(last(llm, [5] * 40))
+    await turns()
+    slow, number = holder(channels, 0), channels.index(holder(channels, 0))
+
+    async def steps_take(seconds: float, condition: Callable[[], bool]) -> None:
+        while not condition():
+            answer_calls([slow], seconds_since_progress=[seconds])
+            await asyncio.sleep(0)
+
+    await steps_take(3.0, lambda: number in stalled(llm))
+    await steps_take(0.1, lambda: not stalled(llm))
+    pings = 0
+
+    def has_answered_some() -> bool:
+        nonlocal pings
+        pings += any(isinstance(message, Call) for message in slow.sent)
+        return pings > 20
+
+    await steps_take(3.0, has_answered_some)
+    assert not stalled(llm)
+    await steps_take(5.0, lambda: number in stalled(llm))
+    llm.shutdown()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def keep_going(well: list[FakeChannel], without_progress: list[FakeChannel]) -> None:
+    while True:
+        answer_calls(well, seconds_since_progress=[0.0] * 3)
+        answer_calls(without_progress, seconds_since_progress=[9.0])
+        await asyncio.sleep(0)
+
+
+async def test_while_all_replicas_stall_requests_wait_for_any(
+        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None) -> None:
+    tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(9)]
+    await until(lambda: len(stalled(llm)) == 3)
+    tasks.append(asyncio.create_task(last(llm, [99] * 40)))
+    await turns()
+    assert sum(len(channel.added) for channel in channels) == 10
+    llm.shutdown()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_engine_without_requests_is_asked_nothing(
+        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None) -> None:
+    task = asyncio.create_task(last(llm, [5] * 40))
+    await turns()
+    at = holder(channels, 0)
+    at.say_tokens((0, 70), finished=[(0, FinishReason.LENGTH)])
+    await task
+    await until(lambda: llm._replicas._watch._timer is None)
+    for channel in channels:
+        channel.sent.clear()
+    await asyncio.sleep(5 * stall_watch.TURN_S)
+    assert not any(channel.sent for channel in channels)
 
 
 async def test_the_flight_recorder_is_asked_of_one(llm: AsyncLLM, channels: list[FakeChannel]) -> None:

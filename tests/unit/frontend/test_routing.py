@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -70,6 +71,30 @@ def test_each_router_keeps_its_books_and_its_replicas_even(make: Make) -> None:
         for handle in list(live):
             router.finished(handle)
         assert set(router.loads.values()) == {0}
+
+
+def test_each_router_passes_over_suspended_replicas_while_another_is_there(make: Make) -> None:
+    router, handles = make(3), itertools.count()
+
+    def taken() -> set[int]:
+        found = {handle: router.choose(routed(handle, [handle] * 40))
+                 for handle in itertools.islice(handles, 30)}
+        for handle, replica in found.items():
+            if replica in router.loads:
+                router.finished(handle)
+        return set(found.values())
+
+    router.suspend(1)
+    assert taken() == {0, 2}
+    router.dead(0)
+    assert taken() == {2}
+    router.suspend(2)
+    assert taken() == {1, 2}, "all that live are suspended: any of them"
+    router.resume(1)
+    router.resume(1)
+    assert taken() == {1}
+    router.resume(2)
+    assert taken() == {1, 2}
 
 
 def test_each_router_makes_the_same_choices_of_the_same_requests(make: Make) -> None:

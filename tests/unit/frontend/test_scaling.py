@@ -123,3 +123,15 @@ async def test_each_turn_of_a_revision_continues_the_conversation(
 async def test_a_revision_has_at_least_one_round(llm: AsyncLLM) -> None:
     with pytest.raises(ValidationError, match="rounds"):
         await critique_and_revise(llm, [{"role": "user", "content": "hi"}], rounds=0)
+
+
+async def test_without_parameters_the_model_s_defaults_hold(
+        llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer) -> None:
+    llm._inputs.default_sampling = SamplingParams(top_k=20, max_tokens=9)
+    call = asyncio.create_task(self_consistency(llm, [5, 6], 2, str))
+    await settle()
+    (message,) = channel.added
+    sampling = message.sampling
+    assert (sampling.n, sampling.top_k, sampling.max_tokens) == (2, 20, 9)
+    say_texts(channel, tokenizer, ["a", "a"])
+    assert (await call).answer == "a"

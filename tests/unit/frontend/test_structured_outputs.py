@@ -44,7 +44,7 @@ def test_an_unknown_field_is_a_type_error() -> None:
 
 
 @pytest.mark.parametrize(("given", "field"), [
-    ({"structured_outputs": {"json": {}}}, "structured_outputs"), ({"ignore_eos": True}, "ignore_eos"),
+    ({"structured_outputs": 5}, "structured_outputs"), ({"ignore_eos": True}, "ignore_eos"),
     ({"min_tokens": 2}, "min_tokens")])
 def test_what_a_form_cannot_go_with(given: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as raised:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sidestep import DEFAULT_MODEL, EngineStartError, ValidationError
 from sidestep.frontend.chat_template import ChatTemplate
@@ -83,19 +84,60 @@ def test_a_chat_is_encoded_with_the_template_s_special_tokens_and_no_others(fold
 
 def test_a_template_in_its_own_file_comes_first(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("own file: {{ messages[0].content }}")
-    assert Tokenizer(str(folder)).apply_chat_template(CHAT) == "own file: Be brief."
+    assert Tokenizer(str(folder)).apply_chat_template(CHAT, tokenize=False) == "own file: Be brief."
 
 
-def test_of_several_named_templates_the_default_is_taken(folder: Path) -> None:
-    change(folder / "tokenizer_config.json", chat_template=[
-        {"name": "rag", "template": "rag"}, {"name": "default", "template": "the default"}])
-    assert Tokenizer(str(folder)).apply_chat_template(CHAT) == "the default"
+NAMED = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "the default"},
+         {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+
+
+@pytest.mark.parametrize("form", ["a list", "files", "files and a list"])
+def test_of_several_named_templates_the_one_for_the_use_is_taken_as_transformers_does(
+        folder: Path, form: str) -> None:
+    change(folder / "tokenizer_config.json", chat_template=NAMED)
+    if form != "a list":
+        (folder / "chat_template.jinja").write_text("file")
+        more = folder / "additional_chat_templates"
+        more.mkdir()
+        (more / "tool_use.jinja").write_text("{{ tools | length }} of a file")
+    if form == "files":
+        change(folder / "tokenizer_config.json", chat_template=None)
+    tokenizer, reference = Tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+        expected = reference.apply_chat_template(CHAT, tools=tools, tokenize=False)
+        assert tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False) == expected
+        assert (tokenizer.template_for(tools) == tokenizer.chat_template) == (tools is None)
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == ("the default" if form == "a list" else "file")
+    tokenizer.chat_template = "one for all"
+    assert tokenizer.apply_chat_template(CHAT, tools=[1], tokenize=False) == "one for all"
+
+
+def test_named_templates_without_a_default_serve_their_use_alone(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template=NAMED[2:])
+    tokenizer = Tokenizer(str(folder))
+    assert tokenizer.apply_chat_template(CHAT, tools=[1], tokenize=False) == "1 tools"
+    with pytest.raises(ValidationError, match="no chat template of the name 'default', only tool_"):
+        tokenizer.apply_chat_template(CHAT)
+
+
+def test_a_template_s_file_that_is_no_text_is_named(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(EngineStartError, match="tokenizer: .*chat_template.jinja cannot be read"):
+        Tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("given", [[{"name": "default"}], 5, ["text"]])
+def test_templates_in_another_form_are_refused(folder: Path, given: Any) -> None:
+    change(folder / "tokenizer_config.json", chat_template=given)
+    words = "chat_template in .*tokenizer_config.json must be text, or a list"
+    with pytest.raises(EngineStartError, match=words):
+        Tokenizer(str(folder))
 
 
 def test_without_a_template_a_chat_is_refused(folder: Path) -> None:
     change(folder / "tokenizer_config.json", chat_template=None)
     with pytest.raises(ValidationError, match="messages: this model has no chat template"):
-        Tokenizer(str(folder)).apply_chat_template(CHAT)
+        Tokenizer(str(folder)).apply_chat_template(CHAT, tokenize=False)
 
 
 @pytest.mark.parametrize(("source", "expected"), [

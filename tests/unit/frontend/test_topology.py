@@ -192,6 +192,13 @@ def test_what_cannot_be_told_is_one_line(words: list[str], line: str, capsys: py
     assert len(shown) == 1 and line in shown[0]
 
 
+def test_overrides_of_the_model_s_config_count(capsys: pytest.CaptureFixture[str]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    overrides = json.dumps({"rope_scaling": yarn})
+    assert main(["topology", "--json", "--hf-overrides", overrides]) == 0
+    assert json.loads(capsys.readouterr().out)["max_model_len"] == 131072
+
+
 def test_memory_must_be_given_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,9 +1,11 @@
 """Functions that tests run in child processes."""
 
+import logging
 import os
 import sys
 import threading
 import time
+import warnings
 
 from sidestep.ipc.process import decode_args, spawn
 from sidestep.ipc.shm_ring import RingSpec, RingWriter
@@ -35,3 +37,10 @@ def hold_the_interpreter(raw: bytes) -> None:
     """Busy in Python code, so that nothing but the lifeline's thread can end it."""
     while True:
         time.perf_counter()
+
+
+def log_and_fail(_: bytes) -> None:
+    """Writes what processes write: a record, a warning, an exception."""
+    logging.getLogger("sidestep.child").info("about to fail")
+    warnings.warn("soon", FutureWarning, stacklevel=1)
+    raise RuntimeError("no more")

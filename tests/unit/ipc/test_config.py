@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from sidestep.ipc.config import EngineArgs, ParallelConfig, SchedulerConfig, parse_bytes, parse_length
+from sidestep.ipc.config import EngineArgs, ParallelConfig, SchedulerConfig
 from sidestep.ipc.errors import EngineStartError, ValidationError
 from sidestep.ipc.layer_split import split_layers
 from sidestep.ipc.model_spec import load_model_spec
+from sidestep.ipc.options import parse_bytes, parse_length
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,

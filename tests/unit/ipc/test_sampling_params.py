@@ -14,7 +14,7 @@ from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutpu
 @pytest.mark.parametrize(("field", "value"), [
     ("n", 0), ("n", 1025), ("n", True), ("n", "2"), ("best_of", 0), ("best_of", 1.5), ("best_of", 1025),
     ("temperature", -1), ("temperature", 2.5), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0),
-    ("top_p", 2), ("top_k", -2), ("top_k", 1.5), ("min_p", 1.1), ("seed", -1), ("seed", 2**63), ("max_tokens", 0),
+    ("top_p", 2), ("top_k", -2), ("top_k", 1.5), ("min_p", 1.1), ("seed", -2), ("seed", 2**63), ("max_tokens", 0),
     ("min_tokens", -1), ("stop", [""]), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [True]),
     ("stop_token_ids", 5), ("stop_token_ids", [7] * 129), ("stop_token_ids", "5"), ("ignore_eos", 1),
     ("detokenize", "no"),
@@ -23,8 +23,8 @@ from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutpu
     ("logit_bias", {5: 101}), ("logit_bias", {-1: 1.0}), ("logit_bias", {5: float("nan")}),
     ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
     ("allowed_token_ids", 4), ("bad_words", "word"), ("bad_words", [" "]), ("bad_words", [3]),
-    ("bad_words", ["w"] * 129), ("bad_words", ["w" * 257]), ("repetition_detection", {"max_pattern_size": 3}),
-    ("extra_args", []), ("extra_args", {1: 2}),
+    ("bad_words", ["w"] * 129), ("bad_words", ["w" * 257]), ("repetition_detection", 3),
+    ("logprobs", -1), ("prompt_logprobs", -1), ("extra_args", []), ("extra_args", {1: 2}),
     ("skip_special_tokens", None), ("include_stop_str_in_output", 0), ("output_kind", "delta"), ("output_kind", 1)])
 def test_wrong_values(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:

@@ -76,3 +76,11 @@ def test_the_memory_has_no_name(tmp_path: Path) -> None:
     create_ring(1)
     after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert after <= before
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no unnamed memory")
+def test_a_ring_needs_no_room_in_shared_memory_that_containers_bound() -> None:
+    spec = create_ring(1)
+    assert os.readlink(f"/proc/self/fd/{spec.memory}").startswith("/memfd:")
+    for descriptor in (spec.memory, *spec.bells_in, *spec.bells_out):
+        os.close(descriptor)

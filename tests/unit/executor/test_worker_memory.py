@@ -1,0 +1,69 @@
+"""What a CPU worker holds beside its weights and its cache does not grow with the number of steps, nor of their sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sidestep.executor.kv_cache_size import cpu_kv_blocks
+from sidestep.executor.multiproc import worker_environment
+from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model_spec import load_model_spec
+
+STEPS = """
+import random
+from sidestep.executor.model_runner import ModelRunner
+from sidestep.executor.runner import WorkerArgs
+from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model_spec import load_model_spec
+from tests.unit.executor.steps import Request, schedule
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+runner, rng = ModelRunner(WorkerArgs(
+    rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
+    cache=CacheConfig(block_size=16, num_kv_blocks=256), parallel=ParallelConfig(device="cpu"),
+    scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512), max_model_len=128)), random.Random(0)
+runner.load()
+
+def run(rounds: int) -> int:
+    for _ in range(rounds):
+        requests = [Request([rng.randrange(3, 4000) for _ in range(rng.randint(1, 30))], rng.randint(1, 8))
+                    for _ in range(rng.randint(1, 24))]
+        for step, _ in schedule(requests, rng.choice([24, 50, 200]), 16):
+            runner.execute(step).wait()
+    return resident()
+
+first = run(12)
+print(first, run(24))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_steps_of_all_sizes_leave_nothing_behind() -> None:
+    """The first third of some two hundred steps may warm up; the others add less than a tenth of what torch takes."""
+    ran = subprocess.run([sys.executable, "-c", STEPS], check=True, text=True, stdin=subprocess.DEVNULL,
+                         capture_output=True, env={**os.environ, **worker_environment(1)})
+    first, last = map(int, ran.stdout.split())
+    assert last - first < 20 << 20, (first, last)
+
+
+def test_a_small_model_has_a_small_cache() -> None:
+    """Room for one request of full length and for short ones in all places; a large model's is as large as may be."""
+    spec = load_model_spec(DEFAULT_MODEL)
+    args = WorkerArgs(rank=0, spec=spec, model=ModelConfig(DEFAULT_MODEL), cache=CacheConfig(),
+                      parallel=ParallelConfig(device="cpu"), scheduler=SchedulerConfig(), max_model_len=2048)
+    limits = args.scheduler.limits("cpu")
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    blocks = cpu_kv_blocks(args, limits, token_bytes, 16)
+    assert 16 * blocks >= max(2048, 32 * limits.max_num_seqs)
+    assert 16 * blocks * token_bytes <= 256 << 20
+    large = cpu_kv_blocks(args, limits, 100 * token_bytes, 16)
+    assert 16 * large * 100 * token_bytes <= 2 << 30 and 16 * large >= 2048

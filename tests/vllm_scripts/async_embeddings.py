@@ -1,0 +1,15 @@
+# Expected: ModuleNotFoundError: sidestep.PoolingParams: only text generation is served
+import asyncio
+import sys
+
+from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams
+
+
+async def main() -> None:
+    model, device = sys.argv[1:]
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, device=device))
+    async for output in engine.encode("Hello", PoolingParams(), "request-0"):
+        print(output)
+
+
+asyncio.run(main())

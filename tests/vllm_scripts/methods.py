@@ -1,0 +1,20 @@
+# Expected: UnsupportedError: LLM.sleep: an engine cannot give its memory back
+import sys
+
+from vllm import LLM, SamplingParams
+
+model, device = sys.argv[1:]
+llm = LLM(model=model, device=device)
+for name, arguments in [("embed", ["text"]), ("encode", ["text"]), ("classify", ["text"]), ("score", ["a", "b"]),
+                        ("collective_rpc", ["reload"]), ("apply_model", [print]), ("start_profile", []),
+                        ("stop_profile", []), ("wake_up", []), ("get_metrics", [])]:
+    assert not hasattr(llm, name)
+    try:
+        getattr(llm, name)(*arguments)
+    except NotImplementedError as error:
+        assert str(error).startswith(f"LLM.{name}: "), error
+        print(error)
+    else:
+        raise AssertionError(name)
+llm.generate("warm up", SamplingParams(max_tokens=1))
+llm.sleep(level=1)
