@@ -6,4 +6,4 @@ cd "$(dirname "$0")/.."
 bash scripts/install.sh test
 bash scripts/install_chromium.sh || echo "the tests of the page in a browser are skipped" >&2
 bash scripts/install_clients.sh || echo "the tests of other projects' clients are skipped" >&2
-exec .venv/bin/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder --durations 10 "$@"
+exec .venv/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations 10 "$@"

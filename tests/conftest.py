@@ -1,4 +1,4 @@
-"""What holds for all tests: the state that a test process starts in, and which tests run side by side.
+"""What holds for all tests: the state that a test process starts in, and how many processes run them.
 
 Before anything imports Triton: without a GPU its kernels run in its interpreter, so the same tests serve both.
 """
@@ -46,17 +46,6 @@ def pytest_xdist_auto_num_workers() -> int:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores * 3 // 2, MOST_PROCESSES, psutil.virtual_memory().available // BYTES_PER_PROCESS))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, where they share its servers and models.
-
-    A file whose tests need the machine for themselves names another group by `pytest.mark.xdist_group`.
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="module")
