@@ -175,7 +175,7 @@ def the_raw_answer_and_its_headers() -> None:
 
 def json_mode() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, max_tokens=1000, temperature=0, response_format={"type": "json_object"},
+        model=MODEL, max_tokens=100, temperature=0, response_format={"type": "json_object"},
         messages=[{"role": "user", "content": "Answer in JSON."}])
     choice = completion.choices[0]
     assert choice.message.content is not None and choice.message.content.lstrip().startswith("{")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
+from transformers import PreTrainedModel
 
+from tests.e2e.engines import Engines
+from tests.e2e.models import RandomModel, load_reference, write_model
 from tests.threads import one_torch_thread
 
 
@@ -18,9 +22,33 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """Write an empty tokenizer, as every model's folder must have one; these models are spoken to in token ids."""
+    Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({}))
+    return folder
+
+
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder for a model of token ids: it has a tokenizer, as every folder must, but nobody uses it."""
-    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
-    return tmp_path
+    """A folder for a model that the test changes."""
+    return write_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """The folder of a family's random model, and the model as transformers runs it; made once, to be left as it is."""
+    @cache
+    def make(family: str) -> tuple[str, PreTrainedModel]:
+        path = write_model(family, write_tokenizer(tmp_path_factory.mktemp(family)))
+        return path, load_reference(path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    """Engines of all tests of a process."""
+    shared = Engines()
+    yield shared
+    shared.close()

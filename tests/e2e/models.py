@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+RandomModel = Callable[[str], tuple[str, PreTrainedModel]]
+"""Gives a family's model: its folder, and the model as transformers runs it."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": 331, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -84,10 +88,14 @@ def random_prompts(count: int, vocab_size: int, longest: int = 90, seed: int = 3
 
 def reference_tokens(model: PreTrainedModel, prompts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
     """Greedy continuations by transformers, one prompt at a time."""
-    answers = []
-    for prompt, count in zip(prompts, counts, strict=True):
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                             pad_token_id=0, eos_token_id=None)
-        answers.append(out[0, len(prompt):].tolist())
-    return answers
+    return [list(_continuation(model, tuple(prompt), count)) for prompt, count in zip(prompts, counts, strict=True)]
+
+
+@cache
+def _continuation(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
+    """One of them; several tests compare with the same."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                         pad_token_id=0, eos_token_id=None)
+    tokens: list[int] = out[0, len(prompt):].tolist()
+    return tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
 from sidestep import DEFAULT_MODEL, LLM, BeamSearchParams, SamplingParams
-from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
-
-BASE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
+from tests.e2e.conftest import write_tokenizer
+from tests.e2e.engines import Engines
+from tests.e2e.models import RandomModel, load_reference, random_prompts, reference_tokens, write_model
 
 
 def reference_beams(model: PreTrainedModel, prompt: Sequence[int], params: BeamSearchParams,
                     eos: Sequence[int] = ()) -> list[tuple[list[int], float]]:
     """What transformers finds: tokens after the prompt, and scores."""
+    return _reference_beams(model, tuple(prompt), params, tuple(eos))
+
+
+@cache
+def _reference_beams(model: PreTrainedModel, prompt: tuple[int, ...], params: BeamSearchParams,
+                     eos: tuple[int, ...]) -> list[tuple[list[int], float]]:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=params.beam_width,
@@ -56,28 +63,34 @@ def check(llm: LLM, model: PreTrainedModel, prompts: Sequence[list[int]], params
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
-def test_random_models_equal_transformers(family: str, model_folder: Path) -> None:
-    path = write_model(family, model_folder)
-    model, prompts = load_reference(path), random_prompts(6, 331)
-    with LLM(path, **BASE) as llm:
-        for width in (1, 2, 5):
-            check(llm, model, prompts, BeamSearchParams(beam_width=width, max_tokens=17))
+def test_random_models_equal_transformers(family: str, random_model: RandomModel, engines: Engines) -> None:
+    path, model = random_model(family)
+    for width in (1, 2, 5):
+        check(engines.get(path), model, random_prompts(6, 331), BeamSearchParams(beam_width=width, max_tokens=17))
 
 
-@pytest.mark.parametrize("num_eos", [1, 3])
+@pytest.fixture(scope="module", params=[1, 3])
+def unsure(request: pytest.FixtureRequest,
+           tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel, list[int]]:
+    """A model that often ends a sequence, by so many tokens: its folder, itself, and those tokens."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("unsure"))
+    path = write_model("llama-gqa", folder)
+    make_unsure(folder)
+    model = load_reference(path)
+    eos = sorted({tokens[3] for tokens in reference_tokens(model, random_prompts(5, 331), [4] * 5)})[:request.param]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+    return path, model, eos
+
+
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-def test_ends_and_penalties_equal_transformers(early_stopping: Any, num_eos: int, model_folder: Path) -> None:
-    path = write_model("llama-gqa", model_folder)
-    make_unsure(model_folder)
-    model, prompts = load_reference(path), random_prompts(5, 331)
-    eos = sorted({tokens[3] for tokens in reference_tokens(model, prompts, [4] * 5)})[:num_eos]
-    config = json.loads((model_folder / "config.json").read_text())
-    (model_folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
-    with LLM(path, **BASE) as llm:
-        for penalty in (-1.0, 0.0, 1.0, 3.0):
-            check(llm, model, prompts, BeamSearchParams(
-                beam_width=4, max_tokens=25, length_penalty=penalty, early_stopping=early_stopping,
-                include_stop_str_in_output=True), eos)
+def test_ends_and_penalties_equal_transformers(
+        early_stopping: Any, unsure: tuple[str, PreTrainedModel, list[int]], engines: Engines) -> None:
+    path, model, eos = unsure
+    for penalty in (-1.0, 0.0, 1.0, 3.0):
+        check(engines.get(path), model, random_prompts(5, 331), BeamSearchParams(
+            beam_width=4, max_tokens=25, length_penalty=penalty, early_stopping=early_stopping,
+            include_stop_str_in_output=True), eos)
 
 
 def make_unsure(folder: Path) -> None:
@@ -92,38 +105,36 @@ def make_unsure(folder: Path) -> None:
     {"async_scheduling": False}, {"enable_prefix_caching": False}, {"tensor_parallel_size": 2},
     {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": 8, "num_kv_blocks": 36, "max_model_len": 200}],
     ids=str)
-def test_searches_do_not_depend_on_how_they_are_run(options: dict[str, Any], model_folder: Path) -> None:
-    path = write_model("llama-gqa", model_folder)
-    model, prompts = load_reference(path), random_prompts(6, 331)
-    with LLM(path, **{**BASE, **options}) as llm:
-        check(llm, model, prompts, BeamSearchParams(beam_width=4, max_tokens=20))
-        assert llm.get_stats()["kv_cache_usage"] == 0
-        if "num_kv_blocks" in options:
-            assert llm.get_stats()["num_preemptions"] > 0
+def test_searches_do_not_depend_on_how_they_are_run(
+        options: dict[str, Any], random_model: RandomModel, engines: Engines) -> None:
+    path, model = random_model("llama-gqa")
+    llm = engines.get(path, **options)
+    check(llm, model, random_prompts(6, 331), BeamSearchParams(beam_width=4, max_tokens=20))
+    assert llm.get_stats()["kv_cache_usage"] == 0
+    if "num_kv_blocks" in options:
+        assert llm.get_stats()["num_preemptions"] > 0
 
 
-def test_the_bundled_model_equals_transformers() -> None:
+def test_the_bundled_model_equals_transformers(engines: Engines) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
     prompts = [tokenizer(text)["input_ids"] for text in ("def get_name(", "import os\n\ndef f(path):", "for i in")]
-    with LLM(DEFAULT_MODEL, **BASE) as llm:
-        model = load_reference(DEFAULT_MODEL)
-        eos = model.generation_config.eos_token_id
-        ends = eos if isinstance(eos, list) else [eos]
-        for params in (BeamSearchParams(beam_width=4, max_tokens=30, include_stop_str_in_output=True),
-                       BeamSearchParams(beam_width=3, max_tokens=24, length_penalty=0.0, early_stopping="never",
-                                        include_stop_str_in_output=True)):
-            check(llm, model, prompts, params, ends)
-        (output,) = llm.beam_search(["def get_name("], BeamSearchParams(beam_width=2, max_tokens=8))
-        assert output.sequences[0].text == tokenizer.decode(output.sequences[0].tokens[len(prompts[0]):])
+    llm, model = engines.get(), load_reference(DEFAULT_MODEL)
+    eos = model.generation_config.eos_token_id
+    ends = eos if isinstance(eos, list) else [eos]
+    for params in (BeamSearchParams(beam_width=4, max_tokens=30, include_stop_str_in_output=True),
+                   BeamSearchParams(beam_width=3, max_tokens=24, length_penalty=0.0, early_stopping="never",
+                                    include_stop_str_in_output=True)):
+        check(llm, model, prompts, params, ends)
+    (output,) = llm.beam_search(["def get_name("], BeamSearchParams(beam_width=2, max_tokens=8))
+    assert output.sequences[0].text == tokenizer.decode(output.sequences[0].tokens[len(prompts[0]):])
 
 
-def test_plain_requests_beside_a_search_do_not_change(model_folder: Path) -> None:
-    path = write_model("llama-gqa", model_folder)
+def test_plain_requests_beside_a_search_do_not_change(random_model: RandomModel, engines: Engines) -> None:
+    path, model = random_model("llama-gqa")
     prompts = random_prompts(6, 331)
     params = BeamSearchParams(beam_width=4, max_tokens=20)
-    with LLM(path, **BASE) as llm:
-        mixed = llm._call(mix(llm, prompts, params))
-    model = load_reference(path)
+    llm = engines.get(path)
+    mixed = llm._call(mix(llm, prompts, params))
     assert mixed[0] == reference_tokens(model, prompts[:3], [30] * 3)
     expected = [reference_beams(model, p, params) for p in prompts[3:]]
     clear = [i for i, beams in enumerate(expected) if is_clear(beams)]

@@ -7,7 +7,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from examples.logits_processor import TokenRamp
 from sidestep import DEFAULT_MODEL, LLM, EngineDeadError, EngineStartError, SamplingParams, ValidationError
 from tests.e2e.control import reference_greedy, reference_pairs
-from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
+from tests.e2e.engines import Engines
+from tests.e2e.models import RandomModel, load_reference, random_prompts, reference_tokens, write_model
 
 CONTROLS: list[dict[str, Any]] = [
     {"presence_penalty": 2.0, "logit_bias": {5: 40.0, 6: 39.0, 7: 38.5}}, {"repetition_penalty": 4.0},
@@ -46,16 +47,25 @@ def requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.mark.parametrize("options", [
     {}, {"async_scheduling": False}, {"max_num_batched_tokens": 24, "max_num_seqs": 6},
     {"num_kv_blocks": 40, "block_size": 4, "max_model_len": 100}, {"tensor_parallel_size": 2}], ids=str)
-def test_greedy_tokens_equal_plain_arithmetic(options: dict[str, Any], model_folder: Path) -> None:
+def test_greedy_tokens_equal_plain_arithmetic(
+        options: dict[str, Any], random_model: RandomModel, arithmetic: list[list[int]], engines: Engines) -> None:
     """With two steps in flight, in chunks, preempted, and on two ranks."""
-    path = write_model("llama-gqa", model_folder)
-    model = load_reference(path)
+    path, model = random_model("llama-gqa")
+    prompts, params = requests(model.config.vocab_size)
+    answers = engines.get(path, **options).generate(prompts, params, use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in answers] == arithmetic
+
+
+@pytest.fixture(scope="module")
+def arithmetic(random_model: RandomModel) -> list[list[int]]:
+    """What the requests must be answered, by plain arithmetic."""
+    _, model = random_model("llama-gqa")
     prompts, params = requests(model.config.vocab_size)
     expected = [reference_greedy(model, prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     plain = reference_tokens(model, prompts, [p.max_tokens or 0 for p in params])
     assert expected[::2] == plain[::2]
     assert all(a != b for a, b in zip(expected[1::2], plain[1::2], strict=True)), "a control has no effect"
-    assert run(path, prompts, params, **options) == expected
+    return expected
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +74,16 @@ def bundled() -> PreTrainedModel:
     return load_reference(DEFAULT_MODEL)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "in turn"])
-def engine(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """One for all draws."""
-    with LLM(device="cpu", dtype="float32", cpu_threads=1, async_scheduling=request.param) as llm:
-        yield llm
-
-
 @pytest.mark.parametrize("control", [
     {}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.0, "repetition_penalty": 1.4}, {"min_p": 0.4},
     {"logit_bias": {40: 0.7, 41: -0.4}, "presence_penalty": 0.5},
     {"logit_bias": {40: 0.7, 41: -0.4}, "top_k": 2}, {"logit_bias": {40: 0.7, 41: -0.4}, "top_p": 0.6}], ids=str)
-def test_frequencies_of_the_first_two_tokens(control: dict[str, Any], engine: LLM, bundled: PreTrainedModel) -> None:
-    """Chi-square over 1,500 draws of a pair; the second token of a pair depends on the first by its penalties."""
+def test_frequencies_of_the_first_two_tokens(
+        control: dict[str, Any], engines: Engines, bundled: PreTrainedModel) -> None:
+    """Chi-square over 1,500 draws of a pair; the second token of a pair depends on the first by its penalties.
+
+    Steps in turn draw what steps in flight draw.
+    """
     prompt = [300, 41, 17]
     common: dict[str, Any] = {"allowed_token_ids": [40, 41, 42], "temperature": 1.7, "max_tokens": 2,
                               "ignore_eos": True}
@@ -84,9 +91,16 @@ def test_frequencies_of_the_first_two_tokens(control: dict[str, Any], engine: LL
     for token, bias in control.get("logit_bias", {}).items():
         flat["logit_bias"][token] += bias
     params = {**common, **control, **flat}
-    expected = reference_pairs(bundled, prompt, SamplingParams(**params))
-    draws = engine.generate([prompt] * 1500, [SamplingParams(**params, seed=i) for i in range(1500)], use_tqdm=False)
-    seen = Counter(tuple(draw.outputs[0].token_ids) for draw in draws)
+    asked = [SamplingParams(**params, seed=i) for i in range(1500)]
+    expected = reference_pairs(bundled, prompt, asked[0])
+
+    def draw(params: list[SamplingParams], **options: Any) -> list[tuple[int, ...]]:
+        outputs = engines.get(**options).generate([prompt] * len(params), params, use_tqdm=False)
+        return [tuple(out.outputs[0].token_ids) for out in outputs]
+
+    draws = draw(asked)
+    assert draw(asked[:200], async_scheduling=False) == draws[:200]
+    seen = Counter(draws)
     possible = [pair for pair, p in expected.items() if p > 0]
     assert set(seen) <= set(possible)
     wanted = 1500 * torch.tensor([expected[pair] for pair in possible], dtype=torch.float64)
@@ -102,25 +116,29 @@ def flatten(model: Any, prompt: list[int], tokens: Sequence[int]) -> dict[int, f
     return {token: float(logits.max() - logits[token]) for token in tokens}
 
 
-def test_seeded_tokens_do_not_depend_on_the_batch(model_folder: Path) -> None:
-    path = write_model("llama-gqa", model_folder)
+def test_seeded_tokens_do_not_depend_on_the_batch(random_model: RandomModel, engines: Engines) -> None:
+    path, _ = random_model("llama-gqa")
     prompts, _ = requests(331)
+
+    def answers(some: slice, **options: Any) -> list[list[int]]:
+        outputs = engines.get(path, **options).generate(prompts[some], params[some], use_tqdm=False)
+        return [out.outputs[0].token_ids for out in outputs]
+
     params = [SamplingParams(temperature=1.1, top_p=0.9, seed=i, max_tokens=10, **CONTROLS[i // 2])
               for i in range(16)]
-    together = run(path, prompts, params)
-    apart = [run(path, prompts[i::5], params[i::5], max_num_seqs=2, async_scheduling=i % 2 == 0) for i in range(5)]
+    together = answers(slice(None))
+    apart = [answers(slice(i, None, 5), max_num_seqs=2, async_scheduling=i % 2 == 0) for i in range(5)]
     assert [apart[i % 5][i // 5] for i in range(16)] == together
 
 
-def test_bad_words_never_come(model_folder: Path) -> None:
+def test_bad_words_never_come(engines: Engines) -> None:
     """In the text: whatever else the model says instead."""
-    with LLM() as llm:
-        params = SamplingParams(temperature=0, max_tokens=40)
-        before = llm.generate("def get_name(self):\n    return", params, use_tqdm=False)[0].outputs[0].text
-        words = sorted({word for word in before.split() if word.isidentifier()})
-        assert words
-        params = SamplingParams(temperature=0, max_tokens=40, bad_words=words)
-        after = llm.generate("def get_name(self):\n    return", params, use_tqdm=False)[0].outputs[0].text
+    llm, params = engines.get(), SamplingParams(temperature=0, max_tokens=40)
+    before = llm.generate("def get_name(self):\n    return", params, use_tqdm=False)[0].outputs[0].text
+    words = sorted({word for word in before.split() if word.isidentifier()})
+    assert words
+    params = SamplingParams(temperature=0, max_tokens=40, bad_words=words)
+    after = llm.generate("def get_name(self):\n    return", params, use_tqdm=False)[0].outputs[0].text
     assert not set(words) & set(after.split())
 
 
@@ -130,10 +148,9 @@ RAMP = "examples.logits_processor:TokenRamp"
 
 @pytest.mark.parametrize("options", [
     {}, {"async_scheduling": False}, {"num_kv_blocks": 24, "block_size": 4, "max_model_len": 90}], ids=str)
-def test_a_processor_of_the_users(options: dict[str, Any], model_folder: Path) -> None:
+def test_a_processor_of_the_users(options: dict[str, Any], random_model: RandomModel) -> None:
     """That of the example, which counts outputs: also over preemptions, and beside plain requests."""
-    path = write_model("llama-gqa", model_folder)
-    model = load_reference(path)
+    path, model = random_model("llama-gqa")
     prompts = random_prompts(8, model.config.vocab_size, longest=40)
     wishes = [{"token": 11, "step": 4.0}, {"token": 12, "step": 9.0}]
     params = [SamplingParams(temperature=0, max_tokens=14, ignore_eos=True,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sidestep import DEFAULT_MODEL, LLM, AsyncLLM, EngineArgs, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+from tests.e2e.engines import Engines
 from tests.e2e.models import load_reference
 
 PROMPTS = ["def get_name(self):\n    return", "import", "class Stack:\n    def push(self, it):\n        self.it." * 6]
@@ -19,11 +20,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"num_kv_blocks": 10, "max_model_len": 160}, {"tensor_parallel_size": 2}]
 
 
-def run(params: list[SamplingParams], **options: Any) -> list[RequestOutput]:
-    with LLM(**{"dtype": "float32", "device": "cpu", "cpu_threads": 1, **options}) as llm:
-        # Twice, so that the second time all prompts are cached.
-        llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
-        return llm.generate(PROMPTS, params, use_tqdm=False)
+def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    # Twice, so that the second time all prompts are cached.
+    llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
+    return llm.generate(PROMPTS, params, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,13 @@ def check(entries: dict[int, Logprob], values: torch.Tensor, token: int, most: i
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_logprobs_of_outputs_and_prompts(options: dict[str, Any], model: Any) -> None:
+def test_logprobs_of_outputs_and_prompts(options: dict[str, Any], model: Any, engines: Engines) -> None:
     """In chunks, preempted, on two ranks; of the model itself although penalties and filters choose the tokens."""
     params = [
         SamplingParams(temperature=0, max_tokens=9, logprobs=4, prompt_logprobs=2),
         SamplingParams(temperature=1.2, seed=5, top_p=0.9, presence_penalty=1.5, max_tokens=9, logprobs=20),
         SamplingParams(temperature=0.8, seed=6, max_tokens=9, logprobs=0, prompt_logprobs=0, min_tokens=9)]
-    outputs = run(params, **options)
+    outputs = run(engines.get(**options), params)
     for output, asked in zip(outputs, params, strict=True):
         completion, prompt = output.outputs[0], output.prompt_token_ids
         values = reference(model, [*prompt, *completion.token_ids])
@@ -75,11 +75,11 @@ def test_logprobs_of_outputs_and_prompts(options: dict[str, Any], model: Any) ->
             check(prompt_entries, values[i - 1], prompt[i], asked.prompt_logprobs)
 
 
-def test_who_does_not_ask_gets_the_same_tokens_and_no_logprobs() -> None:
+def test_who_does_not_ask_gets_the_same_tokens_and_no_logprobs(engines: Engines) -> None:
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
     asking = SamplingParams(temperature=0.9, seed=3, max_tokens=12, logprobs=3, prompt_logprobs=1)
-    plain = run([params] * 3)
-    mixed = run([params, asking, params])
+    plain = run(engines.get(), [params] * 3)
+    mixed = run(engines.get(), [params, asking, params])
     assert [o.outputs[0].token_ids for o in mixed] == [o.outputs[0].token_ids for o in plain]
     assert [o.outputs[0].logprobs is None for o in mixed] == [True, False, True]
     assert mixed[0].prompt_logprobs is None and mixed[0].outputs[0].cumulative_logprob is None
@@ -103,12 +103,12 @@ async def test_streamed() -> None:
     assert all(p.prompt_logprobs is None for p in parts[1:])
 
 
-def test_texts_of_single_tokens() -> None:
-    with LLM() as llm:
-        tokenizer = llm.get_tokenizer()
-        text = "naïve café = '日本' + \"\\n\"  # ✓\n"
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        output = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+def test_texts_of_single_tokens(engines: Engines) -> None:
+    llm = engines.get()
+    tokenizer = llm.get_tokenizer()
+    text = "naïve café = '日本' + \"\\n\"  # ✓\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    output = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert output.prompt_logprobs is not None
     for token, entries in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
@@ -116,9 +116,8 @@ def test_texts_of_single_tokens() -> None:
         assert entries[token].decoded_token == tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
-def test_the_documentation_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documentation_s_example_runs(capsys: pytest.CaptureFixture[str], engines: Engines) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "sampling.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    with LLM() as llm:
-        exec(code, {"llm": llm, "SamplingParams": SamplingParams})
+    exec(code, {"llm": engines.get(), "SamplingParams": SamplingParams})
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -39,9 +39,10 @@ def test_the_example_streams_and_completes(tmp_path: Path) -> None:
 def test_the_commands_are_understood() -> None:
     commands = re.findall(r"^(sidestep serve|python -m sidestep\.entrypoints\.openai\.api_server) (.*)$", TEXT, re.M)
     assert len(commands) == 2
-    for _, words in commands:
-        parsed = make_parser("1").parse_args(["serve", *shlex.split(words)])
-        assert engine_args(parsed).model == "Qwen/Qwen3-0.6B" and server_args(parsed).port == 8000
+    parsed = [make_parser("1").parse_args(["serve", *shlex.split(words)]) for _, words in commands]
+    assert [engine_args(each).model for each in parsed] == ["MODEL", "Qwen/Qwen3-0.6B"]
+    assert [engine_args(each).max_model_len for each in parsed] == [2048, None]
+    assert [server_args(each).port for each in parsed] == [8000, 8000]
 
 
 def test_the_sentence_is_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:

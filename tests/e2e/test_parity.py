@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sidestep import DEFAULT_MODEL, LLM, SamplingParams
-from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
+from tests.e2e.models import FAMILIES, RandomModel, load_reference, random_prompts, reference_tokens, write_model
 
 
 def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any) -> list[list[int]]:
@@ -22,9 +22,8 @@ def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_equals_transformers_in_a_mixed_batch(family: str, model_folder: Path) -> None:
-    path = write_model(family, model_folder)
-    model = load_reference(path)
+def test_every_family_equals_transformers_in_a_mixed_batch(family: str, random_model: RandomModel) -> None:
+    path, model = random_model(family)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
     expected = reference_tokens(model, prompts, counts)
@@ -38,19 +37,18 @@ def test_every_family_equals_transformers_in_a_mixed_batch(family: str, model_fo
 @pytest.mark.parametrize("options", [
     {}, {"async_scheduling": False}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 64, "block_size": 16},
     {"num_kv_blocks": 70, "block_size": 4, "max_model_len": 200}], ids=str)
-def test_64_requests_equal_transformers_however_they_are_run(options: dict[str, Any], model_folder: Path) -> None:
-    path = write_model("llama-gqa", model_folder)
-    model = load_reference(path)
+def test_64_requests_equal_transformers_however_they_are_run(options: dict[str, Any],
+                                                             random_model: RandomModel) -> None:
+    path, model = random_model("llama-gqa")
     prompts, counts = random_prompts(64, model.config.vocab_size), [8 + i % 9 for i in range(64)]
     assert engine_tokens(path, prompts, counts, max_num_seqs=64, **options) == reference_tokens(model, prompts, counts)
 
 
 @pytest.mark.parametrize(("family", "ranks"), [
     ("llama-mqa-odd-sizes", 2), ("llama-biases", 2), ("qwen3-tied", 2), ("llama-gqa", 4)])
-def test_several_ranks_equal_transformers(family: str, ranks: int, model_folder: Path) -> None:
+def test_several_ranks_equal_transformers(family: str, ranks: int, random_model: RandomModel) -> None:
     """The vocabularies are no multiples of the ranks; of four ranks, two have the same one of two KV heads."""
-    path = write_model(family, model_folder)
-    model = load_reference(path)
+    path, model = random_model(family)
     assert model.config.vocab_size % ranks
     assert ranks < 4 or model.config.num_key_value_heads == 2
     prompts, counts = random_prompts(8, model.config.vocab_size), [12] * 8

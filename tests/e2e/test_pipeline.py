@@ -3,13 +3,12 @@ CPU."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sidestep import DEFAULT_MODEL, LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
+from tests.e2e.models import RandomModel, random_prompts, reference_tokens
 from tests.e2e.test_parity import engine_tokens
 
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 7, "block_size": 8, "num_kv_blocks": 40,
@@ -23,11 +22,10 @@ SMALL: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 7, "block
     ("llama-biases", {"pipeline_parallel_size": 2, "async_scheduling": False, "enable_prefix_caching": False}),
     ("llama-mqa-odd-sizes", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **SMALL}),
     ("llama-gqa", {"tensor_parallel_size": 4})], ids=str)
-def test_ranks_and_stages_equal_transformers(family: str, options: dict[str, Any], model_folder: Path,
+def test_ranks_and_stages_equal_transformers(family: str, options: dict[str, Any], random_model: RandomModel,
                                              capfd: pytest.CaptureFixture[str]) -> None:
     """And no rank writes a library's warning to the screen, in the midst of what a user streams there."""
-    path = write_model(family, model_folder)
-    model = load_reference(path)
+    path, model = random_model(family)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
     expected = reference_tokens(model, prompts, counts)
@@ -37,11 +35,11 @@ def test_ranks_and_stages_equal_transformers(family: str, options: dict[str, Any
     assert "Warning" not in shown.out + shown.err
 
 
-def test_the_order_of_requests_changes_nothing(model_folder: Path) -> None:
+def test_the_order_of_requests_changes_nothing(random_model: RandomModel) -> None:
     """Requests meet others in their steps, and are divided among the steps in flight in other ways."""
-    path = write_model("qwen3-tied", model_folder)
+    path, model = random_model("qwen3-tied")
     prompts = random_prompts(40, 331)
-    expected = reference_tokens(load_reference(path), prompts, [6 + i % 9 for i in range(40)])
+    expected = reference_tokens(model, prompts, [6 + i % 9 for i in range(40)])
     order = sorted(range(40), key=lambda i: (i * 17) % 40)
     with LLM(path, device="cpu", dtype="float32", cpu_threads=1, pipeline_parallel_size=2, max_num_seqs=9) as llm:
         for turn in (range(40), order, range(1)):

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 from sidestep import LLM, SamplingParams, StructuredOutputsParams
+from tests.e2e.engines import Engines
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA: dict[str, Any] = {
@@ -26,12 +27,11 @@ FORMS = [StructuredOutputsParams(json=SCHEMA), StructuredOutputsParams(regex=r"r
          StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)]
 
 
-def outputs(**options: Any) -> list[tuple[str, list[int], str | None]]:
+def outputs(llm: LLM) -> list[tuple[str, list[int], str | None]]:
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=200 if form else 24, structured_outputs=form)
               for temperature in (0.0, 1.0) for i, form in enumerate(FORMS)]
-    with LLM(device="cpu", cpu_threads=1, dtype="float32", **options) as llm:
-        return [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].finish_reason)
-                for o in llm.generate([PROMPT] * len(params), params, use_tqdm=False)]
+    return [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].finish_reason)
+            for o in llm.generate([PROMPT] * len(params), params, use_tqdm=False)]
 
 
 def test_the_docs_example_runs(tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_the_docs_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def overlapped() -> list[tuple[str, list[int], str | None]]:
-    return outputs()
+def overlapped(engines: Engines) -> list[tuple[str, list[int], str | None]]:
+    return outputs(engines.get())
 
 
 def test_answers_are_of_their_form(overlapped: list[tuple[str, list[int], str | None]]) -> None:
@@ -62,14 +62,14 @@ def test_answers_are_of_their_form(overlapped: list[tuple[str, list[int], str | 
 
 @pytest.mark.parametrize("options", [{"async_scheduling": False}, {"tensor_parallel_size": 2},
                                      {"max_num_seqs": 3, "num_kv_blocks": 40, "max_model_len": 260}], ids=str)
-def test_tokens_are_the_same_however_it_is_run(options: dict[str, Any],
-                                               overlapped: list[tuple[str, list[int], str | None]]) -> None:
-    assert outputs(**options) == overlapped
+def test_tokens_are_the_same_however_it_is_run(
+        options: dict[str, Any], overlapped: list[tuple[str, list[int], str | None]], engines: Engines) -> None:
+    assert outputs(engines.get(**options)) == overlapped
 
 
-def test_plain_neighbours_are_those_of_a_plain_batch(overlapped: list[tuple[str, list[int], str | None]]) -> None:
+def test_plain_neighbours_are_those_of_a_plain_batch(
+        overlapped: list[tuple[str, list[int], str | None]], engines: Engines) -> None:
     plain = [i for i, form in enumerate([*FORMS, *FORMS]) if form is None]
-    with LLM(device="cpu", cpu_threads=1, dtype="float32") as llm:
-        params = [SamplingParams(temperature=float(i >= len(FORMS)), seed=i % len(FORMS), max_tokens=24) for i in plain]
-        alone = [o.outputs[0].token_ids for o in llm.generate([PROMPT] * len(plain), params, use_tqdm=False)]
+    params = [SamplingParams(temperature=float(i >= len(FORMS)), seed=i % len(FORMS), max_tokens=24) for i in plain]
+    alone = [o.outputs[0].token_ids for o in engines.get().generate([PROMPT] * len(plain), params, use_tqdm=False)]
     assert [overlapped[i][1] for i in plain] == alone

@@ -41,7 +41,9 @@ def test_each_answer_goes_on_where_the_last_one_ended(make_server: Make) -> None
         times = [step[f"{name}_us"] for name in ("schedule", "submit", "received", "start", "end", "taken", "told")]
         assert times == sorted(times) and times[-1] <= first["now_us"]
         assert step["end_us"] - step["start_us"] == pytest.approx(2000, abs=1)
-    assert (first["ttft_s"]["count"], first["itl_s"]["count"]) == (1, 4)
+    # Tokens that reach the server together have one gap here; the metric counts each.
+    assert first["ttft_s"]["count"] == 1 and 1 <= first["itl_s"]["count"] <= 4
+    assert server.metrics()["sidestep:inter_token_latency_seconds_count"] == 4
     assert 0 < first["itl_s"]["p50"] <= first["itl_s"]["p99"]
     assert flight(server, first["next"])["steps"] == []
     generate(server, 3)
