@@ -17,22 +17,21 @@ from sidestep.frontend.beam_search import beam_search_output
 from sidestep.frontend.choices import Choices
 from sidestep.frontend.controls import check_text
 from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest
-from sidestep.frontend.no_tokenizer import NoTokenizer
 from sidestep.frontend.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.prompts import ChatPrompt, Prompt
 from sidestep.frontend.replica_set import ReplicaSet, ReplicaStatus
 from sidestep.frontend.request_state import RequestState
+from sidestep.frontend.startup import load_tokenizer, open_channels, seed_of_frontend
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.frontend.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.beam_search_params import BeamSearchParams
-from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
+from sidestep.ipc.channels import new_address, remove_address
 from sidestep.ipc.config import EngineArgs, EngineConfig
 from sidestep.ipc.core_args import ClientAddress, Invitation
 from sidestep.ipc.errors import (
     EngineDeadError,
     EngineStalledError,
-    EngineStartError,
     QueueFullError,
     ValidationError,
 )
@@ -63,7 +62,7 @@ class AsyncLLM(RefusesVllmMethods):
         self._config = config
         self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
-        self._replicas = ReplicaSet(config, self._outputs, _open_channels(config, invitation),
+        self._replicas = ReplicaSet(config, self._outputs, open_channels(config, invitation),
                                     joins=invitation is not None)
         self._home = self._replicas.home
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
@@ -80,7 +79,7 @@ class AsyncLLM(RefusesVllmMethods):
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
                                       max_model_len=self._replicas.max_model_len,
                                       processors=config.model.processor_names,
-                                      defaults=config.sampling_defaults, seed=_seed(config, invitation))
+                                      defaults=config.sampling_defaults, seed=seed_of_frontend(config, invitation))
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
         """Requests that are being checked and tokenised: whether they are still wanted."""
@@ -453,39 +452,12 @@ class AsyncLLM(RefusesVllmMethods):
                 self._outputs.end_at(state, request.deadline + _GRACE_S)
 
 
-def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Return the tokenizer that an engine of this configuration has. Raises EngineStartError."""
-    folder = config.tokenizer_path
-    return NoTokenizer(config.spec.vocab_size) if folder is None else Tokenizer(folder)
-
-
 def _tell_of_length(config: EngineConfig, max_model_len: int) -> None:
     """Log one line where the KV cache holds less than the model could take."""
     if max_model_len < config.max_model_len:
         logger.warning("max_model_len is %d, which is what the KV cache holds; the model's own "
                        "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
                        max_model_len, config.max_model_len)
-
-
-def _seed(config: EngineConfig, invitation: Invitation | None) -> str | None:
-    """What the seeds of this frontend's requests follow from: frontends of one engine must not draw the same ones."""
-    seed = config.frontend.seed
-    return None if seed is None else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
-
-
-def _open_channels(config: EngineConfig, invitation: Invitation | None) -> dict[int, tuple[FrontendChannel, int]]:
-    """To each replica, with this frontend's number there. The one that starts an engine is number 0."""
-    if invitation is None:
-        return {replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)}
-    channels: dict[int, tuple[FrontendChannel, int]] = {}
-    try:
-        for seat in invitation.seats:
-            channels[seat.replica] = FrontendChannel(seat.address), seat.client
-    except EngineStartError:
-        for channel, _ in channels.values():
-            channel.close()
-        raise
-    return channels
 
 
 def _stalled_s(ping: Answer) -> float:

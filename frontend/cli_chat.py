@@ -13,11 +13,12 @@ from functools import partial
 
 import msgspec
 
-from sidestep.frontend.async_llm import AsyncLLM, load_tokenizer
+from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.chat_input import Interrupted, open_messages
 from sidestep.frontend.cli_args import check_url_flags, engine_args, sampling_params
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
+from sidestep.frontend.startup import load_tokenizer
 from sidestep.frontend.terminal import StatusLine, tell
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.errors import RemoteError, ValidationError
