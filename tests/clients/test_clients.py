@@ -62,10 +62,11 @@ class Suite:
 
 
 _FUNCTION = r"^(?:async )?def ([a-z]\w*)\(\) -> None:"
+_OPENAI = ["snippets_openai.py", "snippets_responses.py"]
 SUITES = {
-    "openai": Suite([sys.executable, str(HERE / "run_snippets.py")], ["snippets_openai.py"], _FUNCTION, None),
+    "openai": Suite([sys.executable, str(HERE / "run_snippets.py")], _OPENAI, _FUNCTION, None),
     "python": Suite([str(OTHERS_PYTHON), str(HERE / "run_snippets.py")],
-                    ["snippets_openai.py", "snippets_langchain.py", "snippets_litellm.py"], _FUNCTION,
+                    [*_OPENAI, "snippets_langchain.py", "snippets_litellm.py"], _FUNCTION,
                     INSTALLED / ".installed-python"),
     "node": Suite(["node", str(HERE / "node/run_snippets.mjs")], ["node/openai.mjs", "node/ai_sdk.mjs"],
                   r"^  async ([a-z]\w*)\(\) \{", INSTALLED / ".installed-node"),
