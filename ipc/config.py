@@ -91,7 +91,7 @@ class ModelConfig(Options):
         None, "Class that changes logits, as 'module:Class'; requests reach it by extra_args.")
 
     def read_generation_config(self, path: str) -> GenerationConfig:
-        """What is said of generating with the model in this folder. Raises EngineStartError."""
+        """Return the settings for generating with the model in this folder. Raises EngineStartError."""
         if self.generation_config == "auto":
             return read_generation_config(path)
         if self.generation_config in ("vllm", "none"):
@@ -263,7 +263,7 @@ class ParallelConfig(Options):
 
 @dataclass(frozen=True)
 class FrontendConfig(Options):
-    """What happens to requests on their way to the engine, and to tokens on their way to their readers."""
+    """Requests on their way to the engine, and tokens on their way to their readers."""
 
     seed: int | None = option(
         None, "Seeds of requests that bring none follow from this number and from their order, so that a program's "
@@ -312,7 +312,7 @@ class EngineConfig:
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
-    """Sampling parameters of requests that leave them open."""
+    """Sampling parameters for requests that leave them out."""
 
     def __post_init__(self) -> None:
         spec, tp = self.spec, self.parallel.tensor_parallel_size
@@ -334,7 +334,7 @@ class EngineConfig:
 
     @property
     def may_shrink_max_model_len(self) -> bool:
-        """Whether the length follows the KV cache rather than fail when it does not fit."""
+        """Whether a length that does not fit in the KV cache is lowered, rather than refused."""
         return not isinstance(self.model.max_model_len, int)
 
 
@@ -376,11 +376,11 @@ class EngineArgs(LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, Cac
 
 
 ENVIRONMENT_PREFIX = "SIDESTEP_"
-"""Variables of the environment that begin so are options of the command line."""
+"""Beginning of the environment's variables that are options of the command line."""
 API_KEYS, OPERATOR_KEYS = f"{ENVIRONMENT_PREFIX}API_KEYS", f"{ENVIRONMENT_PREFIX}OPERATOR_KEYS"
 _KEYS_VARIABLES = (API_KEYS, OPERATOR_KEYS)
 _SERVICE_LINK = re.compile(r"SIDESTEP_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""Kubernetes sets such variables in each pod where a service's name begins with 'sidestep'."""
+"""Variables that Kubernetes sets in each pod if a service's name begins with 'sidestep'."""
 
 
 def environment_options() -> dict[str, str]:
@@ -393,7 +393,7 @@ def environment_options() -> dict[str, str]:
 def keys_of_environment(variable: str) -> list[str]:
     """Return the server's keys in API_KEYS or OPERATOR_KEYS, separated by commas or white space.
 
-    Raises ValidationError for a variable that is set and holds none: it was meant to guard.
+    Raises ValidationError for a variable that is set and holds no key: a server without keys would be open.
     """
     if (text := os.environ.get(variable)) is None:
         return []
@@ -403,17 +403,17 @@ def keys_of_environment(variable: str) -> list[str]:
 
 
 def state_folder_of_environment() -> Path | None:
-    """Return where commands keep what is this user's own, such as the history of `sidestep chat`; None without a
-    home."""
+    """Return the folder for this user's own files, such as the history of `sidestep chat`; None without a home
+    folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(base):  # a relative one is to be ignored, says the XDG specification
+    if os.path.isabs(base):  # the XDG specification ignores relative ones
         return Path(base) / "sidestep"
     home = os.path.expanduser("~")
     return Path(home, ".local", "state", "sidestep") if os.path.isabs(home) else None
 
 
 def colours_of_environment() -> bool:
-    """Return whether a terminal may have colours: not with NO_COLOR, and not a dumb one."""
+    """Return whether a terminal may have colours: not with NO_COLOR, and not if the terminal is dumb."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -429,10 +429,10 @@ def visible_gpus_of_environment() -> list[str] | None:
 
 
 def exact_products_environment() -> dict[str, str]:
-    """What MKL must be told before it is loaded: to add in an order that does not depend on a product's sizes.
+    """Return the variables that make MKL add in an order that does not depend on a product's sizes.
 
-    That is its strict mode of conditional numerical reproducibility, which it has for AVX2 and AVX-512. A mode that the
-    user has chosen stays.
+    MKL reads them when it is loaded. They select its strict mode of conditional numerical reproducibility, which it has
+    for AVX2 and AVX-512. A mode that the user has chosen stays.
     """
     if chosen := os.environ.get("MKL_CBWR"):
         return {"MKL_CBWR": chosen}

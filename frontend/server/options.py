@@ -80,16 +80,17 @@ class ServerArgs(Options):
 
 @dataclass(frozen=True)
 class Keys:
-    """What opens a server; without any, everything is open."""
+    """The keys that a server accepts. Without any, every route is open."""
 
     all: tuple[str, ...] = ()
-    """Those that open its routes, each once: the users' and the operators'."""
+    """Keys that open the routes, each once: users' and operators'."""
     operators: tuple[str, ...] = ()
-    """Those that see the figures and requests of all users."""
+    """Keys that show the figures and requests of all users."""
 
 
 def read_keys(args: ServerArgs) -> Keys:
-    """Return the keys of the files and the environment. Raises ValidationError for a source that holds none."""
+    """Return the keys of the files and the environment. Raises ValidationError for a file or variable that holds
+    none."""
     users = keys_of_environment(API_KEYS) + _keys_of_file("api_key_file", args.api_key_file)
     operators = keys_of_environment(OPERATOR_KEYS) + _keys_of_file("operator_key_file", args.operator_key_file)
     if both := set(users) & set(operators):
