@@ -1,7 +1,7 @@
-"""What applications do with the openai library, as their authors write it. Each function is one snippet.
+"""Calls by the openai library, as authors of applications write them. Each function is one snippet.
 
-`client` finds the server in OPENAI_BASE_URL, as the library does. MODEL is the bundled model; SCRIPTED is a server
-whose model calls the first tool that it is told of, and answers when it has the tool's output.
+`client` finds the server in OPENAI_BASE_URL, as the library does. MODEL is the bundled model. SCRIPTED is a server
+whose model calls the first tool in its prompt, and answers when it has the tool's output.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def a_parsed_pydantic_model() -> None:
     completion = client.chat.completions.parse(model=MODEL, messages=HELLO, max_tokens=1000, response_format=Ticket)
     message = completion.choices[0].message
     assert isinstance(message.parsed, Ticket)
-    again = client.chat.completions.create(  # the parsed message goes back
+    again = client.chat.completions.create(  # the parsed message is sent back
         model=MODEL, messages=[*HELLO, message.model_dump(), *HELLO], max_tokens=2)  # type: ignore[list-item]
     assert again.choices
 
@@ -276,7 +276,7 @@ def a_call_parsed_into_a_pydantic_model() -> None:
         city: str
 
     tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
-    # A strict function: the answer is held to its schema.
+    # The server holds the arguments of a strict function to its schema.
     completion = client.chat.completions.parse(model=MODEL, messages=ASK, tools=[tool], max_tokens=1000, top_p=0.9,
                                                tool_choice="required", parallel_tool_calls=False)
     if completion.choices[0].finish_reason == "tool_calls":

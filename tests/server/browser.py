@@ -35,7 +35,7 @@ def launched_chromium() -> Iterator[Browser]:
 
 @contextmanager
 def page_opener(chromium: Browser) -> Iterator[Open]:
-    """Give a function that opens a server's page. Close the pages at the end, and fail on errors that they logged."""
+    """Yield a function that opens a server's page. Close the pages at the end, and fail on errors that they logged."""
     problems: list[str] = []
     with ExitStack() as stack:
 

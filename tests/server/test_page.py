@@ -148,7 +148,7 @@ def test_the_page_fits_narrow_screens(width: int, open_page: Open, fake: LiveSer
     page = open_page(fake, viewport={"width": width, "height": 700})
     live(page)
     page.get_by_label("Live").uncheck()
-    # As after a long load, whatever this server has served until now.
+    # The page looks as after a long load, whatever the server has served before.
     page.evaluate("""() => {
       for (const cell of document.querySelectorAll('#latency tbody td')) cell.textContent = '999 ms';
       for (const cell of document.querySelectorAll('#latency td:last-child')) cell.textContent = '1234567 requests';
@@ -244,7 +244,7 @@ def test_what_is_dead_is_not_shown_as_if_it_ran(open_page: Open, make_server: Ca
     page = open_page(server, expected="status of 50|net::ERR_")
     live(page)
     cores(server.process.pid)[0].kill()
-    # The other replica is shown then, since nobody has chosen the dead one.
+    # The page shows the other replica, because the user has not chosen the dead one.
     expect(page.get_by_role("status")).to_have_text("live, without 1 of 2 replicas")
     expect(page.get_by_label("Replica")).to_have_value("1")
     expect(page.locator("#replicas li")).to_have_text(re.compile(r"^Replica 0: .*(killed|ended)"))

@@ -14,11 +14,11 @@ from tests.server.live import LiveServer
 
 FENCED = ("See `one`:\n```python\nif a < b:\n    print('<b>')\n```\nand\n~~~\n```\n~~~~\n``two`` and\n"
           "```js title\nlast()")
-"""The second block holds a fence of the other kind; the last has no end."""
+"""The second block contains a fence of the other kind; the last block has no end."""
 
 
 def answers(page: Page, text: str, size: int = 3) -> None:
-    """Chats are answered with this text, in pieces of so many characters."""
+    """Answer the page's chats with this text, in pieces of `size` characters."""
     pieces = [{"choices": [{"delta": {"content": text[i:i + size]}}]} for i in range(0, len(text), size)]
     events = [*map(json.dumps, pieces), json.dumps({"choices": [], "usage": {"completion_tokens": 9}}), "[DONE]"]
     page.route("**/v1/chat/completions", lambda route: route.fulfill(
@@ -27,7 +27,7 @@ def answers(page: Page, text: str, size: int = 3) -> None:
 
 def test_a_chat_streams_and_says_how_fast_it_came(open_page: Open, tiny: LiveServer) -> None:
     page = open_page(tiny)
-    # Every state of the answer's text, as a person would see it grow.
+    # Record every length of the answer's text while it grows.
     page.evaluate("""() => {
       window.seen = [];
       const note = () => window.seen.push(document.querySelector('.assistant .words')?.textContent.length ?? 0);
