@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, Foreign] = {
     "session_id": Foreign("equal prefixes share cached blocks without it"),
     "kv_hints": Foreign("blocks are cached and given up by their last use"),
     "reasoning_ended": Foreign("reasoning_begin and reasoning_end of StructuredOutputsParams say where a form holds"),
-    "reasoning_parser_kwargs": Foreign("reasoning is told apart by `sidestep serve --reasoning-parser`"),
+    "reasoning_parser_kwargs": Foreign("`sidestep serve --reasoning-parser` separates reasoning from the answer"),
     "concurrency_limit": Foreign("the engine runs as many searches at once as fit"),
     "start_engine_loop": Foreign("the engine runs as soon as it is made", (True,)),
     "usage_context": Foreign("no usage is reported to anyone"),

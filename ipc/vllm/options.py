@@ -204,8 +204,8 @@ SERVER_OPTIONS: dict[str, Foreign] = {
     "enable_auto_tool_choice": Foreign("tools are taken wherever --tool-call-parser is given; leave it out",
                                        (False, True), form="switch"),
     "tool_parser_plugin": Foreign("a parser is a file and a line in ipc/registry.py; leave it out", ("",)),
-    "exclude_tools_when_tool_choice_none": Foreign("the model is not told of tools with tool_choice 'none'; leave it "
-                                                   "out", (False, True), form="switch"),
+    "exclude_tools_when_tool_choice_none": Foreign("with tool_choice 'none' the prompt lists no tools; leave it out",
+                                                   (False, True), form="switch"),
     "tool_server": Foreign("tools are called by the client; leave it out"),
     "chat_template_content_format": Foreign("templates get each message's content as text; leave it out",
                                             ("auto", "string")),
