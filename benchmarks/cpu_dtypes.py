@@ -1,9 +1,10 @@
-"""What each type of weights gives on this CPU: its speed, and whether outputs depend on what else runs.
+"""Measure each type of weights on this CPU: its speed, and whether a request's output depends on other requests.
 
-    python benchmarks/cpu_dtypes.py [--model FOLDER] [--threads 2] [--load-format dummy]
+python benchmarks/cpu_dtypes.py [--model FOLDER] [--threads 2] [--load-format dummy]
 
-For float32, bfloat16 and float16: output tokens a second of 1 and of 8 requests at once, and how many of 40 prompts,
-half of them greedy and half with seeds, give other tokens together than each alone. That must be none.
+For float32, bfloat16 and float16, print the output tokens a second of 1 and of 8 requests at once. Then run 40 prompts
+together and each alone, half of them greedy and half with seeds, and print how many give other tokens. That number must
+be 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NUM_TOKENS = 96
 
 
 def tokens_per_second(llm: LLM, streams: int) -> float:
-    """Best of three."""
+    """Return the output tokens a second of this many requests at once: the best of three runs."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     best = 0.0
     for _ in range(3):
@@ -31,7 +32,7 @@ def tokens_per_second(llm: LLM, streams: int) -> float:
 
 
 def outputs(llm: LLM, numbers: Sequence[int]) -> list[list[int]]:
-    """Tokens of these prompts, all at once, without what is in the cache."""
+    """Return the tokens of these prompts, computed all at once and without cached prefixes."""
     llm.reset_prefix_cache()
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=48, ignore_eos=True) for i in numbers]
     done = llm.generate([PROMPTS[i] for i in numbers], params, use_tqdm=False)
@@ -39,7 +40,7 @@ def outputs(llm: LLM, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def main() -> None:
-    """Prints a line for each type."""
+    """Print a line for each type."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, help="of the worker; as the engine chooses by default")

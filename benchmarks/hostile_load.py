@@ -1,11 +1,11 @@
-"""Serve honest clients while others send what hurts most: is /health quick, do streams go on?
+"""Measure how long honest clients wait while hostile clients load the same server.
 
-    python benchmarks/hostile_load.py [--seconds 20] [--device fake] [--step-ms 5]
+python benchmarks/hostile_load.py [--seconds 20] [--device fake] [--step-ms 5]
 
-Starts a server with two replicas and stops a worker of the second. Other processes then post 16 MB bodies to four
-routes, send grammars that are ambiguous in every token with 128 choices, and hold 400 connections that say nothing.
-Meanwhile this process asks /health twenty times a second and reads streams. It prints their worst delays with and
-without the hostile clients.
+Start a server with two replicas and stop a worker of the second. Other processes then post 16 MB bodies to four routes,
+send grammars that are ambiguous in every token with 128 choices, and hold 400 connections that send nothing. Meanwhile
+this process asks /health twenty times a second and reads streams. It prints the longest delays with and without the
+hostile clients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IDLE = 400
 
 @dataclass
 class Delays:
-    """Seconds that honest clients waited."""
+    """Seconds that honest clients waited, by kind of wait."""
 
     health: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ def post_grammars(url: str, until: float) -> None:
 
 
 def repeat(url: str, until: float, bodies: list[tuple[str, bytes]]) -> None:
-    """Send the bodies in turn until the time is over; what they are answered does not matter."""
+    """Send the bodies in turn until the time is over. The answers are ignored."""
     with httpx2.Client(base_url=url, timeout=120) as http:
         while time.monotonic() < until:
             for path, body in bodies:
@@ -102,7 +102,7 @@ def watch_health(url: str, until: float, delays: Delays) -> None:
 
 
 def read_streams(url: str, until: float, delays: Delays, tokens: int) -> None:
-    """Read one stream after the other; each gap counts, that before the first token too."""
+    """Read one stream after the other, and note each gap between tokens and the time to the first token."""
     body = {"prompt": "def get_name(", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx2.Client(base_url=url, timeout=60) as http:
         while time.monotonic() < until:
@@ -118,7 +118,7 @@ def read_streams(url: str, until: float, delays: Delays, tokens: int) -> None:
 
 
 def measure(url: str, seconds: float, tokens: int) -> Delays:
-    """Be the honest clients for a time."""
+    """Run the honest clients for some seconds, and return their delays."""
     delays, until = Delays(), time.monotonic() + seconds
     work: list[tuple[Callable[..., None], tuple[object, ...]]] = [(watch_health, (url, until, delays))]
     work += [(read_streams, (url, until, delays, tokens))] * 4

@@ -1,10 +1,11 @@
-"""What bodies of 16 MB cost the other clients of a server: longest waits of /health and longest gaps
-of a stream while each is posted, and the memory that the server keeps afterwards.
+"""Measure how a body of 16 MB affects the other clients of a server.
 
-    python benchmarks/long_texts.py [--max-model-len 2048 400000] [--only WORD ...] [--megabytes 16]
+python benchmarks/long_texts.py [--max-model-len 2048 400000] [--only WORD ...] [--megabytes 16]
 
-The fake device with the bundled model's tokenizer, as it is and with a length that lets texts of
-megabytes reach the tokenizer. One connection at a time; `calm` is the same without any body.
+For each body, print the longest wait for /health, the longest gap of a stream, and the memory that the server keeps
+afterwards. The server runs the fake device with the bundled model's tokenizer, once with the model's own length and
+once with a length that lets texts of megabytes reach the tokenizer. Bodies are posted one at a time; the line `calm` is
+measured without any body.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CODE = "def get_name(self, value):\n    return self.values[value] + 12345\n"
 
 
 def filled(before: str, unit: str, after: str, size: int) -> bytes:
-    """Return a body of about this size: the unit, again and again, between the other two."""
+    """Return a body of about `size` bytes: `before`, then `unit` repeated, then `after`."""
     return (before + unit * ((size - len(before) - len(after)) // len(unit.encode())) + after).encode()
 
 
@@ -66,7 +67,7 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
 
 
 class Server:
-    """`sidestep serve` on the fake device."""
+    """Run `sidestep serve` on the fake device."""
 
     def __init__(self, model: str) -> None:
         self.process = subprocess.Popen(
@@ -82,21 +83,21 @@ class Server:
         self.port = int(found[1])
 
     def connect(self) -> http.client.HTTPConnection:
-        """A new connection."""
+        """Open a connection."""
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
 
     def megabytes(self) -> float:
-        """Resident memory of the process that answers."""
+        """Return the resident memory of the process that answers, in MB."""
         return float(psutil.Process(self.process.pid).memory_info().rss) / 1e6
 
     def close(self) -> None:
-        """Ends it."""
+        """End the server."""
         self.process.terminate()
         self.process.wait()
 
 
 class Watch:
-    """Asks for /health and reads a stream, from `with` to its end."""
+    """Ask for /health and read a stream, from the beginning of a `with` block to its end."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -136,7 +137,7 @@ class Watch:
 
 
 def post(server: Server, path: str, body: bytes) -> int:
-    """Sends a body in pieces; returns the status of the answer."""
+    """Send a body in pieces, and return the status of the answer."""
     connection = server.connect()
     connection.request("POST", path, body, HEADERS)
     try:
@@ -150,7 +151,7 @@ def post(server: Server, path: str, body: bytes) -> int:
 
 
 def measure(server: Server, name: str, path: str, body: bytes) -> None:
-    """Prints the line of one body."""
+    """Print the line of one body."""
     before, begin = server.megabytes(), time.perf_counter()
     with Watch(server) as watch:
         time.sleep(0.5)
@@ -162,7 +163,8 @@ def measure(server: Server, name: str, path: str, body: bytes) -> None:
 
 
 def longer_model(length: int, folder: Path) -> str:
-    """The bundled model with another length; the fake device reads no weights."""
+    """Copy the bundled model with another length and without weights, which the fake device does not read. Return its
+    folder."""
     made = folder / f"model-{length}"
     shutil.copytree(DEFAULT_MODEL, made, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((made / "config.json").read_text())
@@ -171,7 +173,7 @@ def longer_model(length: int, folder: Path) -> str:
 
 
 def main() -> None:
-    """Measures all bodies on each server."""
+    """Measure all bodies on each server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-model-len", type=int, nargs="+", default=[MODEL_LEN, 400_000])
     parser.add_argument("--megabytes", type=float, default=16)

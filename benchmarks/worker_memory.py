@@ -1,10 +1,10 @@
-"""Memory of a CPU worker, and its speed, over some ten thousand short requests of all lengths.
+"""Measure the memory and the speed of a CPU worker over some ten thousand short requests of all lengths.
 
-    python benchmarks/worker_memory.py [--requests 30000] [--concurrency 64] [--every 3000] [--option num_kv_blocks=512]
+python benchmarks/worker_memory.py [--requests 30000] [--concurrency 64] [--every 3000] [--option num_kv_blocks=512]
 
-Each request has another prompt, of 1 to 60 tokens, and another number of output tokens, 1 to 16, so steps have all
-sizes. Prints a line every so many requests: the resident memory of each process in MB, and the requests and tokens a
-second since the line before. What the worker holds beside its KV cache must not grow.
+Each request has another prompt, of 1 to 60 tokens, and 1 to 16 output tokens, so steps have all sizes. After each
+`--every` requests, print the resident memory of each process in MB, and the requests and tokens a second since the line
+before. The worker's memory beside its KV cache must not grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sidestep.frontend.event_loop import new_event_loop
 
 
 class Load:
-    """The requests, and what has become of them."""
+    """Send random requests, and count the requests and tokens that are done."""
 
     def __init__(self, llm: AsyncLLM, count: int) -> None:
         self._llm = llm
@@ -31,7 +31,7 @@ class Load:
         self.num_done = self.num_tokens = 0
 
     async def serve(self) -> None:
-        """One after the other, until there are no more."""
+        """Send one request after the other, until none is left."""
         vocab = self._llm.get_tokenizer().vocab_size
         while self.num_left:
             self.num_left -= 1
@@ -43,7 +43,7 @@ class Load:
             self.num_done += 1
 
     async def watch(self, every: int) -> None:
-        """Prints the lines."""
+        """Print a line after each `every` requests."""
         processes = {name: psutil.Process(pid) for name, pid in self._llm.pids.items()}
         print(f"{'requests':>9}" + "".join(f"{name:>10}" for name in processes) + "  requests/s  tokens/s")
         done, tokens, since = 0, 0, time.monotonic()

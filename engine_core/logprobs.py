@@ -13,9 +13,9 @@ from sidestep.ipc.step import LogprobColumns, UInt8
 
 def share_logprobs(column: UInt8, requests: Sequence[Request],
                    late: Collection[Request] = ()) -> Iterator[tuple[int, bytes]]:
-    """What each frontend, by its number, must be told. requests: what the keys of the columns are indices of; those
-    that have ended are told nothing, nor those that are late and have sampled nothing that counts, nor beams, whose
-    search is asked instead."""
+    """Yield the log-probabilities for each frontend, with its number. requests: the requests that the keys of the
+    columns are indices of. Skip requests that have ended, requests that are late and have sampled nothing that counts,
+    and beams, for which the beam search reads the column."""
     if not len(column):
         return
     columns = LogprobColumns.unpack(column)

@@ -1,10 +1,10 @@
 """Masks of a step, without waiting for the slowest.
 
 Most masks take microseconds; a few take longer than a step of a small model, and a hostile grammar's may all do so. A
-step waits for all of its masks for a time, then until few rows are left, and in the end for nobody. So the requests of
-a grammar are a job. One with so many rows that the step would wait for it in any case is computed by the caller, row by
-row until the time is over; the rows behind are begun anew when a later step asks for them. The other jobs are for
-threads, and one that is late goes on, and is there when a later step asks again.
+step waits for all of its masks at first, then until few rows lack theirs, and after the longest time for none. The
+requests of a grammar are one job. If a job has more rows than may be late, the caller computes it row by row until the
+longest time is over; a later step that asks for the remaining rows begins them anew. Threads compute the other jobs. A
+late job of a thread goes on, and a later step takes its masks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MOST_JOBS = 8
 _CHUNK = 16
 """Masks for each thread of the library, between two looks at the time."""
 _PRECISE_S = 0.2e-3
-"""Masks that took so long are looked at more closely, which takes a microsecond."""
+"""Seconds. The clock of the thread is read for masks that took longer, which takes a microsecond."""
 FOREVER = float("inf")
-"""Seconds that a step may wait for its masks where none may be late."""
+"""Seconds that a step may wait for its masks if no mask may be late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +46,13 @@ class MaskJob:
     num_left: int
     """Masks that nobody has taken yet."""
     seconds: list[float] = field(default_factory=list)
-    """A processor's time for each mask that has been computed, the first ones."""
+    """Seconds of a processor for each mask that has been computed, in the order of `matchers`."""
     is_done: bool = False
     error: BaseException | None = None
     """What the library raised, if it did."""
 
     def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
-        """Computes the masks, until this time on the monotonic clock. executor: shares the work out among so many
+        """Compute the masks until `until`, a time of the monotonic clock. executor: shares the work among `num_threads`
         threads of its own."""
         if executor is not None:
             self._run_shared(executor, num_threads, until)
@@ -65,7 +65,7 @@ class MaskJob:
             matcher.unsafe_compute_mask_ptr(start + row * size, size)
             end = time.monotonic()
             took, begin = end - begin, end
-            if took > _PRECISE_S:  # or did the thread stand still?
+            if took > _PRECISE_S:  # the thread may have been suspended for a part of it
                 now = time.thread_time()
                 took, worked = min(took, now - worked), now
             self.seconds.append(took)
@@ -78,7 +78,7 @@ class MaskJob:
                 return
             part = self.matchers[first:first + chunk]
             executor.unsafe_compute_mask_ptr(part, start, size, len(self.masks))
-            # How long each took is not known, nor how long its thread stood still.
+            # The time of each mask is not known, nor the time in which its thread was suspended.
             each = (time.monotonic() - begin) * min(num_threads, len(part)) / len(part)
             self.seconds += [each] * len(part)
 
@@ -87,7 +87,7 @@ class MaskJobs:
     """The threads, and what they have to do. `compute` is for one thread."""
 
     def __init__(self, num_words: int, executor: LLExecutor | None, num_threads: int = 1) -> None:
-        """executor: has so many threads; None if all masks are computed by the caller."""
+        """executor: has `num_threads` threads; None: the caller of `compute` computes all masks."""
         self._num_words = num_words
         self._executor = executor
         self._num_threads = num_threads
@@ -106,9 +106,9 @@ class MaskJobs:
 
     def compute(self, requests: Sequence[Request], most_late: int, patience_s: float,
                 longest_s: float) -> list[Int32 | None]:
-        """The mask of each, valid until the next call. None for those that are late; a later call gives them. Until
-        the patience is over none is late, and then at most so many, until the longest time is over. Raises what the
-        library does."""
+        """Return the mask of each request, valid until the next call; None for a request whose mask is late, which a
+        later call returns. Until `patience_s` is over wait for all masks, then until at most `most_late` are late, and
+        no longer than `longest_s`. Raise what the library raises."""
         start = time.monotonic()
         self._free, self._taken = self._taken, []
         own = []
@@ -119,14 +119,15 @@ class MaskJobs:
                 self._start_threads()
                 self._jobs.put(job)
         for i, job in enumerate(own):
-            if i == 0 or time.monotonic() < start + longest_s:  # whatever happens, something gets on
+            if i == 0 or time.monotonic() < start + longest_s:  # the first runs in any case: progress
                 job.run(self._executor, self._num_threads, start + longest_s)
             job.is_done = True
         self._wait(requests, most_late, start + patience_s, start + longest_s)
         return [self._take(request) for request in requests]
 
     def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
-        """A job for each grammar; for several, where there are many. Those of cheap masks come first."""
+        """Return a job for each grammar, or for several grammars where there are many. Jobs of cheap masks come
+        first."""
         grammars: dict[str, list[Request]] = {}
         for request in requests:
             grammars.setdefault(request.grammar_text, []).append(request)
@@ -151,7 +152,8 @@ class MaskJobs:
         return np.empty((count, self._num_words), np.int32)
 
     def _wait(self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float) -> None:
-        """Until all masks are there; later, until all but so many are; in the end no longer."""
+        """Wait until all masks are there; after `until`, until all but `most_late` are; but not beyond
+        `at_most_until`."""
         jobs = [request.mask_job for request in requests]
         with self._ended:
             self._awaited = {job for job in jobs if job is not None and not job.is_done}
@@ -172,7 +174,7 @@ class MaskJobs:
         job.num_left -= 1
         if not job.num_left:
             self._taken.append(job.masks)
-        if request.mask_row >= len(job.seconds):  # it was not begun in time; it will take as long as the others
+        if request.mask_row >= len(job.seconds):  # not begun in time; it will take as long as the others
             request.mask_s = max(request.mask_s, sum(job.seconds) / max(1, len(job.seconds)))
             return None
         request.mask_s = job.seconds[request.mask_row]

@@ -99,10 +99,10 @@ class Request:
     mask_s: float = 0.0
     """Seconds of a processor that its last mask took."""
     num_left_out: int = 0
-    """Steps without a row for it because of what its masks take."""
+    """Steps that left the request out because its masks take long."""
     mask_account: MaskAccount | None = None
     grammar_account: MaskAccount | None = None
-    """What masks took, those of its choices together and those of all requests with its grammar."""
+    """Time of the masks of all its choices, and of all requests with its grammar."""
     mask_place: int = 0
     """Of its last mask in the workers' tables; see engine_core/mask_table.py."""
     queued: float = 0.0

@@ -36,7 +36,7 @@ class RequestQueue(abc.ABC):
         self._insert(request, back=False)
 
     def replace(self, request: Request, other: Request) -> None:
-        """Puts another in the place of one that has been forgotten."""
+        """Put `other` in the place of a request that has been forgotten."""
         self._note(other, 1)
         self._substitute(request, other)
 

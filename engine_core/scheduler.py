@@ -53,8 +53,8 @@ after that for all but those of one row, or of one row in so many. So what takes
 not everybody."""
 _LONGEST_S = 20e-3
 _LONGEST_SHARE = 8
-"""After so many seconds, or a step's time divided by that number, a step waits for no mask. The time of a step contains
-that wait, so the share is small."""
+"""After `_LONGEST_S` seconds, or a step's time divided by `_LONGEST_SHARE` if that is longer, a step waits for no mask.
+The time of a step contains that wait, so the share is small."""
 
 
 class Scheduler:
@@ -267,7 +267,7 @@ class Scheduler:
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
         """Of the newest step; those whose masks are late do not sample in it."""
         most_late, longest_s = max(len(plan.rows) // _LATE_SHARE, min(1, len(plan.rows) - 1)), self._longest_s
-        if self._limits.num_stages > 1:  # the steps behind have been planned with all of them
+        if self._limits.num_stages > 1:  # later stages' steps have been planned with all rows
             most_late, longest_s = 0, FOREVER
         found = self.grammars.masks(requests, most_late, self._patience_s, longest_s)
         masks = {request: mask for request, mask in zip(requests, found, strict=True) if mask is not None}
@@ -280,12 +280,12 @@ class Scheduler:
 
     @property
     def _patience_s(self) -> float:
-        """How long a step waits for all of its masks."""
+        """Seconds that a step waits for all of its masks."""
         return min(max(_PATIENCE_S, self._prompt_budget.decode_s / 2), self._longest_s)
 
     @property
     def _longest_s(self) -> float:
-        """How long a step waits for any."""
+        """Seconds that a step waits for any mask."""
         return max(_LONGEST_S, self._prompt_budget.decode_s / _LONGEST_SHARE)
 
     def _postpone(self, plan: StepPlan, request: Request) -> None:

@@ -41,7 +41,7 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9,
 """Kinds of tokens that the library looks at as one where all of a kind may follow. A string that may go on for n
 characters allows all shorter tokens, so that with many lengths few of the tokens are looked at one by one."""
 _ACCOUNTS = 1024
-"""Grammars of which it is remembered what their masks have taken."""
+"""Number of grammars for which the time of their masks is remembered."""
 _USES = 256
 """Requests after which a compilation is made anew, because what it has learnt only grows."""
 
@@ -65,7 +65,7 @@ class _Compilation:
     matcher: LLMatcher | None = None
     seconds: float = 0.0
     mask_s: float = 0.0
-    """Of a processor, for the first mask."""
+    """Seconds of a processor that the first mask took."""
     error: str = ""
 
 
@@ -110,9 +110,9 @@ class Grammars:
     def __init__(self, folder: str | None, vocab_size: int, eos_token_ids: Sequence[int],
                  clock: Callable[[], float], num_threads: int = 2,
                  num_workers: int | None = None) -> None:
-        """folder: of the tokenizer's files; None if there is none. num_threads: that compile.
-        num_workers: threads that compute masks, as the cores allow if not given. Call `load` before
-        the first request."""
+        """folder: folder of the tokenizer's files; None if there is none. num_threads: threads that compile.
+        num_workers: threads that compute masks; None: as many as the cores allow. Call `load` before the first
+        request."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -123,7 +123,7 @@ class Grammars:
         """Why there is no tokenizer."""
         self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
         self._accounts: OrderedDict[str, MaskAccount] = OrderedDict()
-        """By grammar, those used last at the end."""
+        """Accounts by grammar, the one used last at the end."""
         self._num_compiled = 0
         self._num_workers = num_workers or max(1, min(8, available_cores() // 2))
         self._compiling: dict[str, _Compilation] = {}
@@ -169,7 +169,7 @@ class Grammars:
 
     @property
     def num_workers(self) -> int:
-        """Threads that compute the masks of a step."""
+        """Number of threads that compute the masks of a step."""
         return self._num_workers
 
     @property
@@ -267,10 +267,10 @@ class Grammars:
                 threading.Thread(target=_compile_all, name=f"grammar {i}", daemon=True,
                                  args=(self._tokenizer, self._jobs, self._done, self._bell)).start()
 
-    # What masks take.
+    # Time of the masks.
 
     def open_account(self) -> MaskAccount:
-        """Of what a request's masks will take, those of all of its choices."""
+        """Return an account for the masks of a request, shared by all of its choices."""
         return MaskAccount("the request", REQUEST_S, self._clock)
 
     def _account_of(self, text: str) -> MaskAccount:
@@ -294,13 +294,14 @@ class Grammars:
 
     def masks(self, requests: Sequence[Request], most_late: int, patience_s: float,
               longest_s: float) -> list[Int32 | None]:
-        """What each may sample next, [ceil(vocab_size / 32)]: a bit a token, the lowest first. None for those that have
-        not been computed in time; they will be. At most so many after so many seconds of patience, any number after
-        the longest time."""
+        """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)]: a bit a token, the
+        lowest first. None for a request whose mask was not computed in time; a later call returns it. At most
+        `most_late` masks are late after `patience_s`, and any number after `longest_s`."""
         return self._masks.compute(requests, most_late, patience_s, longest_s)
 
     def charge(self, request: Request) -> str | None:
-        """Notes what the request's mask took; returns why it may have no more of them, if so."""
+        """Charge the time of the request's last mask to its accounts. Return why it may have no more masks; None if it
+        may."""
         for account in (request.mask_account, request.grammar_account):
             if account is not None:
                 account.charge(request.mask_s)

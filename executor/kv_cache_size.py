@@ -9,15 +9,15 @@ from sidestep.ipc.config import StepLimits
 from sidestep.ipc.errors import EngineStartError
 
 _CPU_LIMIT = 2 << 30
-"""Bytes of a CPU's cache, unless more are asked for."""
+"""Bytes of a CPU's cache, unless the user asks for more."""
 _CPU_TOKENS = 128
-"""Of each request that may run at once: what a CPU's cache has room for at least, if not for more. A cache of a small
-model would otherwise be a hundred times as large as the model."""
+"""Tokens of each request that may run at once, for which a CPU's cache is sized by default. Sized by `_CPU_LIMIT`
+alone, the cache of a small model would be a hundred times as large as the model."""
 
 
 def cpu_kv_blocks(args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int) -> int:
-    """What was asked for, or enough for one request of full length and for many short ones, within a share of the
-    machine's memory. Raises EngineStartError when not one block fits."""
+    """Return the number of blocks that was asked for, or enough blocks for one request of full length and for many
+    short ones, within a share of the machine's memory. Raises EngineStartError when not one block fits."""
     share = _physical_memory() // (4 * args.parallel.data_parallel_size)
     tokens = max(args.max_model_len, _CPU_TOKENS * limits.max_num_seqs)
     enough = -(-tokens // block_size) * block_size * bytes_per_token

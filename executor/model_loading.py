@@ -39,7 +39,7 @@ def pick_device(args: WorkerArgs) -> torch.device:
 
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
-    """What was asked for; or the checkpoint's type on a GPU, and float32 on a CPU."""
+    """Return the type that was asked for; by default the checkpoint's type on a GPU, and float32 on a CPU."""
     if args.model.dtype != "auto":
         return getattr(torch, args.model.dtype)
     return torch.float32 if device.type == "cpu" else getattr(torch, args.spec.dtype)
@@ -75,7 +75,7 @@ def load_model(args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device:
 
 
 def model_class(architecture: str) -> type[DecoderForCausalLM]:
-    """Return the class of an architecture, of the tree or of an installed package.
+    """Return the class of an architecture, from this project or from an installed package.
 
     Raises EngineStartError where this process cannot import it.
     """
@@ -90,10 +90,10 @@ def model_class(architecture: str) -> type[DecoderForCausalLM]:
 
 def tie_as_found(spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *,
                  tells: bool) -> ModelSpec:
-    """Return the spec of a model with a tied head, as the checkpoint has head and embedding.
+    """Return the spec of a model with a tied head, changed to fit the head and the embedding of the checkpoint.
 
-    As in transformers: a head that differs from the embedding is used, one that equals it is not,
-    and a head alone serves as both. tells: whether this rank tells the user.
+    As in transformers: a head that differs from the embedding is used; a head that equals the embedding is not; and a
+    head alone is used as both. tells: whether this rank writes the message to the user.
     """
     if HEAD not in weights:
         return spec

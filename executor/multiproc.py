@@ -26,7 +26,7 @@ from sidestep.ipc.shm_ring import DEFAULT_SLOTS, RingClosed, RingReader, RingSpe
 from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 
 _THREAD_WIDTH = 256
-"""Values of a hidden state that are worth a thread: to wake one for less takes longer than it saves."""
+"""Values of a hidden state for each thread: waking a thread for fewer takes longer than it saves."""
 _PATIENCE_S = 0.5
 """How long it is looked for a rank that died when another one says that it fails."""
 
@@ -191,21 +191,21 @@ class MultiprocExecutor(Executor):
 
 
 def worker_environment(cpu_threads: int) -> dict[str, str]:
-    """Return what a rank's libraries must know before they are loaded."""
+    """Return the environment variables that a rank's libraries read when they are loaded."""
     return {
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Bounded spinning: by default OpenMP's threads spin at each barrier, and where the frontend and the core
-        # need the same cores that costs more than half of the throughput.
+        # Bounded spinning: by default OpenMP's threads spin at each barrier. Where the frontend and the core need the
+        # same cores, that costs more than half of the throughput.
         "GOMP_SPINCOUNT": "100",
         **exact_products_environment(),
-        # Keep freed memory: else each large temporary is mapped, faulted in page by page and unmapped again.
+        # Keep freed memory. Otherwise each large temporary is mapped, faulted in page by page and unmapped again.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
         "MALLOC_TOP_PAD_": str(1 << 26),
-        # Compiled products of each number of rows are kept, some hundreds of KB each: not a thousand of them.
+        # Bound the compiled products that are kept, one for each number of rows: each takes some hundreds of KB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-        # On a GPU that the KV cache fills: steps of ever new sizes must not end in a search for free pieces, for
-        # which the device would have to stop.
+        # The KV cache fills the GPU. Without this, steps of ever new sizes end in a search for free pieces, for which
+        # the device must stop.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        # As torch would say later: the context is made before (executor/worker.py).
+        # torch sets the same, but after the context has been made (executor/worker.py).
         "CUDA_MODULE_LOADING": "LAZY",
     }

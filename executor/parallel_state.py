@@ -109,8 +109,8 @@ class Parallel:
 
 
 def _gather_function(dist: Any) -> Any:
-    """Return torch's all_gather of one tensor by the name that this version of it wants: the older name of a newer one
-    writes a warning to everybody's screen."""
+    """Return torch's all_gather of one tensor, under the name that this version of torch prefers. The older name makes
+    newer versions write a warning to the screen."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

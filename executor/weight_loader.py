@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Buffers that old checkpoints carry and that follow from the config."""
 _COMPARED_ROWS = 4096
-"""Rows of two tensors that are in memory at a time to be compared."""
+"""Rows of each of two tensors that are in memory at a time while they are compared."""
 
 
 class Weights(abc.ABC):
@@ -53,7 +53,7 @@ class SafetensorsWeights(Weights):
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 self._handle_of[name] = handle
         self._names: dict[str, str] = {}
-        """Other names of tensors -> those that they have in the files."""
+        """Other names of tensors -> their names in the files."""
         self._unused = set(self._handle_of)
 
     def __enter__(self) -> SafetensorsWeights:
@@ -85,12 +85,12 @@ class SafetensorsWeights(Weights):
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
     def alias(self, name: str, other: str) -> None:
-        """A tensor that the checkpoint lacks is there under another name."""
+        """Read the tensor `other` of the checkpoint where `name`, which the checkpoint lacks, is asked for."""
         self._handle_of[name] = self._handle_of[other]
         self._names[name] = other
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors of the checkpoint hold the same values. Reads them part by part."""
+        """Return whether two tensors of the checkpoint hold the same values. Read them part by part."""
         parts = [self._handle_of[name].get_slice(name) for name in (one, other)]
         shapes = [tuple(part.get_shape()) for part in parts]
         if shapes[0] != shapes[1] or not shapes[0]:

@@ -17,22 +17,21 @@ from sidestep.frontend.beam_search import beam_search_output
 from sidestep.frontend.choices import Choices
 from sidestep.frontend.controls import check_text
 from sidestep.frontend.input_processor import InputProcessor, ProcessedRequest
-from sidestep.frontend.no_tokenizer import NoTokenizer
 from sidestep.frontend.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.prompts import ChatPrompt, Prompt
 from sidestep.frontend.replica_set import ReplicaSet, ReplicaStatus
 from sidestep.frontend.request_state import RequestState
+from sidestep.frontend.startup import load_tokenizer, open_channels, seed_of_frontend
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.frontend.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.beam_search_params import BeamSearchParams
-from sidestep.ipc.channels import FrontendChannel, new_address, remove_address
+from sidestep.ipc.channels import new_address, remove_address
 from sidestep.ipc.config import EngineArgs, EngineConfig
 from sidestep.ipc.core_args import ClientAddress, Invitation
 from sidestep.ipc.errors import (
     EngineDeadError,
     EngineStalledError,
-    EngineStartError,
     QueueFullError,
     ValidationError,
 )
@@ -44,9 +43,9 @@ from sidestep.ipc.structured_outputs import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 0.25
-"""Seconds that the core has to end a request at its deadline, before its frontend does."""
+"""Seconds after a request's deadline until its frontend ends it, if the core has not."""
 _ANSWER_S = 5.0
-"""Seconds that a core may take for an answer to a question."""
+"""Seconds that a core may take to answer a question."""
 
 
 class AsyncLLM(RefusesVllmMethods):
@@ -63,7 +62,7 @@ class AsyncLLM(RefusesVllmMethods):
         self._config = config
         self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
-        self._replicas = ReplicaSet(config, self._outputs, _open_channels(config, invitation),
+        self._replicas = ReplicaSet(config, self._outputs, open_channels(config, invitation),
                                     joins=invitation is not None)
         self._home = self._replicas.home
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
@@ -80,7 +79,7 @@ class AsyncLLM(RefusesVllmMethods):
         self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
                                       max_model_len=self._replicas.max_model_len,
                                       processors=config.model.processor_names,
-                                      defaults=config.sampling_defaults, seed=_seed(config, invitation))
+                                      defaults=config.sampling_defaults, seed=seed_of_frontend(config, invitation))
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
         """Requests that are being checked and tokenised: whether they are still wanted."""
@@ -150,8 +149,8 @@ class AsyncLLM(RefusesVllmMethods):
              chat_template_kwargs: Mapping[str, Any] | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, priority: int = 0, cache_salt: str | None = None,
              deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
-        """Streams the answer to a conversation. What the template is given besides is as in ChatPrompt; other
-        arguments and errors as of `generate`."""
+        """Stream the answer to a conversation. ChatPrompt describes the template's arguments, `generate` the other
+        arguments and the errors."""
         prompt = ChatPrompt(messages=messages, tools=tools, chat_template=chat_template,
                             chat_template_kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
                             continue_final_message=continue_final_message)
@@ -227,10 +226,10 @@ class AsyncLLM(RefusesVllmMethods):
         await self._inputs.make_grammar(structure)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False) -> list[int]:
-        """Token ids of a text as `generate` would make them, without holding up the event loop over a long one.
+        """Return the token ids of a text as `generate` would make them, without blocking the event loop on a long text.
 
-        Raises PromptTooLongError, before it is tokenised, for a text that is so long that it cannot fit the model;
-        with `must_fit` for every text that leaves no room for output.
+        Raises PromptTooLongError, before tokenising, for a text so long that it cannot fit the model; with `must_fit`,
+        for every text that leaves no room for output.
         """
         self._home.check()
         return await self._inputs.tokenize(text, add_special_tokens, must_fit=must_fit)
@@ -261,7 +260,7 @@ class AsyncLLM(RefusesVllmMethods):
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of a request that is given none.
+        """Return the sampling parameters of a request that brings none.
 
         They follow from the model's generation_config.json; see the option `generation_config`.
         """
@@ -269,14 +268,14 @@ class AsyncLLM(RefusesVllmMethods):
 
     @property
     def sampling_defaults(self) -> dict[str, int | float]:
-        """Those sampling parameters that the model's generation_config.json sets."""
+        """The sampling parameters that the model's generation_config.json sets."""
         return dict(self._config.sampling_defaults)
 
     async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Return if the engine makes progress; of several replicas one must (`replicas` tells of each).
+        """Return if the engine makes progress. One of several replicas is enough (`replicas` describes each).
 
-        Raises EngineDeadError if it has died; EngineStalledError if no core answers within `timeout_s`, or those that
-        answer have steps in flight that have made no progress for `max_stall_s`.
+        Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within `timeout_s`, or if
+        the steps in flight of all cores that answer have made no progress for `max_stall_s`.
         """
         answers = await self._replicas.ask_responsive(
             "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s)
@@ -300,13 +299,13 @@ class AsyncLLM(RefusesVllmMethods):
         return all((answer.result or {})["done"] for answer in answers.values())
 
     async def get_stats(self) -> dict[str, float]:
-        """Counts of the scheduler and the KV cache, and the device's busy and idle seconds by cause; see
-        engine_core.scheduler and engine_core.flight_recorder. Of several replicas the sums; of the KV cache's usage
-        the mean. Raises EngineStalledError if no core answers."""
+        """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds by cause; see
+        engine_core.scheduler and engine_core.flight_recorder. With several replicas, return their sums, and the mean of
+        the KV cache's usage. Raises EngineStalledError if no core answers."""
         return sum_stats((await self.get_stats_by_replica()).values())
 
     async def get_stats_by_replica(self) -> dict[int, dict[str, float]]:
-        """Return the same of each replica whose core answers, by its number."""
+        """Return the stats of each replica whose core answers, by the replica's number."""
         answers = await self._replicas.ask_responsive("stats", timeout_s=_ANSWER_S)
         if not answers:
             raise EngineStalledError(f"the engine core has not answered for {_ANSWER_S:g} s")
@@ -440,7 +439,7 @@ class AsyncLLM(RefusesVllmMethods):
     def _send(self, states: Sequence[RequestState], request: ProcessedRequest,
               beam_search: BeamSearchParams | None) -> None:
         first = states[0]
-        for state in states:  # before the core can have it: what it does later must not seem to be earlier
+        for state in states:  # before the core can have it: its times must come later
             state.queued()
         self._replicas.add(AddRequest(
             client=0, handle=first.handle, request_id=first.request_id,
@@ -453,39 +452,12 @@ class AsyncLLM(RefusesVllmMethods):
                 self._outputs.end_at(state, request.deadline + _GRACE_S)
 
 
-def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Return the tokenizer that an engine of this configuration has. Raises EngineStartError."""
-    folder = config.tokenizer_path
-    return NoTokenizer(config.spec.vocab_size) if folder is None else Tokenizer(folder)
-
-
 def _tell_of_length(config: EngineConfig, max_model_len: int) -> None:
     """Log one line where the KV cache holds less than the model could take."""
     if max_model_len < config.max_model_len:
         logger.warning("max_model_len is %d, which is what the KV cache holds; the model's own "
                        "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
                        max_model_len, config.max_model_len)
-
-
-def _seed(config: EngineConfig, invitation: Invitation | None) -> str | None:
-    """What the seeds of this frontend's requests follow from: frontends of one engine must not draw the same ones."""
-    seed = config.frontend.seed
-    return None if seed is None else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
-
-
-def _open_channels(config: EngineConfig, invitation: Invitation | None) -> dict[int, tuple[FrontendChannel, int]]:
-    """To each replica, with this frontend's number there. The one that starts an engine is number 0."""
-    if invitation is None:
-        return {replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)}
-    channels: dict[int, tuple[FrontendChannel, int]] = {}
-    try:
-        for seat in invitation.seats:
-            channels[seat.replica] = FrontendChannel(seat.address), seat.client
-    except EngineStartError:
-        for channel, _ in channels.values():
-            channel.close()
-        raise
-    return channels
 
 
 def _stalled_s(ping: Answer) -> float:

@@ -1,7 +1,7 @@
-"""Where the messages of `sidestep chat` come from: a person at a terminal, or a pipe or file.
+"""Read the messages of `sidestep chat`: from a person at a terminal, or from a pipe or file.
 
-prompt_toolkit reads the terminal: line editing, history, and pasted text as one message. It is
-imported only there.
+prompt_toolkit reads the terminal, with line editing, history, and pasted text as one message. Only the terminal's
+reader imports it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _HISTORY = "chat_history"
 
 
 class Interrupted(Exception):
-    """Ctrl-C at an empty prompt."""
+    """The user pressed Ctrl-C at an empty prompt."""
 
 
 class Messages(Protocol):
-    """What gives one message after the other."""
+    """A source of messages, one after the other."""
 
     async def ask(self, prompt: str) -> str | None:
         """Return the next message, stripped; None at the end. Raises Interrupted."""
@@ -40,11 +40,11 @@ def open_messages() -> Messages:
 
 
 class Terminal:
-    """A person at a terminal. Enter sends; Alt-Enter, and Enter after a backslash, begin a new
-    line."""
+    """A person at a terminal. Enter sends the message; Alt-Enter, and Enter after a backslash, begin a new line."""
 
     def __init__(self, state_folder: Path | None) -> None:
-        """state_folder: keeps the history of messages; None keeps it for this process only."""
+        """state_folder: folder of the file with the history of messages; None keeps the history for this process
+        only."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.output import ColorDepth
         from prompt_toolkit.styles import Style
@@ -92,8 +92,7 @@ def _key_bindings() -> KeyBindings:
 
 
 def _open_history(folder: Path | None) -> History:
-    """Return the history in a file that only its owner can read, or in memory where there can be no
-    such file."""
+    """Return the history in a file that only its owner can read, or in memory where such a file is not possible."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if folder is None:
@@ -112,15 +111,15 @@ def _open_history(folder: Path | None) -> History:
 
 
 class Lines:
-    """Lines of a pipe or file, read by the event loop. `input` would need a thread that Ctrl-C
-    cannot end, or the main thread, where a Ctrl-C that comes just before it waits is lost."""
+    """Lines of a pipe or file, read by the event loop. `input` would need a thread that Ctrl-C cannot end, or the main
+    thread, where a Ctrl-C that comes just before the wait is lost."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._unread = b""
 
     async def ask(self, prompt: str) -> str | None:
-        """The next line, stripped; None at the end of the input."""
+        """Return the next line, stripped; None at the end of the input."""
         print(prompt, end="", flush=True)
         while b"\n" not in self._unread:
             await self._until_readable()

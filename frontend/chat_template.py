@@ -26,15 +26,15 @@ Message = Mapping[str, Any]
 """A chat message: role, content, and whatever else the template reads."""
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's templates. The second, if there is one, is for conversations with tools."""
+"""Names of a model's templates. Conversations with tools use the second if the model has it."""
 _FOLDER = "additional_chat_templates"
 
 
 def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """Return the sources of a model's chat templates by their names, as transformers finds them.
 
-    Files of templates (chat_template.jinja, additional_chat_templates/NAME.jinja) take the place of
-    what tokenizer_config.json has: one text, or a list of objects with `name` and `template`.
+    Files of templates (chat_template.jinja, additional_chat_templates/NAME.jinja) replace those of
+    tokenizer_config.json: one text, or a list of objects with `name` and `template`.
     """
     default = folder / "chat_template.jinja"
     files = {DEFAULT: default} if default.exists() else {}
@@ -72,13 +72,13 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-            """Names of the variables that it reads."""
+            """Names of the variables that the template reads."""
         except jinja2.TemplateError as error:
             raise ValidationError("chat_template", f"is not valid: {error}") from None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool,
                continue_final_message: bool = False, **variables: Any) -> str:
-        """The conversation as a prompt. Raises ValidationError when the template refuses it.
+        """Return the conversation as a prompt. Raises ValidationError when the template refuses the conversation.
 
         continue_final_message: end the prompt where the last message's text ends, for an output that continues it.
         """
@@ -96,7 +96,7 @@ class ChatTemplate:
                                   "end in the last message and begin a new one")
         if last.get("tool_calls") or not last.get("content"):
             raise ValidationError("continue_final_message", "needs a last message with text to go on from")
-        # The template may put anything behind the text: a mark tells where the text ends.
+        # The template may put anything behind the text, so a mark shows where the text ends.
         mark = uuid.uuid4().hex
         marked = {**last, "content": last["content"] + mark}
         prompt, found, _ = self._render([*before, marked], False, variables).rpartition(mark)

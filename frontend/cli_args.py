@@ -43,9 +43,10 @@ def flag_names(name: str) -> list[str]:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, positional_model: bool, samples: bool = False) -> None:
-    """A flag for every field of EngineArgs, and the model as an argument of its own where that is clear.
+    """Add a flag for every field of EngineArgs.
 
-    samples: the command has flags for the sampling parameters too, and `--seed` is one of those.
+    positional_model: the command takes the model as a positional argument too. samples: the command has
+    flags for the sampling parameters, and `--seed` is one of them.
     """
     group = parser.add_argument_group("engine options")
     if positional_model:
@@ -62,7 +63,7 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def server_args(parsed: argparse.Namespace) -> ServerArgs:
-    """ServerArgs from what was given. Raises ValidationError."""
+    """Return ServerArgs from the command line. Raises ValidationError."""
     given = option_values(parsed, ServerArgs) | vllm_values(parsed, SERVER_OPTIONS)
     return ServerArgs(**translate(given, SERVER_OPTIONS))
 
@@ -92,7 +93,7 @@ def add_topology_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that means the same for every command that has a result."""
+    """Add `--json`, which means the same for every command with a result."""
     parser.add_argument("--json", action="store_true",
                         help="print the result as JSON on standard output, instead of a table")
 
@@ -162,7 +163,7 @@ def sampling_values(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sampling_dest(name: str) -> str:
-    """Both the engine and a request have a seed."""
+    """Return the attribute of a sampling flag. Both the engine and a request have a seed."""
     return "sampling_seed" if name == "seed" else name
 
 
@@ -175,13 +176,13 @@ def add_url_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_key_flag(group: argparse._ActionsContainer) -> None:
-    """Add the flag for the key of a server elsewhere."""
+    """Add the flag for the key of the server at --url."""
     group.add_argument("--api-key", metavar="KEY",
                        help="key for --url; SIDESTEP_API_KEY keeps it out of the list of processes")
 
 
 def check_url_flags(parsed: argparse.Namespace) -> None:
-    """Raises ValidationError for what has a meaning only with --url, or only without."""
+    """Raises ValidationError for options that mean something only with --url, or only without."""
     if parsed.url is None:
         if parsed.api_key is not None and not is_of_environment(parsed, "api_key"):
             raise ValidationError("api_key", "has a meaning only with --url")
@@ -213,7 +214,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, *
 
 
 def telling(parse: Parser) -> Parser:
-    """Return a parser whose errors reach the user in its own words."""
+    """Return a parser whose own error messages reach the user."""
     def told(text: str) -> Any:
         try:
             return parse(text)
@@ -224,7 +225,8 @@ def telling(parse: Parser) -> Parser:
 
 
 def _flag_type(kinds: tuple[Any, ...]) -> Any:
-    """Return the type of one value on the command line: the first that is not None, a list before a string."""
+    """Return the type of one value on the command line: a list if there is one, else the first type that is not
+    None."""
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
     return (lists or [kind for kind in kinds if kind is not type(None)])[0]
 

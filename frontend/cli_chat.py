@@ -13,11 +13,12 @@ from functools import partial
 
 import msgspec
 
-from sidestep.frontend.async_llm import AsyncLLM, load_tokenizer
+from sidestep.frontend.async_llm import AsyncLLM
 from sidestep.frontend.chat_input import Interrupted, open_messages
 from sidestep.frontend.cli_args import check_url_flags, engine_args, sampling_params
 from sidestep.frontend.cli_generate import start_engine
 from sidestep.frontend.event_loop import new_event_loop
+from sidestep.frontend.startup import load_tokenizer
 from sidestep.frontend.terminal import StatusLine, tell
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.errors import RemoteError, ValidationError
@@ -34,7 +35,7 @@ Type a message and press Enter. Alt-Enter, or a backslash at the line's end, beg
 Ctrl-C stops an answer."""
 HINT = "Type a message. /help tells what else there is; Ctrl-D leaves."
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
-"""A message that begins with a path has another slash."""
+"""A command such as /clear. A path is not one: it has another slash."""
 
 
 def run_chat(parsed: argparse.Namespace) -> int:
@@ -68,7 +69,7 @@ def _check_template(arguments: EngineArgs) -> None:
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C for the moment that leaving takes: another one could only break it off."""
+    """Ignore Ctrl-C during the moment that leaving takes. A second Ctrl-C could only break it off."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -84,11 +85,10 @@ async def _ask(llm: AsyncLLM, params: SamplingParams,
 
 
 def converse(ask: Ask, system: str | None, runner: asyncio.Runner, status: StatusLine) -> None:
-    """Read messages and stream answers until the user leaves. Raises KeyboardInterrupt for Ctrl-C
-    at the prompt.
+    """Read messages and stream answers until the user leaves. Raises KeyboardInterrupt for Ctrl-C at the prompt.
 
-    Reading a message and streaming an answer are each a run of the event loop, so that each takes
-    Ctrl-C in its own way: the first leaves the chat, the second stops the answer.
+    Reading a message and streaming an answer are two runs of the event loop, so that each handles Ctrl-C in its own
+    way: at the prompt it leaves the chat, during an answer it stops the answer.
     """
     incoming, conversation = open_messages(), Conversation(system)
     tell(HINT)
@@ -104,14 +104,14 @@ def converse(ask: Ask, system: str | None, runner: asyncio.Runner, status: Statu
 
 
 class Conversation:
-    """What has been said, and the system message before it."""
+    """The messages and answers of a chat, and the system message before them."""
 
     def __init__(self, system: str | None) -> None:
         self._system = system or None
         self._said: list[dict[str, str]] = []
 
     def messages(self, text: str) -> list[dict[str, str]]:
-        """Return what the model is asked if this is said next."""
+        """Return the messages to send if the user says `text` next."""
         beginning = [_message("system", self._system)] if self._system is not None else []
         return [*beginning, *self._said, _message("user", text)]
 
@@ -120,7 +120,7 @@ class Conversation:
         self._said += [_message("user", text), _message("assistant", answer)]
 
     def obey(self, command: str, rest: str) -> bool:
-        """Do what a command says; False if it was to leave."""
+        """Carry out a command. Return False if the user leaves."""
         if command == "exit":
             return False
         if command in ("clear", "reset"):
@@ -154,7 +154,7 @@ def _answer(conversation: Conversation, text: str, ask: Ask, runner: asyncio.Run
 
 def stream_answer(ask: Callable[[], AsyncGenerator[str, None]], runner: asyncio.Runner,
                   status: StatusLine) -> str:
-    """Print an answer as it comes and return it. Ctrl-C ends it early: what has come counts."""
+    """Print an answer as it comes, and return it. Ctrl-C stops the answer; the part that has come is kept."""
     answer = ""
 
     async def stream() -> None:

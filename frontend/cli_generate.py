@@ -1,6 +1,6 @@
-"""`sidestep generate`: completes prompts, printing tokens as they come.
+"""`sidestep generate`: complete prompts, and print tokens as they come.
 
-Standard output holds the prompts with their completions and nothing else: headings and figures go to standard error.
+Standard output holds the prompts with their completions and nothing else. Headings and figures go to standard error.
 """
 
 from __future__ import annotations

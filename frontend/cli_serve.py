@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 MOST_QUEUED = 4096
-"""Requests that wait to be scheduled. Those above it would wait for minutes; a balancer has better places for them."""
+"""Default limit of requests that wait to be scheduled. Requests beyond it would wait for minutes; a load balancer can
+send them to another server."""
 _OPEN = """\
 *** WARNING: this server listens beyond this machine and has no keys: whoever reaches it can use it and see
 *** everyone's figures. Give keys by --api-key-file or SIDESTEP_API_KEYS, or listen at 127.0.0.1 (--host)."""
@@ -56,7 +57,7 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
                 service = Service(llm, args, args.model_names(arguments.model), tracing,
                                   PublicPrefixes.of(entries, llm.get_tokenizer()))
                 dead = runner.run(serve(service, keys, version, listener))
-                ignore_signals()  # the end has begun, and takes a bounded time
+                ignore_signals()  # the server is ending, in a bounded time
         finally:
             ignore_signals()
             llm.shutdown()
@@ -70,8 +71,8 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
 
 @contextmanager
 def ends_by_sigterm() -> Iterator[None]:
-    """Within, SIGTERM ends the program as Ctrl-C does, which leaves nothing behind, also while the engine starts. The
-    server has handlers of its own while it serves."""
+    """Let SIGTERM end the program as Ctrl-C does inside this block, also while the engine starts, so that no process or
+    file is left behind. The server has handlers of its own while it serves."""
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
@@ -85,13 +86,13 @@ def ends_by_sigterm() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """A further signal must not break off what leaves nothing behind."""
+    """Ignore further signals, so that none interrupts the clean-up."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def with_queue_limit(arguments: EngineArgs) -> EngineArgs:
-    """The same with the server's default limit of requests that wait."""
+    """Return the options with the server's default limit of waiting requests, if they have none."""
     if arguments.max_num_queued_reqs is not None:
         return arguments
     return arguments.replace(max_num_queued_reqs=MOST_QUEUED)

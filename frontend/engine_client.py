@@ -150,7 +150,7 @@ class EngineClient:
         return int(answer.result["client"])
 
     def ping(self) -> asyncio.Future[Answer]:
-        """Ask the busy loop for a sign of life, without waiting. Cancel the future to forget the question."""
+        """Ask the busy loop for an answer, without waiting. Cancel the future to forget the question."""
         return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
 
     def _call(self, make: Callable[[int], Call | Connect]) -> asyncio.Future[Answer]:

@@ -26,7 +26,8 @@ from sidestep.ipc.sampling_params import MAX_SEED, RequestOutputKind, SamplingPa
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 
 _VERY_LONG_TEXT = 256 << 10
-"""Characters from which texts are tokenised one at a time: each takes seconds of a core and some memory."""
+"""Characters from which texts are tokenised one at a time. Tokenising such a text takes seconds of a core and much
+memory."""
 _MANY_MESSAGES = 64
 _MAX_PRIORITY = 2**31 - 1
 _LOWEST_TEMPERATURE = 0.01
@@ -67,11 +68,10 @@ class InputProcessor:
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int,
                  processors: Sequence[str] = (), defaults: Mapping[str, Any] | None = None,
                  seed: str | None = None) -> None:
-        """processors: names of the engine's logits processors. defaults: sampling parameters that
-        the model's makers set. seed: what the seeds of requests that bring none follow from; None
-        draws each by chance."""
+        """processors: names of the engine's logits processors. defaults: sampling parameters that the model's makers
+        set. seed: text from which the seeds of requests without a seed are derived; None draws each seed at random."""
         self.default_sampling = SamplingParams(**(defaults or {}))
-        """Those of a request that is given none."""
+        """Sampling parameters of a request that brings none."""
         self._tokenizer = tokenizer
         self._controls = ControlsMaker(tokenizer, vocab_size, processors)
         self._vocab_size = vocab_size
@@ -125,10 +125,10 @@ class InputProcessor:
         return await self._grammars.make(structure)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, *, must_fit: bool = False) -> list[int]:
-        """Return the token ids of a text; a long one is tokenised in a thread. Raises ValidationError.
+        """Return the token ids of a text; a long text is tokenised in a thread. Raises ValidationError.
 
-        A text whose length says that it cannot fit is refused before it is tokenised; one that turns out to be too
-        long is refused if it must fit.
+        Refuse a text before it is tokenised if its length shows that it cannot fit. With `must_fit`, refuse it too if
+        its tokens turn out to be too many.
         """
         if not self._tokenizer.has_texts:
             refuse("prompt", "is text; give token ids")
@@ -142,11 +142,11 @@ class InputProcessor:
         return await self._lane.run(len(text), self._encode_very_long, text, encode)
 
     def _encode_very_long(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
-        """Looks closer, before the text costs a second and 150 MB for each of its megabytes."""
+        """Count the bytes first: tokenising takes a second and 150 MB for each megabyte of text."""
         try:
             least = self._tokenizer.bound.counted_least_tokens(text)
         except UnicodeEncodeError:
-            least = 0  # it is no valid text, as `encode` says
+            least = 0  # not a valid text; `encode` says so
         if least + 1 > self._max_model_len:
             raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
         return encode()
@@ -197,7 +197,7 @@ class InputProcessor:
 
 
 def as_sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:
-    """Return parameters that may be given as a dict of fields. Raises ValidationError."""
+    """Return the parameters; `given` may be a dict of fields. Raises ValidationError."""
     if isinstance(given, Mapping):
         return SamplingParams(**given)
     if not isinstance(given, SamplingParams):
@@ -206,7 +206,7 @@ def as_sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingPar
 
 
 def _is_long_chat(prompt: object) -> bool:
-    """Tell whether a conversation is one whose template would be felt by the other streams of the event loop."""
+    """Return whether rendering a conversation takes long enough to delay the other streams of the event loop."""
     messages = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages \
             or not isinstance(messages[0], Mapping):

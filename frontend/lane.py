@@ -1,4 +1,4 @@
-"""Work that takes long, one piece at a time: what one client sends must not take all threads."""
+"""Run long pieces of work one at a time, so that one client's requests cannot take all threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Runs one job at a time, in a thread. The smallest of those that wait is next, so a large one delays few. It
-    belongs to one event loop."""
+    """Run one job at a time, in a thread. The smallest waiting job is next, so a large one delays few. A lane belongs
+    to one event loop."""
 
     def __init__(self) -> None:
         self._is_busy = False
@@ -24,7 +24,7 @@ class Lane:
         self._numbers = itertools.count()
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what the function gives. A job that has begun ends even if nobody waits for it any more."""
+        """Return the function's result. A job that has begun runs to its end, even if its caller no longer waits."""
         await self._enter(size)
         job = asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
         job.add_done_callback(self._leave)
@@ -40,12 +40,12 @@ class Lane:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._next()  # it was this one's turn
+                self._next()  # this job's turn had come
             raise
 
     def _leave(self, job: asyncio.Future[T]) -> None:
         if not job.cancelled():
-            job.exception()  # whoever waits is told; perhaps nobody does
+            job.exception()  # mark the exception as read: the caller may have left
         self._next()
 
     def _next(self) -> None:
@@ -58,7 +58,7 @@ class Lane:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system, where the C library would keep it. Releases the interpreter lock."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    """Return freed memory to the system where the C library would keep it. Releases the interpreter lock."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

@@ -32,11 +32,11 @@ T = TypeVar("T")
 Conversation = Sequence[Mapping[str, Any]]
 OneParams = SamplingParams | Mapping[str, Any]
 Params = OneParams | Iterable[OneParams] | None
-"""For all prompts, or for each; each may be given as a dict of fields."""
+"""Sampling parameters for all prompts, or one for each. Each may be a dict of fields."""
 Bar = bool | Callable[..., Any]
-"""Whether to show a bar, or what makes one, in the place of tqdm.tqdm."""
+"""Whether to show a bar, or a function that makes one, as tqdm.tqdm does."""
 _OF_A_PROMPT = ("prompt", "prompt_token_ids", "messages")
-"""Fields of a single prompt, of which a call may have several."""
+"""Fields of one prompt. In an error of a call with several prompts, the prompt's index is added."""
 
 
 class LLM(RefusesVllmMethods):
@@ -46,8 +46,8 @@ class LLM(RefusesVllmMethods):
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        """`options` are those of EngineArgs. Raises ValidationError, which names an unknown or wrong
-        one, or EngineStartError."""
+        """`options` are the options of EngineArgs. Raises ValidationError, which names an unknown or wrong option, or
+        EngineStartError."""
         self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
@@ -64,7 +64,8 @@ class LLM(RefusesVllmMethods):
     @takes_vllm_arguments
     def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
                  priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
-        """Completes one prompt or many, with one SamplingParams for all or one for each; so with `priority`."""
+        """Complete one prompt or many. `sampling_params` and `priority` hold for all prompts, or are lists with one for
+        each."""
         return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm, priority)
 
     @takes_vllm_arguments
@@ -73,7 +74,7 @@ class LLM(RefusesVllmMethods):
              chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
              add_generation_prompt: bool = True, continue_final_message: bool = False,
              priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
-        """Answers one conversation or many. What the template is given besides is as in ChatPrompt."""
+        """Answer one conversation or many. ChatPrompt describes the template's arguments."""
         prompts: list[Prompt] = [
             ChatPrompt(messages=one, tools=tools, chat_template=chat_template,
                        chat_template_kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
@@ -100,7 +101,7 @@ class LLM(RefusesVllmMethods):
         return self._llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """As AsyncLLM.get_default_sampling_params."""
+        """See AsyncLLM.get_default_sampling_params."""
         return self._llm.get_default_sampling_params()
 
     @property
@@ -169,7 +170,7 @@ class LLM(RefusesVllmMethods):
 
     def _run_batch(self, prompts: list[Prompt], params: Params, use_tqdm: Bar,
                    priority: int | Sequence[int] | None) -> list[RequestOutput]:
-        """A list of so many parameters and priorities as prompts, or one for all."""
+        """Run the prompts. `params` and `priority` hold for all prompts, or are lists with one for each."""
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams | Mapping) \
             else list(params)
         priorities = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) \
@@ -195,8 +196,8 @@ class LLM(RefusesVllmMethods):
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them give, one for each prompt. The first failure ends the others, and is raised; of a prompt among
-    several it says which it is."""
+    """Return all results, one for each prompt. The first failure ends the other requests and is raised; with several
+    prompts, the error names the index of the prompt."""
     tasks = list[asyncio.Task[T]]()
     try:
         async with asyncio.TaskGroup() as group:
@@ -211,7 +212,7 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _shut_down(home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End the engine on its own thread, then the thread. Do nothing in a forked child, which has no such thread."""
+    """End the engine on its own thread, then the thread. In a forked child, which has no such thread, do nothing."""
     if not home.is_here:
         return
 
@@ -274,7 +275,7 @@ class Progress:
         self._bar.close()
 
     def add(self, num_in: int, num_out: int) -> None:
-        """One request has ended, with so many tokens in and out."""
+        """Count a request that has ended, with its prompt's and its output's number of tokens."""
         self._tokens_in += num_in
         self._tokens_out += num_out
         elapsed = self._bar.format_dict["elapsed"] or 1e-9

@@ -56,7 +56,7 @@ class EngineTarget:
 
 async def send_all(target: Target, load: Sequence[PlannedRequest], begin: float,
                    max_concurrency: int | None, on_end: Callable[[], object] = lambda: None) -> list[Sample]:
-    """Sends each request at its time, or as soon after as there is room. Calls `on_end` at the end of each."""
+    """Send each request at its time, or as soon after as `max_concurrency` allows. Call `on_end` at the end of each."""
     room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
     running: list[asyncio.Task[Sample]] = []
     for request in load:

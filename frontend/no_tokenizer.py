@@ -1,4 +1,4 @@
-"""What an engine with skip_tokenizer_init has in the place of a tokenizer."""
+"""The tokenizer of an engine with skip_tokenizer_init: it knows the number of tokens, and no texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sidestep.ipc.errors import ValidationError
 from sidestep.ipc.sampling_params import SamplingParams
 
 _NEED_TEXT = ("stop", "bad_words", "structured_outputs")
-"""Sampling parameters that mean something only to an engine that knows its tokens' texts."""
+"""Sampling parameters that need the texts of tokens."""
 
 
 class NoTokenizer(Tokenizer):
-    """Knows how many tokens there are. Whatever needs their texts raises ValidationError."""
+    """Know the number of tokens. Methods that need texts of tokens raise ValidationError."""
 
     has_texts = False
 
@@ -32,7 +32,7 @@ class NoTokenizer(Tokenizer):
 
     @property
     def fast(self) -> NoReturn:  # type: ignore[override]  # the methods of other tokenizers begin with it
-        """Raises ValidationError: there are no texts of tokens."""
+        """Raises ValidationError: tokens have no texts here."""
         refuse("tokenizer", "is needed for this")
 
     @property
@@ -52,7 +52,7 @@ class NoTokenizer(Tokenizer):
         refuse("tokens", "cannot become text")
 
     def token_bytes(self, token: int) -> bytes:
-        """A name for the token: it has no bytes here."""
+        """Return a name for the token: it has no bytes here."""
         return f"token_id:{token}".encode()
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,

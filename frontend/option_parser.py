@@ -1,7 +1,7 @@
 """The parser of the command line: each option is also a key of a YAML file and a variable of the environment.
 
-ConfigArgParse does the work: a flag is stronger than the environment, which is stronger than the file. This module adds
-names with underscores as Python has them, one-line errors that say where a wrong value came from, and suggestions.
+ConfigArgParse does the work: a flag overrides the environment, and the environment overrides the file. This module adds
+Python's names with underscores, errors of one line that say where a wrong value came from, and suggestions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from sidestep.ipc.config import ENVIRONMENT_PREFIX, environment_options
 from sidestep.ipc.options import did_you_mean, not_a_choice
 
 SOURCES = "option_sources"
-"""Attribute of a parsed command line: where each option that no flag has set came from, for people."""
+"""Attribute of a parsed command line: for each option that no flag has set, the place it came from, for error
+messages."""
 _FROM_ENVIRONMENT = "from the environment variable"
 _HINT = ("Each option is also a variable of the environment (--max-num-seqs: SIDESTEP_MAX_NUM_SEQS) and a key of the "
          "file that --config names (max_num_seqs: 8). A flag overrides the environment, which overrides the file.")
 
 
 class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the library has no types
-    """A command's parser. `takes_options`: it also reads the environment and a file; else it only has subcommands."""
+    """A command's parser. takes_options: the command reads the environment and a file too; otherwise it has only
+    subcommands."""
 
     def __init__(self, *, takes_options: bool = True, **options: Any) -> None:
         super().__init__(
@@ -41,7 +43,8 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None,
                          **_options: Any) -> tuple[argparse.Namespace, list[str]]:
-        """As the base class does, but an unknown option is an error here, where its neighbours are known."""
+        """Parse as the base class does, but make an unknown option an error of this command, which can suggest a known
+        one."""
         words = with_dashes(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace, env_vars=environment_options())
         for word in unknown:
@@ -54,7 +57,7 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         return parsed, unknown
 
     def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
-        """Return the names of an option in a file, the one that the environment has first."""
+        """Return the names of an option in a file, beginning with the name that its environment variable has."""
         flag = next((flag for flag in action.option_strings if flag.startswith("--")), "")
         return [flag[2:].replace("-", "_"), flag[2:]] if flag else []
 
@@ -66,7 +69,7 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         return names
 
     def error(self, message: str) -> NoReturn:
-        """Exit with one line that says what is wrong, where it was said, and how to see what there is."""
+        """Exit with one line: the problem, the place of the wrong value, and the command that lists the options."""
         named = re.match(r"argument ([^:\s]+): ", message)
         action = self._option_string_actions.get(named[1].split("/")[0]) if named else None
         source = self._sources().get(action.dest) if action else None
@@ -131,7 +134,8 @@ def _as_text(value: Any) -> str | list[str]:
 
 
 def check_variables(parser: OptionParser) -> None:
-    """Exit with one line if the environment has a variable that looks like an option and is none of any command."""
+    """Exit with one line if the environment has a variable that begins like an option but is no option of any
+    command."""
     known = [f"{ENVIRONMENT_PREFIX}{name}".upper() for name in parser.option_names()]
     for variable in environment_options():
         if variable not in known:
@@ -139,12 +143,12 @@ def check_variables(parser: OptionParser) -> None:
 
 
 def source_of(parsed: argparse.Namespace, name: str) -> str | None:
-    """Return where an option has come from, unless it was a flag."""
+    """Return the place that an option came from; None if it was a flag."""
     sources: dict[str, str] = getattr(parsed, SOURCES, {})
     return sources.get(name)
 
 
 def is_of_environment(parsed: argparse.Namespace, name: str) -> bool:
-    """Return whether an option was given by the environment alone. Several commands share one: such an option is not
-    an error where it has no meaning."""
+    """Return whether an option came from the environment alone. Commands share the environment, so an option that has
+    no meaning for a command is no error there."""
     return (source_of(parsed, name) or "").startswith(_FROM_ENVIRONMENT)

@@ -20,7 +20,7 @@ _REMEMBERED = 8192
 """Deliveries that are remembered."""
 _ID_BYTES = 4
 _REREAD_S = 0.02
-"""Seconds in which the event loop reads what is there."""
+"""Seconds that the event loop has, after a deadline, to read outputs that have arrived."""
 
 
 def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
@@ -71,7 +71,7 @@ class OutputProcessor:
         return request_id in self._by_id
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether the engine has not scheduled any of this request's choices yet."""
+        """Return whether the engine has not scheduled any of this request's choices yet."""
         states = self._by_id.get(request_id, ())
         return bool(states) and all(state.is_waiting for state in states)
 
@@ -170,7 +170,7 @@ class OutputProcessor:
             self._abort_at_core([state.handle for state in states])
 
     def end_at(self, state: RequestState, deadline: float) -> None:
-        """End a request at `deadline` (time.monotonic()) if its core has not: it may hang, or live no more."""
+        """End a request at `deadline` (time.monotonic()) if its core has not ended it: the core may hang or be dead."""
         loop = asyncio.get_running_loop()
 
         def end() -> None:
@@ -180,7 +180,8 @@ class OutputProcessor:
                 self._abort_at_core([state.handle])
 
         def reread() -> None:
-            # A loop that was held up may have this timer before what the core said in time: it reads that first.
+            # A loop that was delayed may run this timer before it reads what the core sent in time, so it reads that
+            # first.
             state.timer = loop.call_later(_REREAD_S, end)
 
         state.timer = loop.call_later(max(0.0, deadline - time.monotonic()), reread)

@@ -1,4 +1,4 @@
-"""What a prompt may be: text, token ids, chat messages, or a dict that says which, with what goes with it."""
+"""The forms of a prompt: text, token ids, chat messages, or a dict with one of these and its options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
-    """As the argument of `generate`."""
+    """See `generate`."""
 
 
 class TokensPrompt(TypedDict):
@@ -27,18 +27,18 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """The text that the ids were made of, which outputs then show; only the ids are computed."""
+    """The text that the ids were made of. Outputs show it; only the ids are computed."""
     cache_salt: NotRequired[str]
 
 
 class ChatPrompt(TypedDict):
-    """A prompt as a conversation, with what its template is given."""
+    """A prompt as a conversation, with the arguments of its template."""
 
     messages: Sequence[Message]
     tools: NotRequired[Sequence[Mapping[str, Any]] | None]
     """Descriptions of functions, as OpenAI's API has them."""
     chat_template: NotRequired[str | None]
-    """A template in the place of the model's own, in Jinja."""
+    """A template in Jinja that replaces the model's own."""
     chat_template_kwargs: NotRequired[Mapping[str, Any] | None]
     """Further variables of the template, such as {"enable_thinking": False}."""
     add_generation_prompt: NotRequired[bool]
@@ -56,19 +56,19 @@ _CHAT_KEYS = ChatPrompt.__annotations__.keys() - {"messages", "cache_salt"}
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt as it is sent: its text, its token ids, or both, of which the ids count."""
+    """A prompt as it is sent: its text, its token ids, or both. If both are there, the ids are computed."""
 
     text: str | None = None
     ids: list[int] | None = None
     add_special_tokens: bool = True
-    """Whether the text gets those that the model puts around every text."""
+    """Whether to add the special tokens that the model puts around every text."""
     cache_salt: str | None = None
 
 
 def read_prompt(prompt: object, tokenizer: Tokenizer, max_tokens: int) -> ReadPrompt:
-    """Return what a prompt holds. Raises ValidationError, which names the part that is wrong.
+    """Return the parts of a prompt. Raises ValidationError, which names the wrong part.
 
-    max_tokens: a longer list of token ids is refused before it is read.
+    max_tokens: a list of more token ids is refused before its entries are read.
     """
     if isinstance(prompt, str):
         return ReadPrompt(prompt)
@@ -128,7 +128,7 @@ def _check_tools(tools: object) -> None:
 def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
     if hasattr(given, "tolist"):  # an array of numpy or a tensor
         given = given.tolist()
-    # bytes are a sequence of numbers too, but nobody means token ids by them.
+    # bytes are a sequence of numbers too, but never meant as token ids.
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray | memoryview):
         allowed = "text, a list of token ids, or a list of chat messages" if field == "prompt" else "a list"
         raise ValidationError(field, f"must be {allowed}, not {type(given).__name__}")
@@ -141,6 +141,6 @@ def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
 
 
 def check_length(num_tokens: int, max_tokens: int) -> None:
-    """Raises PromptTooLongError if a prompt of so many tokens leaves no place for an output."""
+    """Raises PromptTooLongError if a prompt of `num_tokens` leaves no room for output."""
     if num_tokens + 1 > max_tokens:
         raise PromptTooLongError("prompt", num_tokens, max_tokens)

@@ -70,7 +70,7 @@ class QueuePlace(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Return the place in words."""
         return f"waiting, {self.before}{' or more' * self.or_more} before you"
 
 
@@ -88,7 +88,7 @@ class RemoteModel:
         self._model = model
         self._sampling = dict(sampling)
         self.on_queue: Callable[[QueuePlace], None] | None = None
-        """Called while a chat waits in the server's queue, if the server tells of that."""
+        """Called while a chat waits in the server's queue, if the server reports the place in it."""
 
     async def connect(self) -> str:
         """Finds the server; the model's name there."""

@@ -40,7 +40,7 @@ _OTHERS_S = 5.0
 """For the first word of the other replicas to a frontend that joins: they run already, but one may have died."""
 _MOST_DEATHS = 2
 _SPARE_S = 0.3
-"""Seconds that the other replicas have for an answer once one has given a good one."""
+"""Seconds that the other replicas have for an answer after the first good answer."""
 
 
 class ReplicaStatus(NamedTuple):
@@ -52,7 +52,7 @@ class ReplicaStatus(NamedTuple):
     dead: str | None
     """What it has died of."""
     stalled: str | None = None
-    """Why it counts as stalled: it lives and makes no progress."""
+    """Why the replica counts as stalled: it lives and makes no progress."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +193,7 @@ class ReplicaSet:
     # Requests.
 
     def attach(self) -> None:
-        """Binds the engine to the running event loop, at its first use there. Raises EngineDeadError, and SidestepError
+        """Bind the engine to the running event loop, at its first use there. Raises EngineDeadError, and SidestepError
         in a forked child."""
         self.home.check()
         if self._error is not None:
@@ -255,7 +255,7 @@ class ReplicaSet:
     # Questions.
 
     async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
-        """Ask the busy loop of one. Raises ValidationError if there is no such replica, EngineDeadError,
+        """Ask the busy loop of one replica. Raises ValidationError if there is no such replica, EngineDeadError, and
         EngineStalledError if it does not answer in time."""
         self.attach()
         if not 0 <= replica < self._size:
@@ -297,14 +297,14 @@ class ReplicaSet:
 
     async def ask_responsive(self, method: str, *, limit: int | None = None, timeout_s: float,
                              is_good: Callable[[Answer], bool] = lambda answer: True) -> dict[int, Answer]:
-        """Ask the busy loops of all that live, and return what has been answered in time, by replica.
+        """Ask the busy loops of all live replicas, and return the answers that came in time, by replica.
 
-        Once one answer is good, the others have `_SPARE_S` seconds. So one replica that hangs delays nobody. Raises
-        EngineDeadError if all have died.
+        After the first good answer the others have `_SPARE_S` seconds, so one replica that hangs delays no call for
+        longer. Raises EngineDeadError if all have died.
         """
         self.attach()
         loop = asyncio.get_running_loop()
-        # Nobody waits long for cores that are known to hang; one that goes on answers at once.
+        # Wait only briefly if all cores are known to hang. A core that works again answers at once.
         known = len(self._watch.stalled) == len(self._alive)
         until = loop.time() + (min(timeout_s, _SPARE_S) if known else timeout_s)
         tasks = {replica: asyncio.create_task(self._clients[replica].ask(method, limit=limit))
@@ -326,7 +326,7 @@ class ReplicaSet:
         return self._answered(tasks)
 
     def _answered(self, tasks: Mapping[int, asyncio.Task[Answer]]) -> dict[int, Answer]:
-        """Sort out who has answered; whoever has not is watched from now on."""
+        """Return the answers by replica. Watch the replicas that have not answered from now on."""
         found: dict[int, Answer] = {}
         for replica, task in tasks.items():
             if task.cancelled():
@@ -402,7 +402,7 @@ class ReplicaSet:
         return {sent.replica for sent in self._sent.values()}
 
     def _on_stall(self, replica: int, reason: str | None) -> None:
-        """Have the router pass over a replica while it makes no progress."""
+        """Let the router skip a replica while it makes no progress."""
         assert self._router is not None
         if reason is None:
             logger.warning(self.named(replica, "the engine goes on"))

@@ -65,7 +65,7 @@ class RequestState:
         self._wake: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self.timer: asyncio.TimerHandle | None = None
-        """Ends it at its deadline."""
+        """Timer that ends the request at its deadline."""
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
         self.num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
@@ -103,7 +103,7 @@ class RequestState:
         self._prompt_logprobs = first._prompt_logprobs
 
     def queued(self) -> None:
-        """It is about to be sent to the core."""
+        """Note that the request is about to be sent to the core."""
         self.metrics.queued_ts = time.monotonic()
 
     def started(self, message: Started) -> None:
@@ -153,7 +153,7 @@ class RequestState:
         self._wake_reader()
 
     def abort(self, why: str | None = None) -> None:
-        """End it here: the user has aborted it, or its deadline has passed (`why` is the stop reason)."""
+        """End the request here: the user has aborted it, or its deadline has passed. why: the stop reason."""
         self.finished(Finished(handle=self.handle, reason=FinishReason.ABORT, stop_reason=why))
 
     def fail(self, error: Exception) -> None:

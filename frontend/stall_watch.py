@@ -1,10 +1,10 @@
 """Notice replicas that make no progress while requests wait for them: a hung core, or a hung worker.
 
-A replica that tells tokens makes progress. One that has been silent is asked: its core answers in microseconds, and
-says for how long the steps in flight have been without an output. The watch counts its own turns and not seconds, so a
-frontend that was held up itself suspects nobody: each turn of the event loop reads the answers that are there.
+A replica that sends tokens makes progress. The watch asks a silent replica: its core answers in microseconds, with the
+time for which its steps in flight have had no output. The watch counts its own turns and not seconds, and each turn of
+the event loop reads the answers that have arrived. So a frontend that was delayed itself suspects no replica.
 
-Nothing is asked of an engine without requests, which therefore stays asleep.
+The watch asks nothing of an engine without requests, so such an engine stays asleep.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from sidestep.ipc.messages import Answer
 
 TURN_S = 0.5
-"""Seconds between two looks."""
+"""Seconds between two turns of the watch."""
 STALL_S = 2.0
-"""Seconds without an answer, or of a step without an output, after which a replica counts as stalled."""
+"""Seconds without an answer, or without an output of a step in flight, after which a replica counts as stalled."""
 _MOST_TURNS = int(STALL_S / TURN_S)
 _MOST_PATIENCE_S = 64.0
-"""Seconds that a step may ever take before its replica counts as stalled: the limit doubles, up to this, each time that
-a replica was only slow."""
+"""Largest limit, in seconds, for a step without an output. A replica's limit doubles, up to this, each time that it
+turns out to be slow and not stalled."""
 _NO_PROGRESS = "the steps in flight make no progress"
 
 
 @dataclass(slots=True, eq=False)
 class _Look:
-    """What the watch knows of one replica."""
+    """The watch's state of one replica."""
 
     told_tokens: bool = False
     """Whether tokens have come since the last turn."""
@@ -36,22 +36,22 @@ class _Look:
     turns: int = 0
     """Turns since the replica was asked."""
     stalled: str | None = None
-    """Why the replica counts as stalled."""
+    """Why the replica counts as stalled; None if it does not."""
 
 
 class StallWatch:
-    """Watches the replicas that have work. All methods belong to the event loop's thread."""
+    """Watch the replicas that have requests. All methods belong to the event loop's thread."""
 
     def __init__(self, ping: Callable[[int], asyncio.Future[Answer]], busy: Callable[[], Iterable[int]],
                  on_change: Callable[[int, str | None], None]) -> None:
-        """Call `ping` to ask a replica and `busy` for those with requests in flight; tell `on_change` when a replica
-        stalls, with the reason, and with None when it goes on."""
+        """ping: asks a replica. busy: returns the replicas with requests in flight. on_change: called with the reason
+        when a replica stalls, and with None when it makes progress again."""
         self._ping = ping
         self._busy = busy
         self._on_change = on_change
         self._looks: dict[int, _Look] = {}
         self._patience_s: dict[int, float] = {}
-        """How long a step may take, of replicas whose steps were found to be slow and not stalled."""
+        """Seconds that a step may take, for replicas that turned out to be slow and not stalled."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class StallWatch:
             self._timer = loop.call_later(TURN_S, self._turn)
 
     def suspect(self, replica: int) -> None:
-        """Watch a replica without requests too, because it has not answered a question in time."""
+        """Watch a replica, also without requests, because it has not answered a question in time."""
         look = self._looks.setdefault(replica, _Look())
         if look.asked is None:
             look.asked, look.turns = self._ping(replica), 0
@@ -87,7 +87,7 @@ class StallWatch:
             look.asked.cancel()
 
     def stop(self) -> None:
-        """Watch nothing any more; `wake` begins anew, in another event loop if need be."""
+        """Stop watching. `wake` begins again, in another event loop if need be."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,5 +1,4 @@
-"""What commands write to a terminal beside their output: colours, and a line that is
-overwritten."""
+"""Colours, and a status line that is overwritten, for commands that write to a terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ _CODES = {"bad": "31", "quiet": "2"}
 
 
 def painted(text: str, kind: str, file: TextIO) -> str:
-    """Return the text in the colour of its kind ('bad', 'quiet') where the file is a terminal that
-    may have colours."""
+    """Return the text in the colour of its kind ('bad', 'quiet') if the file is a terminal that may have colours."""
     if not file.isatty() or not colours_of_environment():
         return text
     return f"\x1b[{_CODES[kind]}m{text}\x1b[0m"
@@ -26,20 +24,20 @@ def tell(text: str, kind: str = "quiet") -> None:
 
 
 class StatusLine:
-    """A line on standard error that goes away again; nothing where that is no terminal."""
+    """A line on standard error that can be removed again; nothing where standard error is no terminal."""
 
     def __init__(self) -> None:
         self._is_shown = False
 
     def show(self, text: str) -> None:
-        """Put this in the place of what the line showed."""
+        """Replace the line's text."""
         if sys.stderr.isatty():
             self._is_shown = True
             sys.stderr.write(_CLEAR_LINE + painted(text, "quiet", sys.stderr))
             sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take it away."""
+        """Remove the line."""
         if self._is_shown:
             self._is_shown = False
             sys.stderr.write(_CLEAR_LINE)

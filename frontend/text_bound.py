@@ -1,8 +1,8 @@
-"""Bounds on how much text one token can stand for, so that a text that cannot fit is refused by its length.
+"""Bounds on the text of one token, so that a text that cannot fit is refused by its length.
 
-A bound must hold for every text: a text that would fit is never refused. So it is made of what a tokenizer's
-parts may do to a text, part by part. Where a part may drop text, or join text of any length into one token,
-there is no bound, and the text is tokenised to be counted.
+A bound must hold for every text: a text that fits must not be refused. So the bound follows from what each part of a
+tokenizer may do to a text. Where a part may drop text, or join text of any length into one token, there is no bound,
+and the text is tokenised to be counted.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tokenizers.models import BPE, Unigram
 from sidestep.frontend.token_alphabet import byte_characters
 
 _COMPOSED = 4
-"""Most characters that one composed character of Unicode is made of."""
+"""Largest number of characters that one composed character of Unicode is made of."""
 _SHRINKAGE = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1,
               "ByteLevel": 1}
-"""Normalizers: most characters of a text that become one."""
+"""Normalizers -> the largest number of characters of a text that become one."""
 _KEEPING = frozenset(("ByteLevel", "Digits", "Metaspace", "UnicodeScripts"))
-"""Pre-tokenizers that only cut; some others do so with most of their settings."""
+"""Pre-tokenizers that only cut; with most of their settings some others do too."""
 _PIECE = 1 << 16
-"""Bytes that are counted in one go: one that holds the interpreter lock for a millisecond or two."""
+"""Bytes that are counted in one call, which holds the interpreter lock for a millisecond or two."""
 
 
 class TextBound:
-    """What is known of a tokenizer. Thread-safe."""
+    """Lower bounds on the number of a text's tokens, for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
@@ -44,20 +44,20 @@ class TextBound:
         self._is_plain = not normalizers and self._is_byte_level and isinstance(tokenizer.model, BPE)
         self._absorbing = [token.content for token in absorbing]
         self.characters: int | None = None
-        """Most characters of a text that one token stands for; None: any number."""
-        # Without a normalizer only its own text becomes an added token that takes whitespace along.
+        """Largest number of characters of a text that one token stands for; None: any number."""
+        # An added token that absorbs whitespace matches only its own text if there is no normalizer.
         if all(map(_keeps_all, cutters)) and not (normalizers and any(t.normalized for t in absorbing)):
             self.characters = self._most_characters(normalizers)
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that the text has at least, by its length alone."""
+        """Return a lower bound on the text's number of tokens, from its length alone."""
         if self.characters is None or self._may_absorb(text):
             return 0
         return -(-len(text) // self.characters)
 
     def counted_least_tokens(self, text: str) -> int:
-        """Return the same by the bytes that the text is made of: each weighs as in the longest token that has it.
-        Takes some 30 ns a byte, and lets other threads run. Raises UnicodeEncodeError for lone surrogates."""
+        """Return a lower bound from the text's bytes: each byte counts as its share of the longest token that contains
+        it. Takes some 30 ns a byte, and lets other threads run. Raises UnicodeEncodeError for lone surrogates."""
         if self.characters is None or not self._is_plain or self._may_absorb(text):
             return 0
         data, counts = text.encode(), Counter[int]()
@@ -66,7 +66,7 @@ class TextBound:
         return math.ceil(sum(Fraction(count, self._longest[byte]) for byte, count in counts.items()))
 
     def _may_absorb(self, text: str) -> bool:
-        """Tell whether it holds added tokens that take all whitespace beside them along."""
+        """Return whether the text contains added tokens that absorb all whitespace beside them."""
         return any(token in text for token in self._absorbing)
 
     def _most_characters(self, normalizers: list[dict[str, Any]]) -> int | None:
@@ -83,7 +83,7 @@ class TextBound:
 
     @cached_property
     def _longest(self) -> list[int]:
-        """Of each byte: bytes of the longest token that has it, of a byte-level vocabulary."""
+        """For each byte, the length in bytes of the longest token that contains it; for a byte-level vocabulary."""
         alphabet = byte_characters()
         tokens = {bytes(alphabet[character] for character in token)
                   for token in self._tokenizer.get_vocab(with_added_tokens=True)
@@ -97,7 +97,7 @@ class TextBound:
 
 
 def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a normalizer or pre-tokenizer, or of all in a sequence, as a tokenizer's file has them."""
+    """Yield the settings of a normalizer or pre-tokenizer, or of each in a sequence, as a tokenizer's file has them."""
     if part is not None:
         yield from _flat(json.loads(part.__getstate__()), key)
 
@@ -111,7 +111,7 @@ def _flat(state: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrinkage(part: dict[str, Any]) -> int | None:
-    """Return how many characters a normalizer makes one of at most; None: any number, or it drops some."""
+    """Return the largest number of characters that a normalizer makes into one; None: any number, or it drops some."""
     if part["type"] == "Replace":
         found, made = part["pattern"].get("String"), part["content"]
         return None if not found or not made else -(-len(found) // len(made))
@@ -119,15 +119,15 @@ def _shrinkage(part: dict[str, Any]) -> int | None:
 
 
 def _keeps_all(part: dict[str, Any]) -> bool:
-    """Tell whether a pre-tokenizer drops nothing."""
+    """Return whether a pre-tokenizer drops nothing."""
     if part["type"] in ("Split", "Punctuation"):
         return str(part["behavior"]) != "Removed"
     return part["type"] in _KEEPING
 
 
 def _knows_all(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
-    """Tell whether each character that the vocabulary lacks costs a token of its own at least: it is neither
-    dropped nor joined with others into one unknown token."""
+    """Return whether each character that the vocabulary lacks costs at least one token: it is neither dropped nor
+    joined with others into one unknown token."""
     if isinstance(model, BPE):
         if is_byte_level and all(byte in vocabulary for byte in byte_characters()):
             return True

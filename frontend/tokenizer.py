@@ -22,19 +22,19 @@ from sidestep.ipc.errors import EngineStartError, PromptTooLongError, Validation
 from sidestep.ipc.sampling_params import SamplingParams
 
 LONG_TEXT = 2048
-"""Characters from which tokenising (up to 1 us each) would be felt by the other streams of the event loop."""
+"""Characters from which tokenising (up to 1 us each) would noticeably delay the other streams of the event loop."""
 _HUGE_TEXT = 1 << 20
-"""Characters from which the library's memory (about 150 bytes each) is worth returning to the system."""
+"""Characters from which the library's memory (about 150 bytes each) is returned to the system."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_TEMPLATES = 32
-"""Compiled chat templates that are kept: the model's own, and those that calls bring."""
+"""Compiled chat templates that are kept: the model's own, and templates that calls bring."""
 
 
 class Tokenizer(TokenizerMethods):
     """A model's tokenizer. Thread-safe; tokenising long texts and decoding release the interpreter lock."""
 
     has_texts = True
-    """Whether tokens can become text, and text tokens."""
+    """Whether tokens can be converted to text, and text to tokens."""
 
     def __init__(self, folder: str) -> None:
         """Raises EngineStartError, in one line, if the folder's files are missing or cannot be read."""
@@ -50,12 +50,12 @@ class Tokenizer(TokenizerMethods):
         self.special_token_ids = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
         """The same, by their text."""
         self.bound = TextBound(self.fast)
-        """How much text one token stands for."""
+        """Lower bounds on the number of a text's tokens."""
         config = _read_json(Path(folder) / "tokenizer_config.json")
         self._special_tokens = {name: text for name in _SPECIAL if (text := _text(config.get(name))) is not None}
         self._templates = chat_templates(Path(folder), config)
         self._compiled: dict[str, ChatTemplate] = {}
-        """By their sources."""
+        """Compiled templates by their sources."""
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, chat_templates={sorted(self._templates)})"
@@ -80,7 +80,7 @@ class Tokenizer(TokenizerMethods):
         self._compiled = {}
 
     def template_for(self, tools: object) -> str | None:
-        """Source of the template for a conversation with these tools, or without any (None)."""
+        """Return the source of the template for a conversation with these tools, or without any (None)."""
         return self._templates.get(self._template_name(tools))
 
     def _template_name(self, tools: object) -> str:
@@ -91,14 +91,14 @@ class Tokenizer(TokenizerMethods):
 
     @takes_vllm_arguments
     def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
-        """Token ids of a text, with those that the model puts around every text unless told not to.
+        """Return the token ids of a text. By default, add the special tokens that the model puts around every text.
 
         Raises ValidationError for a text with lone surrogates, which no encoding of text can hold, and
-        PromptTooLongError for one that leaves no room for output in a model of this length.
+        PromptTooLongError for a text that leaves no room for output in a model of length `max_model_len`.
         """
         try:
-            # For one text the library releases the interpreter lock only in a batch. It then notes that it may have
-            # used threads, and warns programs that fork later: not for a short text.
+            # For a single text the library releases the interpreter lock only in `encode_batch`. It then notes that it
+            # may have used threads, and warns programs that fork later, so short texts take the other way.
             encoding = self.fast.encode(text, add_special_tokens=add_special_tokens) if len(text) <= LONG_TEXT else \
                 self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError:
@@ -113,7 +113,7 @@ class Tokenizer(TokenizerMethods):
                 give_memory_back()
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids, or of one."""
+        """Return the text of token ids, or of one."""
         several = [ids] if isinstance(ids, int) else list(ids)
         if len(several) <= LONG_TEXT:
             return str(self.fast.decode(several, skip_special_tokens=skip_special_tokens))
@@ -133,20 +133,21 @@ class Tokenizer(TokenizerMethods):
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
                     chat_template: str | None = None, **variables: Any) -> str:
-        """The prompt of a conversation as text; special tokens are in it already.
+        """Return the prompt of a conversation as text, with its special tokens.
 
-        chat_template: one in the place of the model's own. `variables` reach the template. Raises ValidationError when
+        chat_template: a template instead of the model's own. The template gets `variables`. Raises ValidationError when
         there is no template or it refuses the messages.
         """
         template = self._template(chat_template, variables.get("tools"))
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def template_variables(self, tools: object) -> frozenset[str]:
-        """Names of the variables that the template for these tools reads. Raises ValidationError as `render_chat`."""
+        """Return the names of the variables that the template for these tools reads. Raises ValidationError like
+        `render_chat`."""
         return self._template(None, tools).variables
 
     def _template(self, source: str | None, tools: object) -> ChatTemplate:
-        """Return a template that a call brings, or the model's own for a conversation with these tools."""
+        """Return the template `source`, or without it the model's own for a conversation with these tools."""
         if source is None:
             source = self.template_for(tools)
         elif not isinstance(source, str):

@@ -1,4 +1,4 @@
-"""The methods of transformers' tokenizers that scripts call, on the tokenizer that the engine has."""
+"""The methods of transformers' tokenizers that scripts call, for the engine's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sidestep.frontend.vllm_names import RefusesTokenizerMethods, takes_vllm_arg
 
 
 class Encoding(dict[str, Any]):
-    """What calling a tokenizer gives: `input_ids` and `attention_mask`, as items and as attributes; lists of lists
-    where several texts were given."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as items and as attributes; lists of lists
+    for several texts."""
 
     @property
     def input_ids(self) -> Any:
@@ -23,12 +23,13 @@ class Encoding(dict[str, Any]):
 
     @property
     def attention_mask(self) -> Any:
-        """As many ones: nothing is padded."""
+        """Ones, one for each token id: nothing is padded."""
         return self["attention_mask"]
 
 
 class TokenizerMethods(RefusesTokenizerMethods):
-    """What follows from a tokenizer's `encode`, `decode` and `render_chat`. Names and defaults are transformers'."""
+    """Methods that need only a tokenizer's `encode`, `decode` and `render_chat`. Names and defaults are
+    transformers'."""
 
     fast: FastTokenizer
     _special_tokens: Mapping[str, str]
@@ -56,7 +57,7 @@ class TokenizerMethods(RefusesTokenizerMethods):
         return Encoding(input_ids=several, attention_mask=[[1] * len(ids) for ids in several])
 
     def __await__(self) -> Generator[None, None, Self]:
-        """Return the tokenizer itself: scripts that await the engine's `get_tokenizer()` need no change."""
+        """Return the tokenizer itself, so that scripts may await the engine's `get_tokenizer()`."""
         yield from ()
         return self
 
@@ -112,7 +113,7 @@ class TokenizerMethods(RefusesTokenizerMethods):
                             return_dict: bool = False, **variables: Any) -> str | list[int] | Encoding:
         """Return the prompt of a conversation: its token ids, an Encoding of them (return_dict), or its text.
 
-        Other `variables` reach the template. Raises ValidationError when the model has no template or the template
+        The template gets the other `variables`. Raises ValidationError when the model has no template or the template
         refuses the messages.
         """
         text = self.render_chat(conversation, **{"add_generation_prompt": False, **variables})
@@ -133,7 +134,7 @@ class TokenizerMethods(RefusesTokenizerMethods):
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Their ids."""
+        """Ids of the special tokens that have a role."""
         return [token for text in self.all_special_tokens if (token := self.fast.token_to_id(text)) is not None]
 
     def _special_id(self, role: str) -> int | None:
@@ -172,7 +173,7 @@ class TokenizerMethods(RefusesTokenizerMethods):
 
     @property
     def unk_token_id(self) -> int | None:
-        """Id of the token for what the vocabulary does not have."""
+        """Id of the token for text that the vocabulary lacks."""
         return self._special_id("unk_token")
 
     @property

@@ -1,4 +1,5 @@
-"""Flags that `vllm serve` has and `sidestep serve` has not: parsed, so that an error can say what to do instead."""
+"""Flags that `vllm serve` has and `sidestep serve` has not. They are parsed, so that an error can say what to do
+instead."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ def add_vllm_flags(parser: argparse.ArgumentParser, table: Mapping[str, Foreign]
 
 
 def vllm_values(parsed: argparse.Namespace, table: Mapping[str, Foreign]) -> dict[str, Any]:
-    """Return those of a table's names that were given."""
+    """Return the names of a table that were given, with their values."""
     return {name: getattr(parsed, name) for name in table if hasattr(parsed, name)}
 
 
 def with_dashes(words: Iterable[str]) -> list[str]:
-    """Return a command line's words with flags such as `--max_model_len` as `--max-model-len`; those after a bare `--`
-    as they are."""
+    """Return a command line's words with flags such as `--max_model_len` written as `--max-model-len`. Words after a
+    bare `--` stay as they are."""
     made, are_flags = list[str](), True
     for word in words:
         are_flags = are_flags and word != "--"
@@ -46,7 +47,7 @@ def with_dashes(words: Iterable[str]) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """A number or an object as Python would have it, else the text."""
+    """Return the text as a number or an object of Python's, else as it is."""
     try:
         return json.loads(text)
     except ValueError:

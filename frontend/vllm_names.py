@@ -1,6 +1,6 @@
-"""How LLM and AsyncLLM meet what scripts for vLLM call: arguments that ask for nothing are taken, all else is refused.
+"""vLLM's names on LLM and AsyncLLM: arguments that ask for nothing are accepted, all other names are refused.
 
-The tables are in ipc/vllm. Type checkers see none of this: for them, what does not exist does not exist.
+The tables are in ipc/vllm. Type checkers see only the names that exist here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ R = TypeVar("R")
 
 
 def takes_vllm_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function be called with arguments of vLLM's that ask for nothing; others raise ValidationError.
+    """Let a function be called with vLLM's arguments that ask for nothing; others raise ValidationError.
 
-    What is decorated still calls itself by its own name and signature.
+    The decorated function keeps its name and signature.
     """
     own = inspect.signature(function).parameters
     table = {name: foreign for name, foreign in ARGUMENTS.items() if name not in own}
@@ -36,7 +36,7 @@ def takes_vllm_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Refusing:
-    """Base of classes that name what there is in the place of an attribute of vLLM's."""
+    """Base of classes that name the replacement of an attribute of vLLM's."""
 
     _INSTEAD: Mapping[str, str] = {}
 
@@ -49,12 +49,12 @@ class _Refusing:
 
 
 class RefusesVllmMethods(_Refusing):
-    """For engines. `hasattr` is false of such a method, and calling it raises UnsupportedError."""
+    """Refuse the methods of vLLM's engines: `hasattr` is false of them, and calling them raises UnsupportedError."""
 
     _INSTEAD = METHODS
 
 
 class RefusesTokenizerMethods(_Refusing):
-    """For tokenizers, with the methods of transformers' ones."""
+    """Refuse the methods of transformers' tokenizers that do not exist here."""
 
     _INSTEAD = TOKENIZER_METHODS

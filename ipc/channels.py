@@ -95,8 +95,8 @@ class FrontendChannel:
         remove_address(self.address)
 
     def send(self, message: ToCore) -> None:
-        """Queues a message; never waits, once `seal` has seen the core connect. One to a core that has gone is lost;
-        who sends it is told of that end in another way. A forked child sends nothing."""
+        """Queue a message. Never waits, once `seal` has seen the core connect. A message to a core that has ended is
+        lost; the core's end is reported separately. A forked child sends nothing."""
         if not self._is_ours:
             return
         try:
@@ -110,7 +110,7 @@ class FrontendChannel:
         return int(self._in.getsockopt(zmq.FD))
 
     def receive(self) -> list[ToFrontend]:
-        """All messages that are there. None in a forked child, where ZeroMQ would have it try again for ever."""
+        """Return all messages that have arrived; none in a forked child, where ZeroMQ would try again for ever."""
         if not self._is_ours:
             return []
         return [decode_to_frontend(frame) for frame in _drain(self._in)]
@@ -124,12 +124,13 @@ class FrontendChannel:
         return self._is_ours and bool(_drain(self._gone))
 
     def leave_to_parent(self) -> None:
-        """Close a forked process's copies of the connections, or the core would not see this frontend's end."""
+        """Close a forked process's copies of the connections. With them open, the core would not see this frontend's
+        end."""
         self._is_ours = False
         close_sockets_of({path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)})
 
     def close(self) -> None:
-        """Closes the sockets. May be called twice. A forked child closes nothing of its parent's."""
+        """Close the sockets. May be called twice. A forked child closes nothing of its parent's."""
         if not self._is_ours:
             return
         remove_address(self.address)

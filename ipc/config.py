@@ -63,7 +63,7 @@ def _class_name(target: str) -> str:
 
 @dataclass(frozen=True)
 class ModelConfig(Options):
-    """What to load and how."""
+    """The model, and how it is loaded."""
 
     model: str = option(DEFAULT_MODEL, "Folder in the Hugging Face layout, or a hub name where a hub is reachable.")
     tokenizer: str | None = option(None, "Folder or hub name of the tokenizer; the model's own if not given.")
@@ -77,21 +77,21 @@ class ModelConfig(Options):
     load_format: str = option("auto", "'dummy' gives random weights without reading any.", choices=LOAD_FORMATS)
     dummy_seed: int = option(0, "Seed of the weights that load_format 'dummy' makes.")
     hf_overrides: dict[str, Any] | None = option(
-        None, "Fields in the place of those of the model's config.json, as JSON, such as "
+        None, "Fields that replace those of the model's config.json, as JSON, such as "
         "'{\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4.0}}'; objects are merged field "
         "by field.", parse=parse_mapping)
     generation_config: str = option(
-        "auto", "Where defaults of sampling parameters come from, for requests that leave them "
-        "open: 'auto' from the model's generation_config.json; 'vllm' or 'none' are the engine's own; or "
+        "auto", "Source of the sampling parameters that requests leave "
+        "out: 'auto' from the model's generation_config.json; 'vllm' or 'none' are the engine's own; or "
         "a folder with such a file.")
     skip_tokenizer_init: bool = option(
-        False, "Load no tokenizer: prompts and outputs are token ids, and nothing that needs text "
-        "is taken.")
+        False, "Load no tokenizer: prompts and outputs are token ids, and requests that need text "
+        "are refused.")
     logits_processors: list[str] | None = option(
         None, "Class that changes logits, as 'module:Class'; requests reach it by extra_args.")
 
     def read_generation_config(self, path: str) -> GenerationConfig:
-        """What is said of generating with the model in this folder. Raises EngineStartError."""
+        """Return the settings for generating with the model in this folder. Raises EngineStartError."""
         if self.generation_config == "auto":
             return read_generation_config(path)
         if self.generation_config in ("vllm", "none"):
@@ -166,7 +166,7 @@ _GPU_TARGET_ITL_MS = 27.0
 
 @dataclass(frozen=True)
 class SchedulerConfig(Options):
-    """What runs in one step."""
+    """The size of a step, and the order of requests."""
 
     max_num_seqs: int | None = option(None, "Most requests that run at once. Default: 512 on a GPU, else 256.")
     max_num_batched_tokens: int | None = option(
@@ -175,9 +175,9 @@ class SchedulerConfig(Options):
                                     choices=POLICIES)
     async_scheduling: bool = option(True, "Schedule step N+1 while step N runs.")
     target_itl_ms: float | None = option(
-        None, "While others decode, prompts are computed in chunks that keep a step, and with it the gap between two "
-        "tokens, to about so many milliseconds, unless more of them wait than one step can take; 0: always as large as "
-        "fit. Default: 27 on a GPU, else 0.")
+        None, "Milliseconds that a step, and with it the gap between two tokens, should last at most while other "
+        "requests decode: prompts are then computed in smaller chunks, unless more prompts wait than one step can "
+        "take; 0: chunks as large as fit. Default: 27 on a GPU, else 0.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,14 +205,14 @@ class SchedulerConfig(Options):
 
 @dataclass(frozen=True)
 class ParallelConfig(Options):
-    """Where the model runs, and how."""
+    """Devices, ranks and replicas."""
 
     tensor_parallel_size: int = option(1, "Number of ranks that share each layer; one process each.")
     pipeline_parallel_size: int = option(
         1, "Number of stages that the layers are divided into, each of tensor_parallel_size ranks.")
     pipeline_layers: tuple[int, ...] | None = option(
-        None, "How many layers each stage has, such as 17,15. Default: so many that stages take about equally long, "
-        "with the output head in the last.", parse=parse_ints)
+        None, "Number of layers of each stage, such as 17,15. Default: numbers for which all stages take about equally "
+        "long; the last stage also has the output head.", parse=parse_ints)
     data_parallel_size: int = option(
         1, "Number of replicas of the model, each with its own cache, GPUs and processes; requests are spread over "
         "them.")
@@ -263,19 +263,20 @@ class ParallelConfig(Options):
 
 @dataclass(frozen=True)
 class FrontendConfig(Options):
-    """What happens to requests on their way to the engine, and to tokens on their way to their readers."""
+    """Requests on their way to the engine, and tokens on their way to their readers."""
 
     seed: int | None = option(
-        None, "Seeds of requests that bring none follow from this number and from their order, so that a program's "
+        None, "Requests without a seed derive theirs from this number and from their order, so that a program's "
         "runs repeat. Default: each request draws a new one.")
 
     stream_interval: int = option(
-        1, "Wake a request's reader every so many tokens, after its first and at its end; more is cheaper.")
+        1, "Number of new tokens after which a request's reader wakes; it also wakes at the first token and at the "
+        "end. More is cheaper.")
     max_num_queued_reqs: int | None = option(
-        None, "Refuse a request while so many of this frontend's wait to be scheduled. Default: 4096 in sidestep "
-        "serve, else no limit.")
+        None, "Most requests of this frontend that may wait to be scheduled; further ones are refused. Default: 4096 "
+        "in sidestep serve, else no limit.")
     max_num_queued_tokens: int | None = option(
-        None, "Refuse a request whose prompt would bring the tokens of the prompts that wait above this. Default: no "
+        None, "Most tokens of prompts that may wait; a request whose prompt would exceed them is refused. Default: no "
         "limit.")
     routing: str = option(
         "prefix", "With data_parallel_size: which replica takes a request. 'prefix' weighs what each has cached of the "
@@ -312,7 +313,7 @@ class EngineConfig:
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
-    """Sampling parameters of requests that leave them open."""
+    """Sampling parameters for requests that leave them out."""
 
     def __post_init__(self) -> None:
         spec, tp = self.spec, self.parallel.tensor_parallel_size
@@ -334,7 +335,7 @@ class EngineConfig:
 
     @property
     def may_shrink_max_model_len(self) -> bool:
-        """Whether the length follows the KV cache rather than fail when it does not fit."""
+        """Whether a length that does not fit in the KV cache is lowered, rather than refused."""
         return not isinstance(self.model.max_model_len, int)
 
 
@@ -376,11 +377,11 @@ class EngineArgs(LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, Cac
 
 
 ENVIRONMENT_PREFIX = "SIDESTEP_"
-"""Variables of the environment that begin so are options of the command line."""
+"""Beginning of the environment's variables that are options of the command line."""
 API_KEYS, OPERATOR_KEYS = f"{ENVIRONMENT_PREFIX}API_KEYS", f"{ENVIRONMENT_PREFIX}OPERATOR_KEYS"
 _KEYS_VARIABLES = (API_KEYS, OPERATOR_KEYS)
 _SERVICE_LINK = re.compile(r"SIDESTEP_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""Kubernetes sets such variables in each pod where a service's name begins with 'sidestep'."""
+"""Variables that Kubernetes sets in each pod if a service's name begins with 'sidestep'."""
 
 
 def environment_options() -> dict[str, str]:
@@ -393,7 +394,7 @@ def environment_options() -> dict[str, str]:
 def keys_of_environment(variable: str) -> list[str]:
     """Return the server's keys in API_KEYS or OPERATOR_KEYS, separated by commas or white space.
 
-    Raises ValidationError for a variable that is set and holds none: it was meant to guard.
+    Raises ValidationError for a variable that is set and holds no key: a server without keys would be open.
     """
     if (text := os.environ.get(variable)) is None:
         return []
@@ -403,17 +404,17 @@ def keys_of_environment(variable: str) -> list[str]:
 
 
 def state_folder_of_environment() -> Path | None:
-    """Return where commands keep what is this user's own, such as the history of `sidestep chat`; None without a
-    home."""
+    """Return the folder for this user's own files, such as the history of `sidestep chat`; None without a home
+    folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(base):  # a relative one is to be ignored, says the XDG specification
+    if os.path.isabs(base):  # the XDG specification ignores relative ones
         return Path(base) / "sidestep"
     home = os.path.expanduser("~")
     return Path(home, ".local", "state", "sidestep") if os.path.isabs(home) else None
 
 
 def colours_of_environment() -> bool:
-    """Return whether a terminal may have colours: not with NO_COLOR, and not a dumb one."""
+    """Return whether a terminal may have colours: not with NO_COLOR, and not if the terminal is dumb."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -429,10 +430,10 @@ def visible_gpus_of_environment() -> list[str] | None:
 
 
 def exact_products_environment() -> dict[str, str]:
-    """What MKL must be told before it is loaded: to add in an order that does not depend on a product's sizes.
+    """Return the variables that make MKL add in an order that does not depend on a product's sizes.
 
-    That is its strict mode of conditional numerical reproducibility, which it has for AVX2 and AVX-512. A mode that the
-    user has chosen stays.
+    MKL reads them when it is loaded. They select its strict mode of conditional numerical reproducibility, which it has
+    for AVX2 and AVX-512. A mode that the user has chosen stays.
     """
     if chosen := os.environ.get("MKL_CBWR"):
         return {"MKL_CBWR": chosen}

@@ -7,15 +7,15 @@ from typing import Any, Self
 
 
 class SidestepError(Exception):
-    """Base of every error that the engine raises on purpose. All can be pickled and copied, whatever they are made of.
-    """
+    """Base of every error that the engine raises on purpose. All can be pickled and copied, whatever arguments they are
+    made of."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, self.__dict__)
 
 
 def _restore(kind: type[SidestepError], args: tuple[Any, ...], fields: dict[str, Any]) -> SidestepError:
-    """Make an error as it was, without the call that made it first."""
+    """Make a copy of an error from its fields, without calling its constructor."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
     return error
@@ -29,7 +29,7 @@ class ValidationError(SidestepError, ValueError):
         self.field = field
 
     def in_list(self, name: str, index: int) -> Self:
-        """Return the same error, of one of several values, such as 'prompts[3]'."""
+        """Return the same error for one of several values, such as 'prompts[3]'."""
         twin = copy.copy(self)
         twin.field = f"{name}[{index}]"
         twin.args = (f"{twin.field}: {str(self).partition(': ')[2]}",)
@@ -37,15 +37,15 @@ class ValidationError(SidestepError, ValueError):
 
 
 class UnknownNameError(ValidationError, TypeError):
-    """An argument has a name that the function or class does not know."""
+    """The name of an argument is unknown to the function or class."""
 
 
 class UnsupportedError(SidestepError, AttributeError, NotImplementedError):
-    """Something that users of other engines know does not exist here; the message says what there is instead."""
+    """A feature of another engine does not exist here. The message names its replacement."""
 
 
 class PromptTooLongError(ValidationError):
-    """A prompt leaves no room for output. `num_tokens` it has, or has at least."""
+    """A prompt leaves no room for output. It has `num_tokens`, or at least as many."""
 
     def __init__(self, field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
         super().__init__(field, f"has {'at least ' if at_least else ''}{num_tokens} tokens; with one of output that is "

@@ -1,9 +1,9 @@
 """Keep an engine with the process that started it, when that process forks.
 
-A forked child has copies of everything: the pipes whose end would end the engine, the sockets, and
-objects whose threads exist in the parent only. The child closes its copies of the descriptors at
-once, so that the engine still ends with the parent; `Home` has each object recognise that it is a
-copy. The engine itself does not notice a fork.
+A forked child has copies of everything: the pipes whose end would end the engine, the sockets, and objects whose
+threads exist in the parent only. The child closes its copies of the descriptors at once, so that the engine still ends
+with the parent. Each object has a `Home`, which shows whether the object is a copy in a forked child. The engine itself
+does not notice a fork.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ no_forks = threading.RLock()
 
 
 def keep_from_children(kept: Kept) -> None:
-    """Have a forked child close its copies of what this object has open."""
+    """Let a forked child close its copies of this object's descriptors."""
     with no_forks:
         _kept.add(kept)
 
@@ -53,8 +53,8 @@ os.register_at_fork(before=no_forks.acquire, after_in_parent=no_forks.release,
 
 
 def close_sockets_of(paths: Collection[str]) -> None:
-    """Close this process's sockets that are bound to these files, and the connections that came in
-    there. A library that opened them does not tell their descriptors."""
+    """Close this process's sockets that are bound to these files, and the connections that came in there. The library
+    that opened them does not give their descriptors."""
     for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # the listing's own descriptor is closed by now
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _bound_to(descriptor) in paths:
@@ -62,8 +62,7 @@ def close_sockets_of(paths: Collection[str]) -> None:
 
 
 def _bound_to(descriptor: int) -> object:
-    """Return the address that a socket is bound to; of an accepted connection, the listening
-    socket's."""
+    """Return the address that a socket is bound to; for an accepted connection, the address of the listening socket."""
     held = socket.socket(fileno=descriptor)
     try:
         return held.getsockname()
@@ -72,21 +71,19 @@ def _bound_to(descriptor: int) -> object:
 
 
 class KeptLoop:
-    """An event loop that the engine runs on. A forked child can do nothing in its copy of a running
-    loop but leave it, and that must harm neither: copies of one epoll descriptor share what is
-    watched, so the child would have the parent's loop hear nothing more; and the child would wait
-    for threads that only the parent has."""
+    """An event loop that the engine runs on. A forked child can only leave its copy of a running loop, and leaving must
+    not disturb the parent. Copies of one epoll descriptor share what they watch, so the child would make the parent's
+    loop miss events; and the child would wait for threads that only the parent has."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop: Any = loop
         keep_from_children(self)
 
     def leave_to_parent(self) -> None:
-        """Give the child's copy of the loop an epoll descriptor that watches nothing, and no
-        executor."""
+        """Give the child's copy of the loop an epoll descriptor that watches nothing, and no executor."""
         try:
             self._loop.set_default_executor(None)
-        except TypeError:  # asyncio's own loop has no open way
+        except TypeError:  # asyncio's own loop has no public way
             self._loop._default_executor = None
         shared = _epoll_of(self._loop)
         if shared is not None:
@@ -95,8 +92,8 @@ class KeptLoop:
 
 
 def _epoll_of(loop: Any) -> int | None:
-    """Return the descriptor; None of a closed loop, or where it is no epoll. Neither kind of loop
-    tells it openly."""
+    """Return the loop's epoll descriptor; None for a closed loop, or a loop without epoll. Neither kind of loop has a
+    public way to get it."""
     if loop.is_closed() or not hasattr(select, "epoll"):
         return None
     selector = getattr(loop, "_selector", None)
@@ -113,7 +110,7 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Whether that is this process, and not one that was forked from it."""
+        """Whether this process made the object, and not the parent of this forked process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:

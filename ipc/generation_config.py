@@ -1,4 +1,4 @@
-"""What a model's makers say of generating with it: sampling parameters, and what ends an output."""
+"""Read generation_config.json, in which a model's makers set sampling parameters and the tokens that end an output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestep.ipc.sampling_params import SamplingParams
 FILE = "generation_config.json"
 _NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
           "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-"""Fields of the file that set a default -> the sampling parameters that they are."""
+"""Fields of the file that set a default -> the engine's sampling parameters."""
 
 
 class GenerationConfig(msgspec.Struct, frozen=True):
@@ -22,15 +22,15 @@ class GenerationConfig(msgspec.Struct, frozen=True):
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: dict[str, int | float] = {}
-    """Sampling parameters, by the engine's names, of requests that do not set them."""
+    """Default sampling parameters, by the engine's names."""
 
 
 def read_generation_config(folder: str, *, required: bool = False,
                            with_sampling: bool = True) -> GenerationConfig:
-    """Return what the file in a folder says; nothing if there is no file, unless it is required.
-    with_sampling: whether its sampling parameters count.
+    """Return the settings of the file in a folder; empty ones if there is no file, unless it is required.
+    with_sampling: whether to read its sampling parameters.
 
-    Raises EngineStartError, which names the file and what is wrong in it.
+    Raises EngineStartError, which names the file and the wrong value.
     """
     file = Path(folder) / FILE
     values = read_json(file)
@@ -54,11 +54,11 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """Those parts of a tokenizer.json that can name a token's id."""
+    """The parts of a tokenizer.json that can name a token's id."""
 
     added_tokens: list[_AddedToken] = []
     model: msgspec.Raw = msgspec.Raw(b"{}")
-    """Read only where it must be: it has all tokens."""
+    """All tokens; read only where the other parts do not name the id."""
 
 
 class _Model(msgspec.Struct):
@@ -68,7 +68,7 @@ class _Model(msgspec.Struct):
 def read_tokenizer_eos(folder: str) -> tuple[int, ...]:
     """Return the id of the tokenizer's own end-of-sequence token, if it names one.
 
-    Files that cannot be read name none here: loading the tokenizer says what is wrong with them.
+    For files that cannot be read, return an empty tuple: loading the tokenizer reports their errors.
     """
     try:
         config = read_json(Path(folder) / "tokenizer_config.json") or {}

@@ -1,8 +1,7 @@
-"""A model's config.json as the readers of model families see it: field by field, each of its type.
+"""A model's config.json for the readers of model families, with a checked type for each field.
 
-A field of another type is refused in one sentence that names it, so that no reader computes with
-it. Values that the user gives in their place (hf_overrides) are merged in first, and checked as if
-they stood in the file.
+A field of another type is refused in one sentence that names it, so that no reader computes with it. The user's values
+(hf_overrides) are merged in first, and checked like the file's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sidestep.ipc.errors import EngineStartError, ValidationError
 _ROPE_NAMES = ("rope_scaling", "rope_parameters")
 """Older and newer name of the same object."""
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor")
-"""What a rotary embedding keeps when an override gives it another type."""
+"""Fields of a rotary embedding that stay when an override gives it another type."""
 
 
 class HfConfig:
@@ -27,7 +26,7 @@ class HfConfig:
 
     def __init__(self, path: str, values: Mapping[str, Any],
                  overrides: Mapping[str, Any] | None = None) -> None:
-        """path: of the model's folder."""
+        """path: the model's folder."""
         self.path = path
         self.overridden = frozenset(overrides or ())
         """Top-level fields that the user has set."""
@@ -53,12 +52,12 @@ class HfConfig:
                                f"supported; supported are {', '.join(registry.model_names())}")
 
     def get(self, name: str) -> Any:
-        """Return the field as it stands there; None if it is missing."""
+        """Return the field unchecked; None if it is missing."""
         self._asked.add(name)
         return self._values.get(name)
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number. Raises EngineStartError; also for a missing one without default."""
+        """Return a whole number. Raises EngineStartError, also for a missing field without a default."""
         value = self._given(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -103,7 +102,7 @@ class HfConfig:
         raise EngineStartError(f"model: {name} in {self._source} {problem}")
 
     def check_overrides(self) -> None:
-        """Raise ValidationError for an override that nothing has read; called when all has been."""
+        """Raise ValidationError for an override that no reader has read. Call it after the reader."""
         for name in sorted(self.overridden - self._in_file - self._asked):
             raise ValidationError("hf_overrides", f"{name!r} is neither a field of this model's "
                                   "config.json nor one that the engine reads")
@@ -131,7 +130,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether it is a finite number; a bool is none."""
+    """Return whether the value is a finite number. A bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -146,10 +145,10 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file's values with the user's over them, objects field by field.
+    """Return the file's values with the user's over them, objects merged field by field.
 
-    Two fields have an older name too. The rotary embedding's object has the newer one in the result;
-    of dtype and torch_dtype the one that the user gives counts.
+    Two fields have an older name too. In the result the rotary embedding's object has the newer name. For dtype and
+    torch_dtype, the name that the user gives counts.
     """
     rope, new = _rope_object(values), _rope_object(overrides)
     if "rope_theta" in overrides:
@@ -158,7 +157,7 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     if (new_type is not None and new_type != old_type) or any(
             name in overrides and not overrides[name] for name in _ROPE_NAMES):
         rope = {name: rope[name] for name in _ROPE_COMMON if name in rope}
-    if new_type is not None:  # under whichever name the file has it
+    if new_type is not None:  # under either name in the file
         rope = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
     hidden = (*_ROPE_NAMES, *(("dtype",) if "torch_dtype" in overrides else ()))
     merged = _deep({n: v for n, v in values.items() if n not in hidden},
@@ -167,7 +166,7 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _rope_object(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers chooses where both names are there."""
+    """Return the object that transformers uses if both names are there."""
     for name in _ROPE_NAMES:
         if value := values.get(name):
             if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Logs of all processes: one level, one format, on standard error.
 
 A process is started with the settings of its parent, so frontend, core and workers write alike. In a program that uses
-the engine as a library only the engine's own processes are set up: the program's logging is its own.
+the engine as a library, these settings apply only to the engine's own processes: the program's logging stays as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIELDS = "fields"
 
 @dataclass(frozen=True)
 class LogConfig(Options):
-    """What is logged, and how."""
+    """Level and format of the log."""
 
     log_level: str = option("info", "Least level of what is written to standard error.", choices=LEVELS)
     log_format: str = option(
@@ -33,7 +33,7 @@ class LogConfig(Options):
 
 
 class JsonFormatter(logging.Formatter):
-    """Makes one JSON object of a record."""
+    """Format a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a line without its end."""
@@ -48,7 +48,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Stderr(logging.Handler):
-    """Writes to what standard error is at that moment, a line at once: processes share it."""
+    """Write to the present standard error, one whole line at a time: processes share it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -64,17 +64,18 @@ _handler = _Stderr()
 
 
 def begin(config: LogConfig, process: str) -> None:
-    """Set up this process's logging; `process` is its name for people."""
+    """Set up this process's logging. process: its name in the log."""
     global _config, _process
     _config, _process = config, process
     text = f"%(levelname)s %(asctime)s {process.replace('%', '%%')}: %(message)s"
     _handler.setFormatter(JsonFormatter() if config.log_format == "json" else logging.Formatter(text))
-    logging.getLogger().addHandler(_handler)  # once: a handler that is there already is not added again
+    logging.getLogger().addHandler(_handler)  # a handler is not added twice
     logging.getLogger("sidestep").setLevel(config.log_level.upper())
 
 
 def own_process() -> None:
-    """Log, too, what would else reach standard error by itself. For processes that are ours altogether."""
+    """Log warnings and uncaught exceptions too, which would otherwise be written to standard error directly. Only for
+    processes that belong to the engine."""
     if _config.log_format == "json":
         logging.captureWarnings(True)
         sys.excepthook = lambda *error: _log_uncaught(error)
@@ -86,12 +87,12 @@ def _log_uncaught(error: Any) -> None:
 
 
 def current() -> LogConfig:
-    """Return the settings of this process, which its children get."""
+    """Return the settings of this process; its children get the same."""
     return _config
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
-    """Write a line for whoever started the command: as it is, or as a record where the log is JSON."""
+    """Write a line for the user who started the command: as it is, or as a record where the log is JSON."""
     if _config.log_format == "json":
         logging.getLogger("sidestep").log(level, text)
     elif level >= logging.getLevelNamesMapping()[_config.log_level.upper()]:

@@ -1,8 +1,8 @@
 """Readers of config.json, one for each family of models: from its fields to a ModelSpec.
 
-Each refuses what would change the model's arithmetic and is not implemented. A reader must not
-import torch: the frontend calls it. One from outside the tree (`sidestep.model_specs`) most often
-begins with what `llama` returns.
+Each reader refuses fields that would change the model's arithmetic and are not implemented. A reader must not import
+torch: the frontend calls it. A reader from another package (`sidestep.model_specs`) can begin with the result of
+`llama`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def llama(config: HfConfig) -> ModelSpec:
-    """Llama 2 and 3, whose config.json spells everything out."""
+    """Read Llama 2 and 3, whose config.json has every field."""
     bias = config.flag("attention_bias")
     return _decoder(config, attention_bias=bias, attention_output_bias=bias)
 
 
 def mistral(config: HfConfig) -> ModelSpec:
-    """As llama, with one window for all layers, or for those that layer_types names."""
+    """Read a model like Llama, with one window for all layers, or for the layers that layer_types names."""
     bias = config.flag("attention_bias")
     return _decoder(config, attention_bias=bias, attention_output_bias=bias,
                     window=config.whole("sliding_window", 0, least=0))
 
 
 def qwen2(config: HfConfig) -> ModelSpec:
-    """Bias on q, k and v and nowhere else, which config.json does not say."""
+    """Read Qwen2: q, k and v alone have a bias, which config.json does not say."""
     return _decoder(config, attention_bias=True, **_qwen_window(config))
 
 
 def qwen3(config: HfConfig) -> ModelSpec:
-    """As llama, with normed queries and keys, which config.json does not say."""
+    """Read Qwen3: like Llama, with norms of queries and keys, which config.json does not say."""
     bias = config.flag("attention_bias")
     return _decoder(config, attention_bias=bias, attention_output_bias=bias, qk_norm=True,
                     **_qwen_window(config))
@@ -52,7 +52,7 @@ def _qwen_window(config: HfConfig) -> dict[str, Any]:
 
 def _decoder(config: HfConfig, *, attention_bias: bool, attention_output_bias: bool = False,
              qk_norm: bool = False, window: int = 0, first_window: int = 0) -> ModelSpec:
-    """window: of the layers from `first_window` on, or of those that layer_types names."""
+    """window: attention window of the layers from `first_window` on, or of the layers that layer_types names."""
     _refuse_unsupported(config)
     num_layers, heads = config.whole("num_hidden_layers"), config.whole("num_attention_heads")
     hidden_size, rope = config.whole("hidden_size"), read_rope(config)
@@ -93,7 +93,7 @@ def _refuse_unsupported(config: HfConfig) -> None:
 
 
 def _dtype(config: HfConfig) -> str:
-    older: Any = config.get("torch_dtype")  # read always: an override may use the older name
+    older: Any = config.get("torch_dtype")  # always read: an override may use the older name
     name = str(config.get("dtype") or older or "float32").removeprefix("torch.")
     if name not in TORCH_DTYPES:
         raise EngineStartError(f"model: dtype {name!r} is not supported; supported are "
@@ -102,7 +102,7 @@ def _dtype(config: HfConfig) -> str:
 
 
 def _windows(config: HfConfig, num_layers: int, window: int, first: int) -> tuple[int, ...]:
-    """Return the window of each layer. As in transformers, layer_types alone makes none."""
+    """Return the window of each layer. As in transformers, layer_types alone gives no window."""
     kinds = config.names("layer_types")
     for kind in kinds:
         if kind not in (FULL, SLIDING):

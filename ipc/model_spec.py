@@ -25,8 +25,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     theta: float
     rope_type: str = "default"
     scaling: dict[str, Any] = {}
-    """The type's values by their names in rope_parameters, such as factor or low_freq_factor; all
-    that are not optional are there."""
+    """The type's values by their names in rope_parameters, such as factor or low_freq_factor. All required ones are
+    there."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +60,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int, ...]
     """Sliding window of each layer in tokens, the current one included; 0 for full attention."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end an output, each of them."""
+    """Ids of the tokens that end an output."""
     extra: dict[str, Any] = {}
-    """What a family from outside the tree needs to know beside these; of types that JSON has."""
+    """Further values for a family from another package, of types that JSON has."""
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -87,11 +87,11 @@ def resolve_model_path(model: str, revision: str | None = None, files: Sequence[
 def load_model_spec(path: str, overrides: Mapping[str, Any] | None = None,
                     generation: GenerationConfig | None = None,
                     more_eos: Sequence[int] = ()) -> ModelSpec:
-    """Return what config.json in a folder says of its model.
+    """Return the spec of the model whose config.json is in a folder.
 
-    overrides: fields in the place of the file's. generation: instead of the folder's own
-    generation_config.json. more_eos: tokens that end an output beside those that the files name.
-    Raises EngineStartError with one line on what is wrong; ValidationError for a wrong override.
+    overrides: values that replace the file's fields. generation: replaces the folder's own generation_config.json.
+    more_eos: tokens that end an output beside those of the files. Raises EngineStartError with one line on the problem;
+    ValidationError for a wrong override.
     """
     values = read_json(Path(path) / "config.json")
     if values is None:
@@ -101,20 +101,20 @@ def load_model_spec(path: str, overrides: Mapping[str, Any] | None = None,
     generation = generation or read_generation_config(path, with_sampling=False)
     eos = [*_stated_eos(config, generation), *more_eos]
     config.check_overrides()
-    # A tokenizer may know tokens that the model cannot give; masks have no place for them.
+    # A tokenizer may have tokens that the model cannot generate; masks have no place for them.
     eos = [token for token in dict.fromkeys(eos) if token < spec.vocab_size]
     return msgspec.structs.replace(spec, eos_token_ids=tuple(eos))
 
 
 def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:
-    """Return what the user says, else generation_config.json, else config.json."""
+    """Return the tokens of the user's override, else of generation_config.json, else of config.json."""
     of_config = config.token_ids("eos_token_id")
     is_override = "eos_token_id" in config.overridden
     return of_config if is_override else generation.eos_token_ids or of_config
 
 
 def _reader(architecture: str) -> Any:
-    """Return the function that reads the family's configs; another package's may be missing."""
+    """Return the function that reads the family's configs. A function of another package may be missing."""
     target = registry.model_spec_reader(architecture)
     try:
         return registry.load(target)

@@ -1,7 +1,8 @@
-"""Options: how a class declares them, and how a value of any source becomes one of the declared type.
+"""Options: how a class declares them, and how a value from any source is converted to the declared type.
 
-A frozen dataclass that inherits `Options` and declares its fields with `option()` takes the same values everywhere: the
-command line, the environment, a file and Python all end in `Options.__post_init__`, which converts and checks them.
+A frozen dataclass that inherits `Options` and declares its fields with `option()` accepts the same values from
+everywhere: the command line, the environment, a file and Python all end in `Options.__post_init__`, which converts and
+checks them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from sidestep.ipc.errors import ValidationError
 
 Parser = Callable[[str], Any]
-"""Makes a value of the text that people write. Raises ValueError."""
+"""Convert the text that people write to a value. Raises ValueError."""
 
 
 def option(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, parse: Parser | None = None) -> Any:
@@ -32,8 +33,8 @@ def option(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, pa
 
 
 class Options:
-    """Base of the classes whose fields are options. A subclass that checks more calls `super().__post_init__()` first:
-    it then meets values of the declared types alone."""
+    """Base of the classes whose fields are options. A subclass with further checks calls `super().__post_init__()`
+    first; after that all values have the declared types."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -43,7 +44,7 @@ class Options:
             if choices is not None and value is not None and value not in choices:
                 raise ValidationError(f.name, not_a_choice(value, choices))
             if value is not given:
-                object.__setattr__(self, f.name, value)  # the class is frozen for everyone else
+                object.__setattr__(self, f.name, value)  # the class is frozen for all other code
 
 
 def value_types(cls: type) -> dict[str, tuple[Any, ...]]:
@@ -80,7 +81,7 @@ _REFUSED = object()
 
 
 def _as_kind(value: Any, kind: Any) -> Any:
-    """Return the value as this type, or _REFUSED. A bool is a number in Python, but not here."""
+    """Return the value as this type, or _REFUSED. A bool counts as a number in Python, but not here."""
     plain = _plain(kind)
     if plain is bool or isinstance(value, bool):
         return value if plain is bool and isinstance(value, bool) else _REFUSED
@@ -113,7 +114,8 @@ _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: 
 
 
 def _problem(text: str, error: ValueError) -> str:
-    """The parser's own words, where it has any: those of int() and float() say nothing of the option."""
+    """Return the parser's own message, or a general one for errors of int() and float(), which do not describe the
+    option."""
     told = str(error)
     return told if told and "literal" not in told and "convert" not in told else f"{text!r} cannot be understood"
 
@@ -173,6 +175,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def not_a_choice(value: object, choices: Iterable[str]) -> str:
-    """Return what is wrong with a value that is none of the choices."""
+    """Return the sentence that refuses a value which is none of the choices."""
     known = list(choices)
     return f"{value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}"

@@ -47,8 +47,9 @@ sys.path[:] = job["path"]
 from sidestep.ipc.process import run_child
 run_child(job, sys.argv[1:-1])
 """
-"""Its command line holds the folders to remove, and its name for whoever lists processes. A child that gets no
-whole line of arguments has lost its parent before it had any: it removes what the parent left."""
+"""Program of a child. Its command line holds the folders to remove, and its name for lists of processes. A child that
+gets no whole line of arguments lost its parent before the arguments came, so it removes the folders that the parent
+left."""
 
 
 class Child:
@@ -69,10 +70,10 @@ class Child:
         return f"Child({self.name}, pid={self.pid}, {state})"
 
     def begin(self, job: bytes) -> None:
-        """Tell the child what to do, and watch it from now on."""
+        """Send the child its job, and watch it from now on."""
         assert self._popen.stdin is not None
         unsent = memoryview(job)
-        with suppress(BrokenPipeError):  # it died at once; the watcher will say how
+        with suppress(BrokenPipeError):  # it died at once; the watcher reports how
             while unsent:
                 unsent = unsent[self._popen.stdin.write(unsent):]
         threading.Thread(target=self._watch, name=f"watch {self.name}", daemon=True).start()
@@ -123,7 +124,8 @@ class Child:
             self._popen.stdin.close()
 
     def leave_to_parent(self) -> None:
-        """Close a forked process's copy of the lifeline. The child is not that process's to wait for, or to end."""
+        """Close a forked process's copy of the lifeline. The forked process must neither wait for the child nor end
+        it."""
         self._close_lifeline()
         self._popen.returncode = 0  # Popen would warn of a child that still runs when it is collected
 
@@ -140,14 +142,14 @@ class Child:
 def spawn(name: str, target: str, args: Any, *, env: Mapping[str, str] | None = None,
           pass_fds: Sequence[int] = (), remove: Sequence[str] = (),
           log_config: LogConfig | None = None) -> Child:
-    """Runs `target` ("module:function") in a new process; the function gets `args` as JSON bytes (see `decode_args`).
+    """Run `target` ("module:function") in a new process; the function gets `args` as JSON bytes (see `decode_args`).
 
     `env` adds to the environment; `pass_fds` are inherited under their own numbers. The child is in a process group of
-    its own, so that Ctrl-C in a terminal reaches only the program that owns the engine. `remove` names folders that
-    the parent removes itself; the child does so when the parent ends, which may be killed before it can. It logs as
-    this process does, unless `log_config` says how.
+    its own, so that Ctrl-C in a terminal reaches only the program that owns the engine. `remove` names folders that the
+    parent removes itself; the child removes them when the parent ends, because the parent may be killed first. The
+    child logs as this process does, unless `log_config` is given.
     """
-    with no_forks:  # until the child is known to those who would close a copy of its lifeline
+    with no_forks:  # until keep_from_children has the child
         popen = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP, *remove, name],
             stdin=subprocess.PIPE, stdout=2, pass_fds=tuple(pass_fds), process_group=0, bufsize=0,
@@ -165,7 +167,7 @@ def decode_args(raw: bytes, cls: type[T]) -> T:
 
 
 def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
-    """The main function of every child process. remove: folders that its parent may leave."""
+    """Run a child process. This is its main function. remove: folders that its parent may leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Service managers send it to every process of a service; while the program's own drains, the engine is needed.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -177,7 +179,7 @@ def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
 
 
 def end_with_parent(remove: Sequence[str] = ()) -> None:
-    """Waits for the lifeline to be cut, removes the folders that the parent may have left, and ends this process."""
+    """Wait until the lifeline is cut, remove the folders that the parent may have left, and end this process."""
     while os.read(0, 4096):
         pass
     for folder in remove:

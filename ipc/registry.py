@@ -26,7 +26,7 @@ MODEL_SPECS: dict[str, str] = {
 """Hugging Face architecture name -> function that reads its config.json, without torch."""
 
 _OUTSIDE_MODELS, _OUTSIDE_SPECS = "sidestep.models", "sidestep.model_specs"
-"""Groups of entry points with which installed packages add to these two, in any process."""
+"""Groups of entry points by which installed packages add to the two registries above, in every process."""
 
 RUNNERS: dict[str, str] = {
     "cpu": "sidestep.executor.model_runner:ModelRunner",
@@ -70,24 +70,24 @@ REASONING_PARSERS: dict[str, str] = {
 
 
 def model_class(architecture: str) -> str | None:
-    """Return the class of an architecture, for `load`, from the tree or an installed package."""
+    """Return the name of an architecture's class for `load`, from this project or an installed package."""
     return MODELS.get(architecture) or _outside(_OUTSIDE_MODELS).get(architecture)
 
 
 def model_spec_reader(architecture: str) -> str:
-    """Return what reads an architecture's config.json: Llama's reader if nothing else is said."""
+    """Return the name of the function that reads an architecture's config.json: Llama's reader by default."""
     found = MODEL_SPECS.get(architecture) or _outside(_OUTSIDE_SPECS).get(architecture)
     return found or MODEL_SPECS["LlamaForCausalLM"]
 
 
 def model_names() -> list[str]:
-    """All architectures that can be loaded."""
+    """Return the names of all architectures that can be loaded."""
     return sorted({*MODELS, *_outside(_OUTSIDE_MODELS)})
 
 
 def _outside(group: str) -> dict[str, str]:
-    """What installed packages have registered, by name."""
-    from importlib import metadata  # takes longer than all else here, and is rarely needed
+    """Return the entries that installed packages have registered, by name."""
+    from importlib import metadata  # slower to import than all else here, and rarely needed
 
     return {point.name: point.value for point in metadata.entry_points(group=group)}
 

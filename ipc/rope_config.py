@@ -1,7 +1,7 @@
-"""The rotary embedding that a config.json asks for, checked and complete, and how far it reaches.
+"""The rotary embedding of a config.json, checked and complete, and the number of positions it is made for.
 
-Values that transformers derives from other fields are filled in here, so that whoever computes with
-the result needs nothing else of config.json.
+Values that transformers derives from other fields are filled in here, so that the computation needs no other field of
+config.json.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, *_OPTIONAL),
 }
-"""Rope type -> the numbers that it is scaled by."""
+"""Rope type -> names of the numbers that scale it."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1,), "attn_factor": (1,), "extrapolation_factor": (1,),
     "finetuned": (True, False)}
-"""Fields that are known -> the values with which they change nothing."""
+"""Known fields -> the values with which they change nothing."""
 ROPE_TYPES = tuple(_NUMBERS)
 
 
 def read_rope(config: HfConfig) -> RopeSpec:
     """Return the embedding that rope_parameters, or rope_scaling and rope_theta, describe.
 
-    Raises EngineStartError, which names what is wrong or not supported.
+    Raises EngineStartError, which names the value that is wrong or not supported.
     """
     rope = config.part("rope_parameters")
     given = {name: value for name, value in rope.items() if value is not None}
@@ -51,7 +51,7 @@ def read_rope(config: HfConfig) -> RopeSpec:
 
 
 def _scaling(config: HfConfig, rope_type: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The type's numbers, with transformers' defaults for the lengths."""
+    """Return the type's numbers, with transformers' defaults for the lengths."""
     length = config.whole("max_position_embeddings")
     original = config.get(_ORIGINAL) or given.get(_ORIGINAL)
     scaling: dict[str, Any] = {}
@@ -83,8 +83,8 @@ def _refuse_others(config: HfConfig, rope_type: str, given: dict[str, Any]) -> N
 def longest_positions(config: HfConfig, rope: RopeSpec) -> int:
     """Return the number of positions that the model is made for.
 
-    YaRN stretches the length of the training by its factor. max_position_embeddings may then be
-    either of the two lengths, so it counts only where the user gives it.
+    YaRN stretches the length of the training by its factor. max_position_embeddings may be either of the two lengths,
+    so it is used only if the user gives it.
     """
     stated = config.whole("max_position_embeddings")
     if rope.rope_type != "yarn":

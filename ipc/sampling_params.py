@@ -89,9 +89,9 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, forbi
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True,
                      metaclass=ParamsMeta):
-    """Sampling parameters of one request; names and defaults are those that users of vLLM know.
+    """Sampling parameters of one request, with vLLM's names and defaults.
 
-    They are frozen: `clone` makes a copy with other values. Numbers and arrays of numpy are taken as Python's own.
+    They are frozen: `clone` makes a copy with other values. Numbers and arrays of numpy are converted to Python's own.
     Raises ValidationError, which names the field, when a value is out of range or the name of a field is unknown.
     """
 
@@ -109,8 +109,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
     seed: int | None = None
-    """The same seed gives the same tokens whatever else is in the batch; None or -1 draws a new one for each request,
-    from the engine's `seed` where it has one."""
+    """Seed of the sampling. The same seed gives the same tokens, whatever else is in the batch. None or -1 draws a new
+    seed for each request, derived from the engine's option `seed` if it is set."""
     stop: str | list[str] | None = None
     """Texts that end the output; left out of it unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
@@ -195,7 +195,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
         self._check_structure()
 
     def _make_plain(self) -> None:
-        """Replace what scripts give in other forms: numbers of numpy, dicts of parameters, a seed of -1."""
+        """Convert values in other forms: numbers of numpy, dicts of parameters, a seed of -1."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if type(value) in _PLAIN or name == "extra_args":
@@ -208,7 +208,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Return the parameters with the default of each field that is None."""
+        """Return parameters from these fields. A field that is None gets its default."""
         return cls(**{name: value for name, value in fields.items() if value is not None})
 
     def clone(self, **changes: Any) -> Self:
@@ -296,4 +296,4 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
 _PLAIN = (int, float, bool, str, type(None), RequestOutputKind)
 _NESTED: dict[str, Any] = {"structured_outputs": StructuredOutputsParams,
                            "repetition_detection": RepetitionDetectionParams}
-"""Fields that are parameters of their own, which may be given as a dict."""
+"""Fields that are structs of parameters. A dict may be given for each."""

@@ -74,8 +74,8 @@ def create_ring(num_readers: int, num_slots: int = DEFAULT_SLOTS, slot_bytes: in
 
 
 def _unnamed_memory() -> int:
-    """Return the descriptor of an empty file without a name. Linux's own kind needs no room in /dev/shm, which
-    containers keep small, and where a page too many would end the process by SIGBUS."""
+    """Return the descriptor of an empty file without a name. memfd_create needs no room in /dev/shm, which containers
+    keep small, and where writing beyond the room ends the process by SIGBUS."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("sidestep-ring")
     with tempfile.TemporaryFile() as file:

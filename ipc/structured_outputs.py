@@ -119,10 +119,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_
 
 
 def grammar_limits() -> LLParserLimits:
-    """Bounds on what one grammar costs: about a second of compiling, 40 ms and some MB for a token.
+    """Return the bounds on the cost of one grammar: about a second of compiling, and 40 ms and some MB for a token.
 
-    A schema with 400 optional properties needs 4,000 items of the parser. In an ambiguous grammar the time that an item
-    takes grows with their number: 5,000 take up to 140 ms, and the library's own bound is 50,000.
+    A schema with 400 optional properties needs 4,000 items of the parser. In an ambiguous grammar the time of each item
+    grows with their number: 5,000 take up to 140 ms, and the library's own bound is 50,000.
     """
     from llguidance import LLParserLimits
 

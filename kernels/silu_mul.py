@@ -8,7 +8,7 @@ from torch import Tensor
 from sidestep.kernels.gpu import on_gpu
 
 _SERIAL = 1 << 15
-"""Numbers up to which torch uses a single thread, and which it gives to each thread at least."""
+"""Number of elements up to which torch uses a single thread, and which each thread gets at least."""
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -22,16 +22,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _silu(x: Tensor) -> Tensor:
-    """silu of x [T, F] on a CPU, each row in one way however many there are.
+    """Return silu of x [T, F] on a CPU. The bits of a row do not depend on the number of rows.
 
-    torch cuts a tensor into as many parts of one size as threads have work for, and computes the last numbers of a part
-    by other instructions than the rest. So parts must end where rows end.
+    torch cuts a tensor into equal parts, one for each thread that has enough work, and computes the last elements of a
+    part by other instructions than the rest. So parts must end where rows end.
     """
     threads, rows, width = torch.get_num_threads(), x.shape[0], x.shape[1]
     if threads == 1 or rows == 1 or x.numel() <= _SERIAL:
         return torch.nn.functional.silu(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # Rows of which each thread gets as many, and enough to be worth one; then pieces that a single thread computes.
+    # Equal numbers of rows for each thread, large enough to be worth a thread; the rest in pieces that one thread
+    # computes.
     shared = rows - rows % (threads * -(-_SERIAL // width))
     few = max(1, _SERIAL // width)
     cuts = [*([0] if shared else []), *range(shared, rows, few), rows]

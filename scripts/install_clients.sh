@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs other projects' clients of the server into .clients, for tests/clients: Python's into a virtual environment
-# of its own (they need older libraries than the tests do), Node's beside it. Does nothing when that was done before for
-# the same lists. Fails where it cannot.
+# Install other projects' clients of the server into .clients, for tests/clients: Python's into a virtual environment
+# of its own (they need older libraries than the tests do), Node's beside it. Do nothing if the same lists are installed
+# already. Fail where a client cannot be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lists=(pyproject.toml tests/clients/node/package.json)

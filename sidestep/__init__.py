@@ -136,17 +136,18 @@ def _instead_of(name: str) -> str | None:
 
 
 class _MissingModules(importlib.abc.MetaPathFinder):
-    """Asked last, for modules of this package that no one has found: says what there is instead of vLLM's.
+    """Raise an error that names the replacement for a module of vLLM's that this package lacks. Python asks this finder
+    last.
 
-    `from sidestep import X` asks here too, when the package has no X.
+    `from sidestep import X` asks it too, when the package has no X.
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None,
                   /) -> ModuleSpec | None:
-        """Raises ModuleNotFoundError for a name that vLLM has and sidestep has not."""
+        """Raises ModuleNotFoundError for a name that vLLM has and sidestep lacks."""
         package, _, name = fullname.partition(".")
         if package == "sidestep" and name and (instead := _instead_of(name)) is not None:
-            # Without `name=`: the import system overlooks errors that name what `from ... import` asks for.
+            # Without `name=`: the import system ignores an error that names X of `from ... import X`.
             raise ModuleNotFoundError(f"{fullname}: {instead}")
         return None
 

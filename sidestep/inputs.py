@@ -1,8 +1,8 @@
-"""Forms of prompts, by the module that scripts for vLLM import them from."""
+"""Forms of prompts, under the name of vLLM's module."""
 
 from sidestep.frontend.prompts import ChatPrompt, TextPrompt, TokensPrompt
 from sidestep.frontend.prompts import Prompt as PromptType
 
 __all__ = ["ChatPrompt", "PromptType", "TextPrompt", "TokensPrompt"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

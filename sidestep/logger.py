@@ -1,4 +1,4 @@
-"""What scripts for vLLM import from its `logger`."""
+"""The function of vLLM's module `logger` that scripts import."""
 
 import logging
 
@@ -10,4 +10,4 @@ def init_logger(name: str) -> logging.Logger:
 
 __all__ = ["init_logger"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

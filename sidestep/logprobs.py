@@ -1,7 +1,7 @@
-"""Log-probabilities, by the module that scripts for vLLM import them from."""
+"""Log-probabilities, under the name of vLLM's module."""
 
 from sidestep.frontend.outputs import Logprob
 
 __all__ = ["Logprob"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

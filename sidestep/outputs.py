@@ -1,7 +1,7 @@
-"""What requests give, by the module that scripts for vLLM import it from."""
+"""Outputs of requests, under the name of vLLM's module."""
 
 from sidestep.frontend.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 
 __all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RequestOutput"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

@@ -1,4 +1,4 @@
-"""Parameters of requests, by the module that scripts for vLLM import them from."""
+"""Parameters of requests, under the name of vLLM's module."""
 
 from sidestep.ipc.beam_search_params import BeamSearchParams
 from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -7,4 +7,4 @@ from sidestep.ipc.structured_outputs import StructuredOutputsParams
 __all__ = ["BeamSearchParams", "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams",
            "StructuredOutputsParams"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

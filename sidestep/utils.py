@@ -1,4 +1,4 @@
-"""What scripts for vLLM import from its `utils`."""
+"""The names of vLLM's module `utils` that scripts import."""
 
 import argparse
 import sys
@@ -19,10 +19,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None,  # type: ignore[override]  # as argparse has it
                          namespace: Any = None) -> tuple[Any, list[str]]:
-        """As of the base class."""
+        """See the base class."""
         return super().parse_known_args(with_dashes(sys.argv[1:] if args is None else args), namespace)
 
 
 __all__ = ["FlexibleArgumentParser", "random_uuid"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

@@ -115,7 +115,7 @@ class Engine:
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
     logprobs: dict[int, list[tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(list))
-    """Of each sampled token that they were told of: its position, and the tokens whose log-probabilities came."""
+    """For each sampled token: its position, and the tokens whose log-probabilities the frontend got."""
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The commands that README and docs show: lines of their code blocks, with what continues them."""
+"""The commands in README and docs: the lines of their code blocks, with continuation lines joined."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 URL = "http://127.0.0.1:8000"
-"""Of the server in all examples."""
+"""Address of the server in all examples."""
 
 
 def text_of(page: str) -> str:
-    """A page of docs/, or README.md."""
+    """Return the text of a page of docs/, or of README.md."""
     return (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
 
 
 def commands(page: str) -> Iterator[str]:
-    """Each command of a page, on one line and without its comment."""
+    """Yield each command of a page, on one line and without its comment."""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
         if language not in ("", "bash"):
             continue
@@ -29,13 +29,13 @@ def commands(page: str) -> Iterator[str]:
 
 
 def of_sidestep(*pages: str) -> list[str]:
-    """Those that run `sidestep`, each once."""
+    """Return the commands that run `sidestep`, each once."""
     found = [command for page in pages for command in commands(page) if "sidestep" in _words(command)[:3]]
     return list(dict.fromkeys(found))
 
 
 def with_variables(command: str) -> tuple[dict[str, str], list[str]]:
-    """The variables before a command, and its words after `sidestep`."""
+    """Return the variables before a command, and its words after `sidestep`."""
     words = _words(command)
     at = words.index("sidestep")
     return dict(word.split("=", 1) for word in words[:at]), words[at + 1:]

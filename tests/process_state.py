@@ -1,4 +1,4 @@
-"""What a test process starts with, whatever it was started by: Ctrl-C works and there is a standard input."""
+"""Set the state that a test process starts with, however it was started: Ctrl-C works and there is a standard input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 
 def take_interrupts() -> None:
-    """Make SIGINT raise KeyboardInterrupt here, and end the processes that are started from here.
+    """Make SIGINT raise KeyboardInterrupt in this process, and end the processes that it starts.
 
     nohup and background shells start their programs with SIGINT ignored, and children inherit that.
     """
@@ -15,9 +15,9 @@ def take_interrupts() -> None:
 
 
 def open_standard_input() -> None:
-    """Put the null device in the place of a standard input that is closed.
+    """Open the null device as standard input if standard input is closed.
 
-    Without it the next file that anybody opens would be everybody's standard input.
+    Otherwise the next file that any code opens would become the standard input.
     """
     try:
         os.fstat(0)

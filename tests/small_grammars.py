@@ -41,9 +41,9 @@ class SmallGrammars(Grammars):
 
     rng = random.Random(0)
     late_share = 0.0
-    """Of the masks that may be late."""
+    """Share of the masks that may be late."""
     mask_seconds: Sequence[float] = (0.0,)
-    """What each mask seems to have taken, one of these."""
+    """Seconds that masks seem to have taken; each mask gets one of these at random."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         with tempfile.TemporaryDirectory() as folder:

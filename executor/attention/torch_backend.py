@@ -1,11 +1,11 @@
-"""Attention by torch operations: the default on a CPU, and what other backends are compared with.
+"""Attention by torch operations: the default on a CPU, and the reference for other backends.
 
-A query is computed with as many keys as its position decides, in float32, so that its bits do not depend on what else a
-step computes, nor on how a prompt was cut into chunks. Queries of one padded length are computed together.
+A query is computed with a number of keys that its position alone decides, in float32. So its bits do not depend on what
+else a step computes, nor on how a prompt was cut into chunks. Queries of one padded length are computed together.
 
-Decode rows read a gathered copy of their keys and values, shortest row first. As long as the same rows decode, the copy
-of the step before is only extended by each row's new token; it is gathered again when rows come or go, or when it would
-be too large to keep. That is worth a third of a step of a small model.
+Decode rows read a gathered copy of their keys and values, shortest row first. While the same rows decode, a step only
+adds each row's new token to the copy of the step before. The copy is gathered again when rows come or go, or when it
+would be too large to keep. Keeping it saves a third of a step of a small model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COPY_LIMIT = 1 << 30
 _HEADROOM = 64
 """Tokens for which a kept copy has room to grow."""
 _MOST_QUERIES = 256
-"""Tokens of a prompt that are computed together: bounds the mask."""
+"""Tokens of a prompt that are computed together; bounds the size of the mask."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class _Piece:
     """Consecutive tokens of a prompt's chunk that are computed with the same number of keys."""
 
     tokens: slice
-    """Among the step's."""
+    """Their places among the step's tokens."""
     num_keys: int
     masks: dict[int, Tensor]
-    """By window, for all layers."""
+    """Masks by window, for all layers."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A row's tokens, where they are several."""
+    """The tokens of a row that has several in this step."""
 
     blocks: Tensor
-    """int64: the row's, filled up for the longest piece."""
+    """int64: the row's blocks, padded to the longest piece."""
     pieces: list[_Piece] = field(default_factory=list)
 
 
@@ -62,7 +62,7 @@ class _DecodeGroup:
     rows: slice
     num_keys: int
     masks: dict[int, Tensor]
-    """By window: float32 [R, 1, 1, L]."""
+    """Masks by window: float32 [R, 1, 1, L]."""
 
 
 class TorchAttention(AttentionBackend):
@@ -85,7 +85,7 @@ class TorchAttention(AttentionBackend):
         self._copied_lens = np.empty(0, np.int32)
         self._copy_room = 0
         self._host_order: Int64 = np.zeros(0, np.int64)
-        """Decode rows by their length."""
+        """Decode rows, shortest first."""
         self._order: Tensor | None = None
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -139,8 +139,8 @@ class TorchAttention(AttentionBackend):
         return out if self._order is None else torch.empty_like(out).index_copy_(0, self._order, out)
 
     def _gather(self, layer: int) -> Tensor:
-        """float32 [R, 2 KVH, room, D] with each row's tokens, kept for the next step if it is small enough. A copy that
-        is kept has each head's tokens side by side, which is how attention reads them."""
+        """Return float32 [R, 2 KVH, room, D] with each row's tokens. Keep it for the next step if it is small enough: a
+        kept copy has each head's tokens side by side, as attention reads them."""
         gathered = self._layers[layer].index_select(0, self._decode_blocks).float()
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
         if not self._keep_copy:
@@ -184,7 +184,8 @@ class TorchAttention(AttentionBackend):
         self._copy_room = width * size if self._keep_copy else 0
 
     def _group(self, lengths: Int32) -> Iterator[_DecodeGroup]:
-        """Rows in the order of their lengths, [R], by how many keys they are computed with."""
+        """Yield groups of rows in the order of their lengths, [R], by the number of keys that they are computed
+        with."""
         padded = np.array([padded_length(length) for length in lengths.tolist()])
         cuts = [0, *(np.flatnonzero(np.diff(padded)) + 1).tolist(), len(lengths)]
         for first, last in pairwise(cuts):
@@ -193,7 +194,7 @@ class TorchAttention(AttentionBackend):
                 window: self._mask(lengths[first:last], num_keys, window) for window in self._windows})
 
     def _mask(self, lengths: Int32, num_keys: int, window: int) -> Tensor:
-        """0 where a decode row attends, -inf elsewhere: float32 [R, 1, 1, L]."""
+        """Return a mask, float32 [R, 1, 1, L]: 0 where a decode row attends, -inf elsewhere."""
         key = np.arange(num_keys)
         hidden = key >= lengths[:, None]
         if window:
@@ -220,7 +221,7 @@ class TorchAttention(AttentionBackend):
 
 
 def _filled_up(tables: Int32, width: int) -> Int64:
-    """Return block tables [R, W] as [R, width]. What is missing is block 0, whose tokens are masked like all behind the
-    row's own."""
+    """Return block tables [R, W] as [R, width]. Missing entries become block 0; its tokens are masked, as are all
+    tokens behind the row's own."""
     cut = tables[:, :width].astype(np.int64)
     return np.pad(cut, ((0, 0), (0, width - cut.shape[1])))

@@ -1,11 +1,13 @@
 """Products on a CPU whose rows do not depend on their number: a row's bits are the same alone and among others.
 
-The libraries choose among kernels by the number of rows, and kernels differ in the order in which they add. Which ones
-do depends on the CPU, the type and the sizes. So each size of a weight is tried out once, when the first such weight is
-loaded: of the layouts below, fastest first, the first whose rows agree in every number of rows that is tried serves.
-If none does, rows are computed in blocks of one size, padded: that is exact by construction.
+Libraries choose among kernels by the number of rows, and kernels differ in the order in which they add. The choice
+depends on the CPU, the type and the sizes. So each size of a weight is tried once, when the first such weight is
+loaded. The layouts below are tried fastest first; the first layout is used whose rows have the same bits for every
+number of rows that is tried. If none has, rows are computed in padded blocks of one size, which is exact by
+construction.
 
-MKL agrees for all numbers of rows in its strict mode (see ipc.config.library_environment), where the CPU has it.
+MKL computes the same bits for all numbers of rows in its strict mode (see ipc.config.library_environment), where the
+CPU has that mode.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ _PACK_FOR_ROWS = 8
 _BLOCK_ROWS = 16
 _FEWEST_ROWS = 4
 _PACKED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of rows that packed products are computed with. oneDNN compiles and keeps a product for each number, so that
-without this a worker's memory would grow with every new size of a step."""
+"""Numbers of rows that packed products are computed with. oneDNN compiles and keeps a product for each number: with all
+numbers, a worker's memory would grow with every new size of a step."""
 _TRIED_ROWS = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 40, 64, 65, 128, 129, 255, 256)
 _TRIAL_PRODUCTS = 10_000_000_000
-"""Multiplications that trying out one size may take: with large weights, fewer numbers of rows are tried."""
+"""Multiplications that trying one size may take. For large weights, fewer numbers of rows are tried."""
 
 Product = Callable[[Tensor], Tensor]
-"""x [T, K] to x W^T [T, N]."""
+"""Compute x W^T [T, N] from x [T, K]."""
 Layout = Callable[[Tensor], Product | None]
-"""Lays a weight [N, K] out; None where this CPU has no such product."""
+"""Lay a weight [N, K] out; None where this CPU has no such product."""
 
 
 class CpuProduct:
@@ -39,25 +41,26 @@ class CpuProduct:
         self.kind, self._product, self._most_rows = _lay_out(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K]; returns [T, N]."""
+        """Return [T, N] for x [T, K]."""
         if x.shape[0] <= self._most_rows:
             return self._product(x)
         return torch.cat([self._product(part) for part in x.split(self._most_rows)])
 
 
 def plain(weight: Tensor) -> Product:
-    """The weight as it is."""
+    """Use the weight as it is."""
     return lambda x: torch.nn.functional.linear(x, weight)
 
 
 def transposed(weight: Tensor) -> Product:
-    """The layout with the least overhead."""
+    """Transpose the weight: the layout with the least overhead."""
     turned = weight.t().contiguous()
     return lambda x: torch.mm(x, turned)
 
 
 def transposed_in_fours(weight: Tensor) -> Product:
-    """The same with at least four rows: MKL has kernels of their own for fewer where it lacks its strict mode."""
+    """Transpose the weight, and multiply at least four rows. Without its strict mode MKL has other kernels for fewer
+    rows."""
     multiply = transposed(weight)
 
     def multiply_padded(x: Tensor) -> Tensor:
@@ -70,8 +73,8 @@ def transposed_in_fours(weight: Tensor) -> Product:
 
 
 def packed(weight: Tensor) -> Product | None:
-    """oneDNN's layout; the operators for it are private to torch. None where they are missing, or give another result
-    than the plain product."""
+    """Pack the weight as oneDNN wants it, by operators that are private to torch. Return None where they are missing,
+    or give another result than the plain product."""
     operators = _packing()
     if operators is None:
         return None
@@ -97,13 +100,14 @@ def packed(weight: Tensor) -> Product | None:
 
 
 def widened(weight: Tensor) -> Product:
-    """The weight in float32, for types that the CPU would have to emulate; results are rounded to the weight's type."""
+    """Keep the weight in float32, for types that the CPU would have to emulate. Results are rounded to the weight's
+    type."""
     dtype, product = weight.dtype, CpuProduct(weight.float())
     return lambda x: product(x.float()).to(dtype)
 
 
 def in_blocks(weight: Tensor) -> Product:
-    """Rows in blocks of one size, so that the library always sees the same product."""
+    """Multiply rows in blocks of one size, so that the library always computes the same product."""
     turned = weight.t().contiguous()
 
     def multiply(x: Tensor) -> Tensor:
@@ -117,11 +121,11 @@ def in_blocks(weight: Tensor) -> Product:
 _LAYOUTS: dict[str, Layout] = {
     layout.__name__: layout for layout in (plain, transposed, transposed_in_fours, packed, widened, in_blocks)}
 _chosen: dict[tuple[torch.Size, torch.dtype, int], tuple[str, int]] = {}
-"""By a weight's size and type and the number of threads: its layout, and how many rows it takes at once."""
+"""By a weight's size and type and the number of threads: its layout, and the number of rows that it takes at once."""
 
 
 def _lay_out(weight: Tensor) -> tuple[str, Product, int]:
-    """The name of the layout, the product, and how many rows it takes at once."""
+    """Return the name of the layout, the product, and the number of rows that it takes at once."""
     key = weight.shape, weight.dtype, torch.get_num_threads()
     if key not in _chosen:
         for name in _candidates(weight):
@@ -138,29 +142,29 @@ def _lay_out(weight: Tensor) -> tuple[str, Product, int]:
 
 
 def _candidates(weight: Tensor) -> Iterator[str]:
-    """The names of layouts, fastest first."""
+    """Yield the names of layouts, fastest first."""
     if weight.dtype == torch.float32:
         yield from ("packed", "transposed", "transposed_in_fours")
     else:
-        if packed(weight[:1]) is not None:  # where the CPU has no instructions for the type, oneDNN refuses to pack
+        if packed(weight[:1]) is not None:  # oneDNN refuses to pack for a type without instructions
             yield from ("packed", "plain")
         yield "widened"
 
 
 def _rows_that_agree(product: Product, weight: Tensor) -> int:
-    """The largest number of rows that was tried, 0 if rows depend on their number up to it."""
+    """Return the largest number of rows that was tried; 0 if a row's bits depend on the number of rows."""
     num_outputs, num_inputs = weight.shape
     budget = _TRIAL_PRODUCTS // max(1, num_outputs * num_inputs)
     sizes = [rows for i, rows in enumerate(_TRIED_ROWS) if i < 5 or sum(_TRIED_ROWS[:i + 1]) <= budget]
     most = sizes[-1]
     x = torch.randn(most, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     together = product(x)
-    # The last rows, so that they stand elsewhere among fewer.
+    # The last rows, so that their place differs among fewer rows.
     return most if all(torch.equal(product(x[most - n:]), together[most - n:]) for n in sizes) else 0
 
 
 def _packing() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
-    """oneDNN's operators that pack a weight and multiply by it."""
+    """Return oneDNN's operators that pack a weight and multiply by it."""
     if not torch.backends.mkldnn.is_available():
         return None
     try:

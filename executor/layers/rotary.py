@@ -63,7 +63,7 @@ class RotaryTable:
     """cos and sin of every position: [positions, D / 2], float32."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> None:
-        """`length` is how many positions are needed."""
+        """length: number of positions."""
         inverse, factor = frequencies(rope, head_dim)
         angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), inverse.to(device))
         self.cos, self.sin = angles.cos() * factor, angles.sin() * factor

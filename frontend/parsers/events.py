@@ -97,7 +97,7 @@ class AnswerParser:
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None,
                  most_calls: int | None = None) -> None:
-        """most_calls: further calls are dropped."""
+        """most_calls: calls of an answer that are kept; further calls are dropped."""
         self._reasoning = reasoning
         self._tools = tools
         self._most_calls = most_calls
@@ -121,7 +121,7 @@ class AnswerParser:
         return found
 
     def _limited(self, events: list[Event]) -> list[Event]:
-        """Return the events without the calls that are too many."""
+        """Return the events without those of calls beyond the limit."""
         if self._most_calls is None:
             return events
         kept: list[Event] = []

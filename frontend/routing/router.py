@@ -64,12 +64,13 @@ class Router(abc.ABC):
         self._suspended.add(replica)
 
     def resume(self, replica: int) -> None:
-        """Choose this replica again; one that was not suspended stays as it is."""
+        """Choose this replica again. A replica that was not suspended stays as it is."""
         self._suspended.discard(replica)
 
     @property
     def candidates(self) -> dict[int, int]:
-        """The load of each replica that may be chosen now: those not suspended, or else all that live."""
+        """Return the load of each replica that may be chosen now: the replicas that are not suspended, or else all live
+        ones."""
         if not self._suspended:
             return self._loads
         open_ones = {r: load for r, load in self._loads.items() if r not in self._suspended}
@@ -89,4 +90,4 @@ class Router(abc.ABC):
 
     @abc.abstractmethod
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
-        """One of `self.candidates`, and how many of the request's tokens it need not compute."""
+        """Return one of `self.candidates`, and the number of the request's tokens that it need not compute."""

@@ -116,7 +116,7 @@ _NOT_SERVED = {
     "/v1/images": "this server reads and writes text alone",
     "/v1/moderations": "this server generates text and judges none",
 }
-"""Beginnings of paths of OpenAI's API -> why they are not served."""
+"""Beginnings of paths of OpenAI's API -> the reason why this server refuses them."""
 
 
 def _why_not(path: str) -> str:

@@ -17,10 +17,10 @@ _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 
 _SPELLING = re.compile(r"^Object contains unknown field|^Expected `int.*got `float`")
-"""Errors of bodies that could be right in another spelling."""
+"""Errors of bodies that may be valid after `_plain`."""
 _CLIENTS_OWN = frozenset(("parameters", "schema", "json", "structural_tag", "chat_template_kwargs",
                           "metadata"))
-"""Fields whose values are the client's: in a schema, null and 1.0 have meanings of their own."""
+"""Fields whose values belong to the client: in a schema, null and 1.0 have meanings of their own."""
 _EXACT = 2**53
 _MEDIA = frozenset(("image_url", "input_audio", "video_url", "audio_url", "file", "file_data"))
 _TEXT_ONLY = "the models of this server read text alone: no images, audio, video or files"
@@ -28,7 +28,7 @@ _ONE_KIND = {
     re.compile(r"\bcontent\[\d+\]\.type$"): _TEXT_ONLY,
     re.compile(r"^tools\[\d+\]\.type$"): "functions are the only tools of this server",
 }
-"""Places that take one kind of thing, and what to say of the other kinds of OpenAI's API."""
+"""Places that take one kind of object -> the message for other kinds of OpenAI's API."""
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
@@ -64,8 +64,8 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the struct. Unknown fields whose value is null are left out, and whole numbers may be
-    written as 1.0: clients send both. Raises ApiError (400)."""
+    """Return the struct. Unknown fields whose value is null are ignored, and whole numbers may be written as 1.0:
+    clients send both. Raises ApiError (400)."""
     try:
         try:
             return decoder.decode(data)
@@ -82,7 +82,7 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _plain(value: Any) -> Any:
-    """The same without nulls, and whole numbers as such. A client's own values are left alone."""
+    """Return the value without nulls, and with whole numbers as int. The client's own values stay as they are."""
     if isinstance(value, dict):
         return {key: item if key in _CLIENTS_OWN else _plain(item)
                 for key, item in value.items() if item is not None}

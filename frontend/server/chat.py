@@ -106,7 +106,7 @@ class ChatAnswer:
 
     def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice],
                  parsers: Sequence[AnswerParser | None], reader: AnswerReader, with_ids: bool) -> None:
-        """with_ids: token ids are given besides the text."""
+        """with_ids: send token ids beside the text."""
         self._service = service
         self._name = name
         self._model = model

@@ -45,15 +45,15 @@ Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)]
 
 
 class PastCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call that the model has made, as client libraries send it back."""
+    """A call that the model has made before, as client libraries send it back."""
 
     id: str
     type: Literal["function"] = "function"
     function: PastFunction
     index: int | None = None
-    """Its place in the message's list, which says so itself."""
+    """Its place in the message's list of calls. The list itself has the same order."""
     provider_specific_fields: dict[str, Any] | None = None
-    """A client library's notes on the answer that it had this from; no part of the conversation."""
+    """Notes of a client library about the answer that had this. The prompt does not contain them."""
 
 
 class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -61,24 +61,24 @@ class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     arguments: str
-    """JSON, as the model has written it."""
+    """JSON, as the model wrote it."""
     parsed_arguments: Any = None
-    """The same, as a client library has read it."""
+    """The arguments, as a client library has parsed them."""
     provider_specific_fields: dict[str, Any] | None = None
     """See PastCall."""
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
-    """What the model has said. The last fields are empty in answers of this server, or repeat it."""
+    """An earlier answer of the model. The last fields are empty in answers of this server, or repeat it."""
 
     content: Text | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[PastCall] | None = None
     refusal: str | None = None
-    """What another model has said in the place of content."""
+    """Text that another model gave in the place of content."""
     parsed: Any = None
-    """The content, as a client library has read it."""
+    """The content, as a client library has parsed it."""
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
@@ -129,18 +129,18 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoiceWord | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: of the model's calls only the first is returned."""
+    """False: return only the first of the model's calls."""
     reasoning_effort: Effort | None = None
-    """As the variable of that name, or enable_thinking, in the model's template."""
+    """Given to the model's template as the variable `reasoning_effort`, or as `enable_thinking`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """What else the model's template is given, such as {"enable_thinking": false}."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of an answer; true if not given."""
     continue_final_message: bool | None = None
-    """The answer goes on where the last message ends, instead of beginning a new one."""
+    """Continue the last message instead of beginning a new one."""
     add_special_tokens: bool | None = None
-    """Whether the prompt gets the tokens that the model puts around every text, besides those that
-    its template writes; false if not given."""
+    """Whether the prompt gets the tokens that the model puts around every text, beside those that its template writes;
+    false if not given."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     # Not implemented: see fields.NOT_YET.
@@ -202,7 +202,7 @@ def _template_message(index: int, message: ChatMessage) -> Message:
 
 
 def arguments_of(field: str, written: str) -> Any:
-    """Return what a call's arguments say: templates write them as JSON themselves. Raises ApiError."""
+    """Return a call's arguments as an object, because templates write them as JSON themselves. Raises ApiError."""
     try:
         return msgspec.json.decode(written or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -210,7 +210,8 @@ def arguments_of(field: str, written: str) -> Any:
 
 
 def tool_use_of(request: ChatRequest) -> ToolUse | None:
-    """Return what the request says of tools. Raises ApiError."""
+    """Return the tools that the request offers the model, and how it may call them; None without tools. Raises
+    ApiError."""
     choice = request.tool_choice
     word, chosen = (None, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice, None)
     return ToolUse.of([tool.function for tool in request.tools or ()], word, chosen,

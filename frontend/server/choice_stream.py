@@ -40,8 +40,8 @@ def writer_of(http: Request) -> BodyWriter | None:
 
 async def events_of(service: Service, choice: Choice, encode: Encode,
                     writer: BodyWriter | None = None) -> AsyncGenerator[bytes, None]:
-    """Events as they come, after an empty one once the engine has taken the request. With a writer only those that
-    could not be written at once: whoever reads this sends what it gets before it asks for more."""
+    """Yield an empty event once the engine has taken the request, then the events as they come. With a writer, yield
+    only the events that could not be written at once; the caller must send each before it asks for the next."""
     with service.tally(choice) as tally:
         async with choice.open() as reader:
             yield b""

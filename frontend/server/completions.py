@@ -49,7 +49,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     prompt: PromptText | Annotated[list[PromptText | int | PromptIds], msgspec.Meta(min_length=1)]
     """Text, token ids, or a list of either."""
     max_tokens: Natural | None = None
-    """0 only with echo, for the prompt's logprobs."""
+    """0 is allowed only with echo, for the prompt's logprobs."""
     echo: bool | None = None
     """Repeat the prompt before the completion."""
     add_special_tokens: bool | None = None
@@ -95,7 +95,7 @@ class CompletionRoute:
         limit = request.max_tokens
         if limit is None:
             limit = int(defaults.get("max_tokens", _DEFAULT_TOKENS))
-        # The prompt alone cannot be asked of the engine: the token that follows it is dropped.
+        # The engine cannot compute the prompt alone, so one token is generated and dropped.
         limit = max(limit, 1)
         search = beam_search_params(request, limit)
         if form is not None and search is not None:
@@ -187,12 +187,12 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
 
 @dataclass(frozen=True)
 class Shown:
-    """What an answer has besides its text."""
+    """Parts of an answer that the request asks for, beside its text."""
 
     prompt_logprobs: bool
-    """Whether they are asked for by themselves, and not only for the echo."""
+    """Whether the request asks for them itself; the echo's logprobs do not count."""
     output: bool
-    """False: only the echo is asked for."""
+    """False: the answer consists of the echo alone."""
     token_ids: bool
 
 
@@ -201,7 +201,7 @@ class CompletionAnswer:
 
     def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice], n: int,
                  echo: Sequence[str], shown: Shown) -> None:
-        """echo: for each prompt, what its completions begin with."""
+        """echo: for each prompt, the text that its completions begin with."""
         self._service = service
         self._name = name
         self._model = model
@@ -234,7 +234,7 @@ class CompletionAnswer:
         return choice
 
     def _trimmed(self, output: RequestOutput) -> RequestOutput:
-        """Return an output without the tokens that were not asked for."""
+        """Return an output without the generated token if the request asks for none."""
         if self._shown.output:
             return output
         completion = replace(output.outputs[0], text="", token_ids=[], logprobs=None)

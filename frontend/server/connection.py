@@ -21,9 +21,10 @@ cost as much for each token as the token's event."""
 _MOST_READY = 256
 """Events of several choices that wait to be sent together."""
 _AT_ONCE_S = 0.25
-"""Seconds in which an engine that refuses a request does so; its answer is then an error with a status."""
+"""Seconds in which an engine that refuses a request normally does so. The refusal is then an answer with an error
+status."""
 _COMMENT = b": waiting\n\n"
-"""What readers of events pass over. It tells whoever is in between that the connection is in use."""
+"""A comment, which readers of events ignore. It shows proxies that the connection is in use."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -56,15 +57,16 @@ def _error_event(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. What fails before the engine has taken the request, or at once after that, is an answer with
-    its own status. While the first event is awaited, comments are sent in its place."""
+    """Server-sent events. An error before the engine has taken the request, or at once after that, is an answer with an
+    error status. Until the first event is there, send comments."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None,
                  encode_error: Callable[[ApiError], bytes] | None = None, *, comment_s: float) -> None:
-        """events: whole events, one or several at a time; the first, empty one says that the engine has the request.
-        encode_error: makes the last event of a stream that fails. comment_s: seconds between comments; 0: none."""
+        """events: whole events, one or several at a time; the first, empty one says that the engine has taken the
+        request. encode_error: makes the last event of a stream that fails. comment_s: seconds between comments; 0:
+        none."""
         super().__init__(headers={**_STREAM_HEADERS, **(headers or {})})
         del self.headers["content-length"]  # of the empty body that it would be without the events
         self._events = events
@@ -94,7 +96,7 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await self._send_rest(first, events, put)
             finally:
-                # Its end is awaited: events that are still asked for could not be closed.
+                # Wait for its end: a generator that is still running cannot be closed.
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
             await send_body({"type": "http.response.body", "body": b"", "more_body": False})
@@ -115,8 +117,8 @@ class EventStream(Response):
 
 async def merged(streams: Sequence[AsyncGenerator[bytes, None]],
                  end: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
-    """The events of several streams as they come, once each has given its first, empty one; those that are ready
-    together go out together. Then what `end` gives."""
+    """Yield the events of several streams as they come, after each stream has given its first, empty event; events that
+    are ready together are sent together. Then yield the result of `end`."""
     ready: list[bytes] = []
     num_taken = 0
     news, taken = asyncio.Event(), asyncio.Event()

@@ -31,7 +31,7 @@ class EventEncoder:
         self._set_tail(b',"usage":%b}\n\n' % _encode(usage))
 
     def content(self, text: str, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
-        """New text of a chat. ids: see IdsOfChoice."""
+        """Return the event with new text of a chat. ids: see IdsOfChoice."""
         return b'%b{"content":%b}%b' % (self._before, _encode(text), self._with(logprobs, ids))
 
     def text(self, text: str, logprobs: CompletionLogprobs | None = None, ids: bytes = b"") -> bytes:
@@ -57,19 +57,19 @@ class EventEncoder:
 
 
 class IdsOfChoice:
-    """The token ids of one choice in the events of its stream, if they are asked for."""
+    """The token ids of one choice in the events of its stream, if the request asks for them."""
 
     def __init__(self, asked: bool) -> None:
         self.asked = asked
         self._untold: list[int] = []
 
     def add(self, ids: Sequence[int]) -> None:
-        """Note new tokens, which the next event has."""
+        """Note new tokens for the next event."""
         if self.asked:
             self._untold += ids
 
     def take(self) -> bytes:
-        """Return the next event's field, with all tokens that none before it had."""
+        """Return the next event's field, with all tokens that no event has had yet."""
         if not self._untold:
             return b""
         data = b',"token_ids":%b' % _encode(self._untold)

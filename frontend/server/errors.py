@@ -64,8 +64,8 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
 
 
 def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
-    """A prompt that leaves no room for output in the model's length, in the words that clients of
-    OpenAI's API look for."""
+    """Return the error for a prompt that leaves no room for output, in the words that clients of OpenAI's API look
+    for."""
     return ApiError(400, f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
                     f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. Please reduce "
                     f"the length of the {field}.", param=field, code=TOO_LONG)

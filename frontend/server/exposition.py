@@ -51,8 +51,8 @@ class Exposition:
         self._label = {"model_name": model_name}
 
     def text(self, engines: Stats, replicas: Sequence[ReplicaStatus], figures: Figures) -> bytes:
-        """Return the text format. `engines` holds what each replica says of itself that answers, `figures` what the
-        server's processes count."""
+        """Return the metrics in the text format. engines: the stats of each replica that answers. figures: the counts
+        of the server's processes."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collected([*self._of_engines(engines, replicas), *self._of_server(figures),
                                       *self._of_tenants(figures.tenants)]))

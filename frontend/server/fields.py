@@ -69,11 +69,11 @@ _ADVICE = {
                                "structured_outputs",
     "guided_whitespace_pattern": "is not supported by this server; structured_outputs has disable_any_whitespace",
 }
-"""Known field -> what the refusal says instead of the general sentence."""
+"""Known field -> the text of its refusal that replaces the general sentence."""
 
 
 Seed = Annotated[int, msgspec.Meta(ge=-1, le=MAX_SEED)]
-"""-1 asks for one at random, as leaving it out does."""
+"""-1 asks for a random seed, as a request without the field does."""
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -102,32 +102,33 @@ Metadata = Annotated[dict[Annotated[str, msgspec.Meta(max_length=64)], Note],
 
 
 class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request that generates text that do not change the text. Null is the same as
-    leaving one out."""
+    """Fields of every request that generates text, which do not change the text. Null means the same as a missing
+    field."""
 
     model: str | None = None
     stream: bool | None = None
     user: Note | None = None
-    """The client's name for its user. It and the next three are written into traces and logs."""
+    """The client's name for its user. Traces and logs contain this field and the next three."""
     safety_identifier: Note | None = None
     """The newer name of `user`."""
     prompt_cache_key: Note | None = None
-    """Prefixes are found by their tokens, so no key is needed to find them."""
+    """Not used: prefixes are found by their tokens."""
     metadata: Metadata | None = None
     store: bool | None = None
-    """Answers are never stored, whatever it says."""
+    """Ignored: answers are never stored."""
     priority: Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
-    """The lowest runs first; only with --scheduling-policy priority."""
+    """The lowest runs first. Needs --scheduling-policy priority."""
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
-    """Milliseconds after which the request ends with what it has; its choices say so."""
+    """Milliseconds after which the request ends with the tokens that it has. Its choices then have stop_reason
+    "deadline"."""
     # Not implemented: see NOT_YET.
     service_tier: Any = None
     prompt_cache_retention: Any = None
 
     @property
     def notes(self) -> dict[str, str]:
-        """Return what the client says of the request, for traces and logs, by name."""
+        """Return the client's notes about the request by name, for traces and logs."""
         named = {name: getattr(self, name) for name in _NOTES}
         return {name: text for name, text in named.items() if text is not None} | {
             f"metadata.{key}": text for key, text in (self.metadata or {}).items()}
@@ -168,7 +169,7 @@ class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
-    """Give the token ids of the prompt and of each choice, too."""
+    """Return the token ids of the prompt and of each choice too."""
     # Not implemented: see NOT_YET.
     guided_json: Any = None
     guided_regex: Any = None
@@ -211,15 +212,15 @@ def refuse_unless(name: str, value: object, *neutral: object) -> None:
 
 
 def refusal_of(name: str) -> str:
-    """Return what the OpenAPI document says of a field that does nothing yet."""
+    """Return the OpenAPI document's sentence on a field that does nothing yet."""
     return f"Not implemented: {_ADVICE[name]}." if name in _ADVICE else "Not implemented."
 
 
 def sampling_params(request: msgspec.Struct, max_tokens: int | None, defaults: Mapping[str, Any],
                     **more: Any) -> SamplingParams:
-    """Return them as the engine takes them.
+    """Return the request's sampling parameters for the engine.
 
-    defaults: the model's, for what the request leaves open (AsyncLLM.sampling_defaults). Raises
+    defaults: the model's defaults, for fields that the request leaves out (AsyncLLM.sampling_defaults). Raises
     ValidationError, and ApiError for stop strings beyond the bound.
     """
     given = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None)) is not None}

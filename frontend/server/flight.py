@@ -65,7 +65,7 @@ class FlightRequest(msgspec.Struct):
     """One request that has not ended."""
 
     request_id: str
-    """Empty: it is another user's, and who asks has no operator's key."""
+    """Empty for a request of another user, unless the caller has an operator's key."""
     status: str
     """waiting, running or preempted."""
     waiting_for: WaitReason | None
@@ -85,7 +85,7 @@ class FlightReplica(msgspec.Struct):
     dead: str | None
     """What it has died of."""
     stalled: str | None
-    """Why it counts as stalled: it lives and makes no progress."""
+    """Why the replica counts as stalled: it lives and makes no progress."""
 
 
 class Flight(msgspec.Struct):

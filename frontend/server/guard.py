@@ -1,5 +1,4 @@
-"""What every request passes before it reaches a route: by which name it was asked for, whose page sent it, and whether
-it brings a key.
+"""Check every request before it reaches a route: its Host name, its Origin, and its key.
 
 A browser sends any page's requests to any server, a local one too. So requests that carry an `Origin` are served only
 for origins that are allowed, or that are this server itself. A name that resolves to this machine proves nothing (any
@@ -27,7 +26,7 @@ OPEN_PATHS = frozenset(("/health", "/ready", *PATHS))
 TENANT = "sidestep.tenant"
 """Where in a request's scope its key's public name is: the first hexadecimal digits of the key's SHA-256."""
 OPERATOR = "sidestep.operator"
-"""Where in a request's scope it is said whether it may see what all users do."""
+"""Key of a request's scope: whether the request may see the figures and requests of all users."""
 CACHE_SALT = "sidestep.cache_salt"
 """Where in a request's scope its key's digest is, when there are several keys."""
 _NAME_DIGITS = 8

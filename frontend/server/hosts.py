@@ -1,8 +1,8 @@
-"""Which names a server without keys answers to.
+"""The host names that a server without keys accepts.
 
-A page may make its own name resolve to this machine and then ask by that name: for the browser that is the page's own
-server, so no `Origin` tells it apart. Where nothing but the address keeps others out, requests for unknown names are
-refused.
+A page may make its own name resolve to this machine and then send requests to that name. For the browser that is the
+page's own server, so `Origin` does not reveal it. Where only the address protects the server, requests for unknown
+names are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sidestep.frontend.server.options import ServerArgs
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only programs on this machine reach this address or name."""
+    """Return whether only programs on this machine can reach this address or name."""
     if host == "localhost":
         return True
     try:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def known_hosts(args: ServerArgs, keys: Collection[str]) -> frozenset[str] | None:
-    """Return the names besides those of this machine that a server answers to; None: any."""
+    """Return the names that a server answers to, beside those of this machine; None: any name."""
     allowed = args.allowed_hosts or []
     if keys or not is_loopback(args.host) or "*" in allowed:
         return None
@@ -35,13 +35,13 @@ def known_hosts(args: ServerArgs, keys: Collection[str]) -> frozenset[str] | Non
 
 
 def is_known(header: str, known: frozenset[str]) -> bool:
-    """Tell whether a Host header, with or without a port, names this machine or one of these."""
+    """Return whether a Host header, with or without a port, names this machine or is in `known`."""
     name = name_of(header)
     return not header or (name is not None and (name in known or is_loopback(name)))
 
 
 def name_of(host: str) -> str | None:
-    """Return the name in 'name', 'name:port' or '[::1]:port', in small letters; None if there is none."""
+    """Return the name in 'name', 'name:port' or '[::1]:port', in lower case; None if there is none."""
     try:
         if ipaddress.ip_address(host).version == 6:
             return host

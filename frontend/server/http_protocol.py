@@ -18,7 +18,8 @@ _MAX_HEAD = 64 << 10
 
 
 _LAST_FILES = 4
-"""Descriptors below the limit: the system gives the lowest that is free, so one of these says that all are taken."""
+"""Number of descriptors below the limit. The system gives the lowest free descriptor, so one of these shows that no
+more are free."""
 _SAY_AGAIN_S = 60.0
 WRITER = "sidestep.writer"
 """Where in a request's scope its `BodyWriter` is."""
@@ -43,24 +44,24 @@ class BodyWriter:
 
 
 def raise_file_limit() -> None:
-    """Lets this process and its children open as many files as the system allows them: each connection is one."""
+    """Let this process and its children open as many files as the system allows them: each connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # a system that calls its limit infinite may still have one
+    except (OSError, ValueError):  # the system may have a limit that it reports as infinite
         logger.warning("the limit on open files could not be raised to %d", hard)
 
 
 class FileWatch:
-    """Says when a process can open no more files. The event loop closes further connections by itself, without a word.
-    """
+    """Log a warning when the process can open no more files. The event loop then closes further connections
+    silently."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._said_at = -math.inf
 
     def opened(self, descriptor: int) -> None:
-        """Looks at the descriptor of a new connection."""
+        """Check the descriptor of a new connection."""
         limit, now = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self._clock()
         if descriptor >= limit - _LAST_FILES and now - self._said_at >= _SAY_AGAIN_S:
             self._said_at = now

@@ -1,7 +1,7 @@
-"""Large bodies, kept from holding up the event loop: they are read and rendered in a thread, one at a time.
+"""Read and render large bodies in a thread, one at a time, so that they do not block the event loop.
 
-A thread alone is not enough: making the objects of a JSON text is one call that holds the interpreter lock. Long
-strings take little time; many values take long, so their number is bounded before they are made.
+A thread alone is not enough: one call makes all objects of a JSON text, and holds the interpreter lock. Long strings
+take little time, but many values take long, so their number is bounded before they are made.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LARGE = 64 << 10
-"""Bytes from which a body's work would be felt by the streams of the event loop."""
+"""Bytes from which the work on a body would noticeably delay the streams of the event loop."""
 _HUGE = 1 << 20
-"""Bytes of a body after which freed memory is worth returning to the system."""
+"""Bytes of a body from which its freed memory is returned to the system."""
 MOST_VALUES = 1 << 19
-"""Values that a body may hold, or as many more as the model's length allows token ids."""
+"""Values that a body may hold. A longer model raises the limit, so that its longest prompt fits as token ids."""
 _MARKS = (b",", b"[", b"{")
 _PIECE = 1 << 20
 
 
 class LargeBodies:
-    """The server's thread for them."""
+    """The thread of the server that works on large bodies."""
 
     def __init__(self, most_values: int = MOST_VALUES) -> None:
         self._most_values = most_values
@@ -42,13 +42,14 @@ class LargeBodies:
         return await self.run(len(data), self._decode, data, decoder)
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what a function gives that belongs to a body of so many bytes: run here, or in the thread."""
+        """Return the result of a function that works on a body of `size` bytes. Run it here if the body is small, else
+        in the thread."""
         if size <= LARGE:
             return function(*args, **kwargs)
         return await self._lane.run(size, function, *args, **kwargs)
 
     def leave_no_memory(self, size: int) -> None:
-        """Return the freed memory of a body of so many bytes to the system, soon."""
+        """Return the freed memory of a body of `size` bytes to the system, soon."""
         if size > _HUGE and (self._giving_back is None or self._giving_back.done()):
             self._giving_back = asyncio.create_task(self._lane.run(0, give_memory_back))
 
@@ -60,8 +61,8 @@ class LargeBodies:
 
 
 def has_more_values(data: bytes, most: int) -> bool:
-    """Tell whether a JSON text has more than so many commas and opening brackets outside of strings: those are as many
-    as its values, but for the first. Lets other threads run."""
+    """Return whether a JSON text has more than `most` commas and opening brackets outside of strings. Each value but
+    the first has one of them. Lets other threads run."""
     upper = 0
     for begin in range(0, len(data), _PIECE):
         piece = data[begin:begin + _PIECE]
@@ -72,10 +73,10 @@ def has_more_values(data: bytes, most: int) -> bool:
 
 
 def _count_outside(data: bytes, most: int) -> int:
-    """Return the number of those outside of strings, or one that is above `most`."""
+    """Return the number of commas and opening brackets outside of strings. Stop counting above `most`."""
     count = at = 0
     while at < len(data) and count <= most:
-        # Bounded, so that one search holds the interpreter lock for a bounded time too.
+        # A bounded search holds the interpreter lock for a bounded time.
         quote = data.find(b'"', at, at + _PIECE)
         end = quote if quote >= 0 else min(at + _PIECE, len(data))
         count += sum(data.count(mark, at, end) for mark in _MARKS)
@@ -88,7 +89,7 @@ def _after_string(data: bytes, quote: int) -> int:
     at = quote
     while (at := data.find(b'"', at + 1)) >= 0:
         before = at
-        while data[before - 1] == 0x5C:  # a backslash: it counts if it is not escaped itself
+        while data[before - 1] == 0x5C:  # a backslash, which may be escaped itself
             before -= 1
         if (at - before) % 2 == 0:
             return at + 1

@@ -13,12 +13,15 @@ from sidestep.ipc.registry import REASONING_PARSERS, TOOL_PARSERS
 
 @dataclass(frozen=True)
 class ServerArgs(Options):
-    """What the HTTP side may be told. Raises ValidationError, which names the option."""
+    """Options of the HTTP server.
+
+    Raises ValidationError, which names the option.
+    """
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of IPv4.")
     port: int = option(8000, "Port to listen at; 0 takes a free one.")
     served_model_name: list[str] | None = option(
-        None, "Name that requests call the model by, instead of the one it is loaded by.")
+        None, "Name of the model in requests, instead of the name that it is loaded by.")
     api_key_file: str | None = option(
         None, "File with the keys that requests must bring, one a line; those of SIDESTEP_API_KEYS count too.")
     operator_key_file: str | None = option(
@@ -32,7 +35,7 @@ class ServerArgs(Options):
     allowed_origins: list[str] | None = option(
         None, "Origin, such as https://chat.example, whose pages may call this server; '*' for any.")
     allowed_hosts: list[str] | None = option(
-        None, "Name that a server without keys may be asked for by, besides this machine's own; '*' for any.")
+        None, "Host name that a server without keys accepts, beside those of this machine; '*' for any.")
     api_server_count: int = option(
         1, "Processes that take requests and make answers, on one engine and one socket; for loads that the Python of "
         "one cannot keep up with.")
@@ -41,13 +44,13 @@ class ServerArgs(Options):
     access_log: bool = option(False, "Log each request: client, route, status, duration and request id.")
     stream_comments: float = option(
         10.0, "Seconds between the comments that a stream gets while its request waits for its first token, so that "
-        "nobody in between takes the connection for a dead one; 0: none.")
+        "no proxy takes the connection for dead; 0: none.")
     shutdown_timeout: float = option(30.0, "Seconds that running requests get to end after SIGTERM.")
     tool_call_parser: str | None = option(
         None, "How the model writes tool calls; without it requests with tools are refused.",
         choices=tuple(TOOL_PARSERS))
     reasoning_parser: str | None = option(
-        None, "How the model writes its reasoning, which is then told apart from its answer.",
+        None, "How the model writes its reasoning, which is then separated from its answer.",
         choices=tuple(REASONING_PARSERS))
 
     otlp_traces_endpoint: str | None = option(
@@ -80,16 +83,17 @@ class ServerArgs(Options):
 
 @dataclass(frozen=True)
 class Keys:
-    """What opens a server; without any, everything is open."""
+    """The keys that a server accepts. Without any, every route is open."""
 
     all: tuple[str, ...] = ()
-    """Those that open its routes, each once: the users' and the operators'."""
+    """Keys that open the routes, each once: users' and operators'."""
     operators: tuple[str, ...] = ()
-    """Those that see the figures and requests of all users."""
+    """Keys that show the figures and requests of all users."""
 
 
 def read_keys(args: ServerArgs) -> Keys:
-    """Return the keys of the files and the environment. Raises ValidationError for a source that holds none."""
+    """Return the keys of the files and the environment. Raises ValidationError for a file or variable that holds
+    none."""
     users = keys_of_environment(API_KEYS) + _keys_of_file("api_key_file", args.api_key_file)
     operators = keys_of_environment(OPERATOR_KEYS) + _keys_of_file("operator_key_file", args.operator_key_file)
     if both := set(users) & set(operators):

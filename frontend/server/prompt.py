@@ -1,4 +1,4 @@
-"""From a conversation to the model's prompt, by its chat template."""
+"""Render a conversation as the model's prompt, by its chat template."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "co
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """What a request says of the prompt besides its messages."""
+    """The request's fields that change the prompt, beside its messages."""
 
     variables: Mapping[str, Any] | None = None
-    """The template's further variables: the field chat_template_kwargs."""
+    """Further variables for the template, from the field chat_template_kwargs."""
     tools: Sequence[Any] | None = None
     effort: Effort | None = None
     effort_field: str = "reasoning_effort"
@@ -45,7 +45,7 @@ def render(service: Service, messages: Sequence[Message], options: PromptOptions
 
 
 def _effort(service: Service, options: PromptOptions) -> dict[str, Any]:
-    """Return the variables that tell the template how much to reason. Raises ApiError."""
+    """Return the template's variables for the request's reasoning effort. Raises ApiError."""
     known = service.llm.get_tokenizer().template_variables(options.tools)
     if "reasoning_effort" in known:
         return {"reasoning_effort": options.effort}

@@ -158,9 +158,9 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishWord | None = None
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """In the choice's first event, if they are asked for."""
+    """The prompt's token ids, in the choice's first event, if the request asks for them."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """Of the tokens since the event before."""
+    """Token ids since the event before."""
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -236,11 +236,11 @@ class Status(msgspec.Struct, omit_defaults=True):
     """The answer to /health and /ready."""
 
     status: str
-    """'degraded' while some of the replicas have died or stalled and others serve."""
+    """'degraded' while some replicas serve and others are dead or stalled."""
     dead_replicas: dict[str, str] = {}
     """The cause of death of each dead replica, by its number."""
     stalled_replicas: dict[str, str] = {}
-    """Why each replica that makes no progress counts as stalled, by its number."""
+    """The cause of each stall, by the replica's number."""
 
 
 class Version(msgspec.Struct):

@@ -1,8 +1,8 @@
 """The place in the queue, for streams that ask for it with the header `x-queue-events: 1`.
 
-While such a stream waits, it gets events of type `queue`: `{"before": 3}`, the number of requests
-that wait before it. Clients that do not ask never see one. The engine is asked once a second at
-most, whatever number of streams wait, and answers with a bounded number of requests.
+While such a stream waits, it gets events of type `queue`: `{"before": 3}`, the number of requests that wait before it.
+Other clients get no such event. The server asks the engine at most once a second, for any number of waiting streams,
+and the engine answers with a bounded number of requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sidestep.ipc.errors import EngineDeadError, EngineStalledError
 HEADER = "x-queue-events"
 EVERY_S = 1.0
 _LIMIT = 64
-"""Waiting requests that a replica is asked for."""
+"""Largest number of waiting requests that a replica returns."""
 
 
 class QueuePlace(msgspec.Struct, omit_defaults=True):
@@ -30,12 +30,11 @@ class QueuePlace(msgspec.Struct, omit_defaults=True):
 
     before: int
     or_more: bool = False
-    """Whether as many are before it as the engine was asked for, so that there may be more."""
+    """Whether the limit of requests wait before it, so that there may be more."""
 
 
 def asks_for_queue(http: Request, is_stream: bool) -> bool:
-    """Return whether a request has the header. Raises ApiError for another value than 1, or without
-    a stream."""
+    """Return whether a request has the header. Raises ApiError for another value than 1, or without a stream."""
     value = http.headers.get(HEADER)
     if value not in (None, "1"):
         raise refused(HEADER, f"must be 1, not {value!r}")
@@ -45,20 +44,20 @@ def asks_for_queue(http: Request, is_stream: bool) -> bool:
 
 
 class Queue:
-    """What waits in the engine, as streams that wait are told of it."""
+    """The places of waiting requests in the engine's queue, for the streams that ask for them."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._places: dict[str, QueuePlace] = {}
         self._last: QueuePlace | None = None
-        """Of those that the engine did not name because too many wait."""
+        """The place of requests that the engine did not name, because too many wait."""
         self._asked = -EVERY_S
         self._lock = asyncio.Lock()
 
     async def events(self, stream: AsyncGenerator[bytes, None],
                      name: str) -> AsyncGenerator[bytes, None]:
-        """Give the events of a stream; after the first, which says that the engine has the request,
-        its place in the queue while it waits."""
+        """Yield the events of a stream. After its first event, which says that the engine has taken the request, yield
+        the request's place in the queue while it waits."""
         told: QueuePlace | None = None
         async with aclosing(stream):
             yield await anext(stream)
@@ -78,8 +77,7 @@ class Queue:
                     yield event
 
     async def place(self, name: str) -> QueuePlace | None:
-        """Return the place of the request with this name; None if it does not wait, or the engine
-        does not say."""
+        """Return the place of the request with this name; None if it does not wait, or the engine does not answer."""
         if not self._llm.is_waiting(name):
             return None
         async with self._lock:

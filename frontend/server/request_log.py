@@ -1,4 +1,4 @@
-"""Each request's id, returned with the answer, and the access log.
+"""Give each request an id, return it with the answer, and write the access log.
 
 The id is the client's where it sends one, else that of the completion, else a new one.
 """
@@ -19,14 +19,14 @@ from sidestep.ipc.logs import FIELDS
 
 HEADER = "x-request-id"
 LOGGED = "sidestep.logged"
-"""Where in a request's scope the further fields of its line in the access log are."""
+"""Key of a request's scope: further fields of its line in the access log."""
 _ID = re.compile(r"[A-Za-z0-9._:;=/+@-]{1,128}")
 _CLIENT_GONE = 499
 logger = logging.getLogger("sidestep.access")
 
 
 class RequestLog:
-    """Wraps the guard: refused requests have ids, too."""
+    """Give ids and write the log. It wraps the guard, so refused requests have ids too."""
 
     def __init__(self, app: ASGIApp, *, access_log: bool) -> None:
         self._app = app

@@ -1,4 +1,5 @@
-"""/v1/responses: OpenAI's newer API. An answer is a list of items; a stream tells how each grows."""
+"""/v1/responses: OpenAI's newer API. An answer is a list of items, and the events of a stream describe how each
+grows."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def _refuse_not_yet(request: ResponsesRequest) -> None:
 
 def _tool_use(request: ResponsesRequest) -> ToolUse | None:
     choice = request.tool_choice
-    # This route's clients send 'auto' with an empty list of tools, too.
+    # Clients of this route also send 'auto' with an empty list of tools.
     if not request.tools and choice == "auto":
         choice = None
     word, chosen = (None, choice.name) if isinstance(choice, FlatToolChoice) else (choice, None)
@@ -111,7 +112,7 @@ def _tool_use(request: ResponsesRequest) -> ToolUse | None:
 
 
 def _begun(name: str, model: str, request: ResponsesRequest, params: SamplingParams) -> ResponsesAnswer:
-    """Return the answer before its first item: what was asked for."""
+    """Return the answer before its first item, with the fields of the request."""
     effort = None if request.reasoning is None else request.reasoning.effort
     given: dict[str, Any] = {key: value for key in ("metadata", "prompt_cache_key", "safety_identifier", "user",
                                                     "tools", "tool_choice", "parallel_tool_calls")
@@ -126,7 +127,7 @@ def _begun(name: str, model: str, request: ResponsesRequest, params: SamplingPar
 
 
 class ResponseAnswer:
-    """The answer to one request, in its two forms."""
+    """The answer to one request, as one body or as a stream."""
 
     def __init__(self, service: Service, choice: Choice, answer: ResponsesAnswer, parser: AnswerParser,
                  reader: AnswerReader) -> None:
@@ -137,7 +138,7 @@ class ResponseAnswer:
         self._items = Items(reader.new_call_id)
 
     async def whole(self) -> Response:
-        """One body."""
+        """Return the answer as one body."""
         (output,) = await self._service.whole([self._choice])
         items = self._items
         for event in self._parser.feed(output.outputs[0].text) + self._parser.finish():
@@ -152,7 +153,7 @@ class ResponseAnswer:
                         headers={"x-request-id": self._answer.id})
 
     def events(self, events: Events) -> Encode:
-        """Return what makes the events of each output."""
+        """Return a function that makes the events of each output."""
         items, untold = self._items, list[ContentLogprob]()
         before = b"".join(events.make(f"response.{kind}", response=self._answer) for kind in ("created", "in_progress"))
 
@@ -175,7 +176,7 @@ class ResponseAnswer:
         return encode
 
     def _ending(self, untold: list[ContentLogprob], events: Events, output: RequestOutput) -> bytes:
-        """The events after the last text."""
+        """Return the events after the last text."""
         data, items = b"", self._items
         if items.lacks_end():
             data += events.closing(items)
@@ -187,12 +188,12 @@ class ResponseAnswer:
         return data + events.make(f"response.{self._answer.status}", response=self._answer)
 
     def _logprobs(self, output: RequestOutput) -> list[ContentLogprob]:
-        """Of what is new in an output; none if they are not asked for."""
+        """Return the log-probabilities of an output's new tokens; none if the request does not ask for them."""
         return content_logprobs(self._service.llm.get_tokenizer(), output.outputs[0].logprobs or (),
                                 self._choice.params.logprobs or 0)
 
     def _complete(self, output: RequestOutput) -> None:
-        """How it ended."""
+        """Set the answer's final items, status and usage."""
         answer, completion, prompt = self._answer, output.outputs[0], len(output.prompt_token_ids)
         for item in self._items.made:
             item.status = "completed"

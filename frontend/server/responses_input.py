@@ -1,4 +1,4 @@
-"""From the items of a request to /v1/responses to messages, as chat templates read them."""
+"""Convert the items of a request to /v1/responses to messages, as chat templates read them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check(field: str, item: InputItem) -> None:
 
 
 def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
-    """Append a message for the item. Items of one answer are one message of the assistant."""
+    """Append a message for the item. All items of one answer go into one message of the assistant."""
     if item.type == "function_call_output":
         made.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     elif item.type == "message" and item.role != "assistant":
@@ -67,8 +67,8 @@ def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
 
 
 def _assistant(made: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
-    """Return the message that an item of an answer goes into. new: the key that the item brings,
-    before which none of the later parts of an answer may be there."""
+    """Return the message that an item of an answer belongs to. new: the message's key for the item. A message that
+    already has this key, or the key of a later part of an answer, is complete, so a new message begins."""
     order = ("reasoning_content", "content", "tool_calls")
     last = made[-1] if made else None
     later = () if new is None else order[order.index(new):]
@@ -78,7 +78,7 @@ def _assistant(made: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[InputText | OutputText | RefusalText | ReasoningText] | None) -> str:
-    """Return the text of a content, whose parts follow each other as lines."""
+    """Return the text of a content, with one line for each part."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.refusal if isinstance(part, RefusalText) else part.text for part in content)

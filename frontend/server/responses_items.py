@@ -1,4 +1,4 @@
-"""The items of an answer of /v1/responses as they grow, and the events that tell of it."""
+"""The items of an answer of /v1/responses as they grow, and the events that describe it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Items:
 
     @property
     def last(self) -> Item:
-        """The item that grows."""
+        """The item that is growing."""
         return self.made[-1]
 
     def opens(self, event: Event) -> bool:
-        """Whether this event begins a new item."""
+        """Return whether this event begins a new item."""
         if isinstance(event, CallBegin | CallArguments):
             return isinstance(event, CallBegin)
         kind = ReasoningItem if isinstance(event, Reasoning) else MessageItem
         return not self.made or not isinstance(self.last, kind)
 
     def open(self, event: Event | None) -> None:
-        """Begin an item, which is empty; without an event, a message."""
+        """Begin an empty item of the event's kind; without an event, a message."""
         name = uuid.uuid4().hex
         if isinstance(event, CallBegin):
             self.made.append(CallItem(id=f"fc_{name}", call_id=self._new_call_id(), name=event.name, arguments="",
@@ -54,7 +54,7 @@ class Items:
             self.made.append(MessageItem(id=f"msg_{name}", status="in_progress", content=[OutputText(text="")]))
 
     def grow(self, event: Event) -> str:
-        """Add an event's text to the last item; the text."""
+        """Add an event's text to the last item, and return the text."""
         if isinstance(event, CallBegin):
             return ""
         last = self.last
@@ -65,35 +65,36 @@ class Items:
         return event.text
 
     def lacks_end(self) -> bool:
-        """Whether a message is missing: an answer without calls ends with one."""
+        """Return whether a message is missing: an answer without calls ends with one."""
         return not self.made or isinstance(self.last, ReasoningItem)
 
     def add_logprobs(self, logprobs: list[ContentLogprob]) -> None:
-        """Add them to the last item, a message: with calls and reasoning they are refused."""
+        """Add log-probabilities to the last item, which is a message: requests for them with calls or reasoning are
+        refused."""
         if logprobs and isinstance(self.last, MessageItem):
             part = self.last.content[0]
             part.logprobs = [*(part.logprobs or ()), *logprobs]
 
 
 class Events:
-    """Numbered events of a stream."""
+    """Make the numbered events of a stream."""
 
     def __init__(self) -> None:
         self._number = -1
 
     def make(self, kind: str, **fields: Any) -> bytes:
-        """One event."""
+        """Return one event."""
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (
             kind.encode(), _encode({"type": kind, **fields, "sequence_number": self._number}))
 
     def error(self, error: ApiError) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Return the last event of a stream that fails."""
         detail = error.body.error
         return self.make("error", code=detail.code, message=detail.message, param=detail.param)
 
     def opening(self, items: Items) -> bytes:
-        """The last item has begun, and is empty."""
+        """Return the events for a new, empty last item."""
         item, index = items.last, len(items.made) - 1
         if isinstance(item, CallItem):
             return self.make("response.output_item.added", output_index=index, item=item)
@@ -103,12 +104,12 @@ class Events:
                 + self.make("response.content_part.added", part=part, **_place(items)))
 
     def growth(self, items: Items, text: str, logprobs: list[ContentLogprob]) -> bytes:
-        """The last item has new text."""
+        """Return the events for new text of the last item."""
         return self.make(f"response.{_kind(items.last)}.delta", delta=text,
                          **_of_text(items.last, logprobs), **_place(items))
 
     def closing(self, items: Items) -> bytes:
-        """The last item, if there is one, is complete."""
+        """Return the events for the complete last item, if there is one."""
         if not items.made:
             return b""
         item, index = items.last, len(items.made) - 1
@@ -125,18 +126,18 @@ class Events:
 
 
 def _kind(item: Item) -> str:
-    """The name of an item's text in the names of events."""
+    """Return the part of events' names that stands for an item's text."""
     if isinstance(item, CallItem):
         return "function_call_arguments"
     return "reasoning_text" if isinstance(item, ReasoningItem) else "output_text"
 
 
 def _of_text(item: Item, logprobs: list[ContentLogprob]) -> dict[str, Any]:
-    """What the events of an answer's text have besides."""
+    """Return the further fields of events of an answer's text."""
     return {"logprobs": logprobs} if isinstance(item, MessageItem) else {}
 
 
 def _place(items: Items) -> dict[str, Any]:
-    """Where the last item's text is."""
+    """Return the fields that name the place of the last item's text."""
     place = {"item_id": items.last.id, "output_index": len(items.made) - 1}
     return place if isinstance(items.last, CallItem) else {**place, "content_index": 0}

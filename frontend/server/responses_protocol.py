@@ -1,4 +1,4 @@
-"""The request and the answer of /v1/responses, of which text and functions are served; nothing is stored."""
+"""The request and the answer of /v1/responses. The route serves text and functions, and stores nothing."""
 
 from __future__ import annotations
 
@@ -42,47 +42,46 @@ class OutputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_f
 
 
 class GivenOutputText(OutputText, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
-    """An answer's text in an input."""
+    """Text of an earlier answer, in an input."""
 
     parsed: Any = None
-    """The text, as a client library has read it."""
+    """The text, as a client library has parsed it."""
 
 
 class RefusalText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
-    """Another model's text in the place of an answer's."""
+    """Text that another model gave in the place of an answer's."""
 
     refusal: str
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
-    """Text that led to the answer."""
+    """The reasoning before the answer."""
 
     text: str
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message, or an item of an answer as it was given, or what a call has given. Its id and status
-    name it and say nothing more."""
+    """A message, an item of an earlier answer, or the output of a call. Its id and its status are not used."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
     status: str | None = None
-    # Of a message; content also of reasoning.
+    # Fields of a message; reasoning has content too.
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputText | GivenOutputText | RefusalText | ReasoningText] | None = None
-    # Of a call, and of what it has given.
+    # Fields of a call and of its output.
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     parsed_arguments: Any = None
-    """The arguments, as a client library has read them."""
+    """The arguments, as a client library has parsed them."""
     output: str | list[InputText] | None = None
-    # Of reasoning.
+    # Fields of reasoning.
     summary: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
 
 class FlatFunctionTool(FunctionTool, kw_only=True, forbid_unknown_fields=True):
-    """A tool as this route has it; functions are the only kind there is."""
+    """A tool in the form of this route. Functions are the only kind."""
 
     type: Literal["function"]
 
@@ -95,11 +94,11 @@ class FlatToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How the model is to reason."""
+    """Options of the model's reasoning."""
 
     effort: Effort | None = None
-    """As reasoning_effort of /v1/chat/completions."""
-    # Not implemented: null alone.
+    """See reasoning_effort of /v1/chat/completions."""
+    # Not implemented: only null is accepted.
     summary: Any = None
     generate_summary: Any = None
 
@@ -121,7 +120,7 @@ class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
     tools: list[FlatFunctionTool] | None = None
     tool_choice: ToolChoiceWord | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: of the model's calls only the first is returned."""
+    """False: return only the first of the model's calls."""
     reasoning: ReasoningOptions | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -168,14 +167,14 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """What the model wants called."""
+    """A call that the model wants."""
 
     id: str
     call_id: str
-    """What the item with the call's output names it by."""
+    """Id by which the item with the call's output names the call."""
     name: str
     arguments: str
-    """JSON, as the model has written it."""
+    """JSON, as the model wrote it."""
     status: str
 
 

@@ -19,7 +19,8 @@ from sidestep.ipc.errors import EngineDeadError, ValidationError
 from sidestep.ipc.logs import tell
 
 _COLLECT = (50_000, 20, 100)
-"""New objects before the youngest are looked at, and how often the next generations are."""
+"""Thresholds of the garbage collector: new objects before it looks at the youngest generation, and how often it looks
+at the next ones."""
 _LAST_SENDS_S = 2
 """For answers that are complete, to clients that read slowly, before connections are closed."""
 _KEEP_ALIVE_S = 75
@@ -66,14 +67,14 @@ class Server(uvicorn.Server):
         """Takes no more requests; ends when those that run have ended."""
         if at_once:
             self.force_exit = self.should_exit = True
-            # Their requests end as those of clients that have gone, which say nothing.
+            # Their requests end like those of clients that have left: without an answer.
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
         elif self._ends is None:
             self._ends = asyncio.create_task(self._drain())
 
     async def wait_requests(self) -> None:
-        """Returns when no request is left, or soon."""
+        """Return when no request is left, but after `_LAST_SENDS_S` seconds at the latest."""
         if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=_LAST_SENDS_S)
 
@@ -87,10 +88,10 @@ class Server(uvicorn.Server):
 
 
 def check_certificates(args: ServerArgs) -> None:
-    """Raises ValidationError for those that cannot be used: that is known before the engine starts."""
+    """Raises ValidationError for certificates that cannot be used, before the engine starts."""
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers nobody."""
+        """Answer no request."""
 
     if args.ssl_certfile is not None:
         _config(nothing, args)
@@ -143,7 +144,7 @@ async def run(server: Server, listener: socket.socket, announce: bool = True) ->
         # What is there now stays: the collector need not look at it again and again while tokens come and go.
         gc.collect()
         gc.freeze()
-        # And it need not look at what is new after every few hundred objects: a body may make half a million.
+        # Look at new objects less often than after every few hundred: a body may make half a million.
         gc.set_threshold(*_COLLECT)
         await serving
         await server.wait_requests()

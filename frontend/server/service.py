@@ -39,7 +39,7 @@ DEADLINE_HEADER = "x-deadline-ms"
 _ANYBODY = "anonymous"
 """The tenant of a server without keys."""
 _OTHER_VALUES = 4096
-"""Room in a body besides the token ids of the longest prompt."""
+"""JSON values that a body may hold beside the token ids of the longest prompt."""
 _LAST_WORDS_S = 1.0
 """For what requests that are ended still have to say."""
 
@@ -158,8 +158,8 @@ class Service:
                            headers={**RETRY_AFTER, "connection": "close"})
 
     async def tokenize(self, field: str, text: str, *, add_special_tokens: bool, must_fit: bool = True) -> list[int]:
-        """Return a prompt's token ids. Raises ApiError (400) if it must leave room for output and does not, or if its
-        length alone says that it cannot."""
+        """Return a prompt's token ids. Raises ApiError (400) if its length shows that it cannot fit, and with
+        `must_fit` also if it leaves no room for output."""
         try:
             return await self.llm.tokenize(text, add_special_tokens=add_special_tokens, must_fit=must_fit)
         except PromptTooLongError as error:
@@ -171,7 +171,7 @@ class Service:
             raise too_long(field, self.llm.max_model_len, len(ids))
 
     def _check_priority(self, priority: int | None) -> int:
-        """Return it, 0 if none is given. Raises ApiError where it would do nothing."""
+        """Return the priority, 0 if none is given. Raises ApiError for a priority that would do nothing."""
         if priority and self.llm.scheduling_policy != "priority":
             raise refused("priority", "has no effect on this server, which takes requests in the order in which they "
                           "come; it must be started with --scheduling-policy priority", "unsupported_field")
@@ -180,7 +180,7 @@ class Service:
     def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams,
                 client: ClientFields, *, n: int | None = None,
                 beam_search: BeamSearchParams | None = None) -> list[Choice]:
-        """All completions that a request asks for, prompt by prompt. client: the request."""
+        """Return all completions that a request asks for, prompt by prompt. client: the request."""
         http.scope.get(LOGGED, {}).update({"response_id": base, **client.notes})
         deadline_s, n = _deadline(http, client.deadline_ms), n or 1
         priority, salt = self._check_priority(client.priority), client.cache_salt
@@ -207,7 +207,7 @@ class Service:
     # Running.
 
     def request_ids(self, tenant: str) -> set[str]:
-        """Return the engine's names of the requests that run for this tenant, of this process."""
+        """Return the engine's names of this process's running requests of a tenant."""
         return {choice.request_id for choice in self._running if choice.tenant == tenant}
 
     def tally(self, choice: Choice) -> Tally:
@@ -249,7 +249,7 @@ class Service:
         return output
 
     async def stats(self) -> dict[int, dict[str, float]]:
-        """Return what each replica counts whose core answers. Raises EngineStalledError if none does."""
+        """Return the stats of each replica whose core answers. Raises EngineStalledError if none does."""
         return await self.llm.get_stats_by_replica()
 
     # Ending.

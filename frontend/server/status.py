@@ -28,12 +28,12 @@ class StatusRoutes:
     async def health(self, http: Request) -> Response:
         """Answer 200 while the engine makes progress: a busy loop answers and its steps come back.
 
-        One replica of several is enough; the answer names those that have died or stalled.
+        One replica of several is enough. The answer names the replicas that are dead or stalled.
         """
         return _json(await self._health("ok"))
 
     async def ready(self, http: Request) -> Response:
-        """Answer 200 while new requests are taken."""
+        """Answer 200 while the server takes new requests."""
         if self._service.is_draining:
             raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
                            headers=RETRY_AFTER)
@@ -71,7 +71,7 @@ class StatusRoutes:
         try:
             stats = await service.stats()
         except (EngineStalledError, EngineDeadError):
-            stats = {}  # the server's own figures, and that no engine answers, are served all the same
+            stats = {}  # the server's own figures are served all the same
         if not http.scope[OPERATOR]:
             own = http.scope[TENANT]
             figures = msgspec.structs.replace(figures, tenants={own: figures.tenants.get(own, TenantCounts())})

@@ -1,6 +1,6 @@
-"""What a request says of tools, and how an answer that may call them is held to a form and read.
+"""Read a request's tools, hold an answer to the form of calls, and parse its calls.
 
-/v1/chat/completions and /v1/responses write tools in two ways; behind their structs both are this.
+/v1/chat/completions and /v1/responses write tools in two ways. Their structs both become a `ToolUse`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sidestep.frontend.server.structure import (
 from sidestep.ipc.registry import REASONING_PARSERS, TOOL_PARSERS, load
 
 MOST_CALLS = 16
-"""Calls of an answer that must have some."""
+"""Largest number of calls of an answer that must have some."""
 
 FunctionName = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -36,7 +36,7 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """With tool_choice 'auto': the arguments keep to the schema. Calls that are required do so in any case."""
+    """With tool_choice 'auto': hold the arguments to the schema. Required calls are always held to it."""
 
 
 ToolChoiceWord = Literal["auto", "none", "required"]
@@ -57,8 +57,8 @@ class ToolUse:
     @classmethod
     def of(cls, functions: Sequence[FunctionTool], choice: ToolChoiceWord | None, chosen: str | None,
            parallel: bool | None, chosen_field: str) -> ToolUse | None:
-        """Return what these fields ask for; None if the model is not to know of tools. chosen: the
-        function that tool_choice names, in the field `chosen_field`. Raises ApiError."""
+        """Return the tools that these fields allow; None if the prompt is to list no tools. chosen: the function that
+        tool_choice names, in the field `chosen_field`. Raises ApiError."""
         if not functions:
             if chosen is not None or choice not in (None, "none"):
                 raise refused("tool_choice", "has a meaning only with tools")
@@ -71,7 +71,7 @@ class ToolUse:
 
     @property
     def most(self) -> int:
-        """The most calls of an answer that must have some."""
+        """The largest number of calls of an answer that must have some."""
         return MOST_CALLS if self.parallel and self.chosen is None else 1
 
     def for_template(self) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ class ToolUse:
 
 
 class AnswerReader:
-    """How the answers of one server are read: its parsers of tool calls and of reasoning."""
+    """Parse the answers of one server, with its parsers of tool calls and of reasoning."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -100,16 +100,16 @@ class AnswerReader:
 
     @property
     def tells_reasoning(self) -> bool:
-        """Whether reasoning is told apart from the answer."""
+        """Whether reasoning is separated from the answer."""
         return self._make_reasoning is not None
 
     def new_call_id(self) -> str:
-        """Return an id for a call that was found."""
+        """Return an id for a call that the parser has found."""
         assert self._tools is not None  # only it finds calls
         return self._tools.new_call_id()
 
     def check(self, use: ToolUse | None) -> None:
-        """Raise ApiError when the model could not be told of tools, or its calls not be read."""
+        """Raise ApiError if the template cannot list the tools, or the calls cannot be parsed."""
         if use is None:
             return
         if self._tools is None:
@@ -118,7 +118,7 @@ class AnswerReader:
             raise refused("tools", "this model's chat template has no place for them", "unsupported_field")
 
     def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser | None:
-        """Return what reads one answer; None if it is text alone."""
+        """Return a parser for one answer; None if the answer is text alone."""
         reasoning = self._make_reasoning(prompt) if self._make_reasoning else None
         calls = self._tools() if use is not None and self._tools is not None else None
         if reasoning is None and calls is None:
@@ -126,12 +126,12 @@ class AnswerReader:
         return AnswerParser(reasoning, calls, 1 if use is not None and not use.parallel else None)
 
     def form(self, asked: Form | None, use: ToolUse | None, prompt: str) -> Form | None:
-        """Return the form that the answer must have; asked: by other fields. Raises ApiError."""
+        """Return the form that the answer must have. asked: the form that other fields ask for. Raises ApiError."""
         form = asked
         if use is not None and self._tools is not None:
             special = self._service.llm.get_tokenizer().special_token_ids
             if use.must or asked is not None:
-                # Where calls are required, the form is that of the answer which follows on their outputs.
+                # If calls are required, `asked` is the form of a later answer, which follows the calls' outputs.
                 calls = form_of_calls(self._tools, use.callable(), use.most, special)
                 form = calls if use.must or asked is None else calls_or_answer(calls, asked)
             elif any(function.strict for function in use.functions):
@@ -141,10 +141,10 @@ class AnswerReader:
         return after_reasoning(form, self._make_reasoning(prompt))
 
     def sampling(self, use: ToolUse | None, skip_special_tokens: bool | None = None) -> dict[str, Any]:
-        """Return the sampling parameters that reading calls needs. Raises ApiError."""
+        """Return the sampling parameters that parsing calls needs. Raises ApiError."""
         if use is None or self._tools is None or not self._tools.special_tokens:
             return {}
         # The parser's marks are special tokens. The one that ends the text is left out in any case.
         if skip_special_tokens:
-            raise refused("skip_special_tokens", "this model's tool calls are told by special tokens")
+            raise refused("skip_special_tokens", "this model's tool calls are marked by special tokens")
         return {"skip_special_tokens": False}

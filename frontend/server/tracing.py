@@ -28,7 +28,7 @@ from sidestep.frontend.outputs import RequestMetrics, RequestOutput
 _PHASES = ("queue", "prefill", "decode", "deliver")
 _FAILURES = ("error", "rejected")
 _LAST_SPANS_S = 2.0
-"""A collector that does not answer keeps the server from ending for so long at most."""
+"""Seconds that the end of the server waits at most for a collector that does not answer."""
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -48,11 +48,11 @@ class Tracing:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), version)
 
     def begin(self, model: str, headers: Mapping[str, str], notes: Mapping[str, str]) -> RequestTrace:
-        """A request has come. notes: what its client says of it, by name."""
+        """Begin the trace of a request. notes: the client's notes about it, by name."""
         return RequestTrace(self._tracer, _propagator.extract(headers), model, time.monotonic(), notes)
 
     def close(self) -> None:
-        """Sends what is left, for a bounded time: the library would try again and again."""
+        """Send the remaining spans, for a bounded time: the library alone would try again and again."""
         sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         sending.start()
         sending.join(_LAST_SPANS_S)

@@ -20,7 +20,7 @@ PROMPT_KEYS: dict[str, Foreign] = {
     "encoder_prompt": Foreign("only decoder models are served; give the whole text as the prompt"),
     "decoder_prompt": Foreign("only decoder models are served; give the whole text as the prompt"),
 }
-"""Keys of a prompt that is a dict."""
+"""Keys of a dict that is a prompt."""
 
 ARGUMENTS: dict[str, Foreign] = {
     "lora_request": Foreign(NO_LORA, ([],)),
@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, Foreign] = {
     "session_id": Foreign("equal prefixes share cached blocks without it"),
     "kv_hints": Foreign("blocks are cached and given up by their last use"),
     "reasoning_ended": Foreign("reasoning_begin and reasoning_end of StructuredOutputsParams say where a form holds"),
-    "reasoning_parser_kwargs": Foreign("reasoning is told apart by `sidestep serve --reasoning-parser`"),
+    "reasoning_parser_kwargs": Foreign("`sidestep serve --reasoning-parser` separates reasoning from the answer"),
     "concurrency_limit": Foreign("the engine runs as many searches at once as fit"),
     "start_engine_loop": Foreign("the engine runs as soon as it is made", (True,)),
     "usage_context": Foreign("no usage is reported to anyone"),
@@ -116,4 +116,4 @@ TOKENIZER_METHODS: dict[str, str] = dict.fromkeys(
     ("pad", "add_tokens", "add_special_tokens", "save_pretrained", "from_pretrained", "train_new_from_iterator",
      "encode_plus", "batch_encode_plus", "prepare_for_model", "push_to_hub"),
     "a model's tokenizer encodes and decodes here; for all else load it with transformers.AutoTokenizer")
-"""The same of transformers' tokenizers."""
+"""Methods and attributes of transformers' tokenizers."""

@@ -1,7 +1,8 @@
-"""What a name of vLLM's is worth here: one entry of the tables in this folder, and how an entry is applied.
+"""One entry of the tables of vLLM's names in this folder, and its use.
 
-Scripts for vLLM run with the import changed where an option, argument or method means the same here. Where it has no
-meaning here, one error names it and says what to do. The tables drive Python, the command line and the documentation.
+Scripts for vLLM run with only the import changed if the option, argument or method means the same here. A name without
+a meaning here raises one error that names it and says what to do. The tables are used by Python, the command line and
+the documentation.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ Form = Literal["value", "switch", "list"]
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A name that vLLM has. None is accepted as its value in any case: it asks for nothing."""
+    """A name that vLLM has. None is always accepted as its value: it asks for nothing."""
 
     instead: str
-    """What sidestep does, and what a user is to do: the end of a sentence that begins with the name."""
+    """The end of a sentence that begins with the name: what sidestep does, and what the user can do."""
     accepted: tuple[Any, ...] = ()
-    """Values that ask for what happens here in any case."""
+    """Values that ask for what sidestep does anyway."""
     same_as: str | None = None
-    """The name that has the same meaning here; values are passed on to it."""
+    """The name of the same meaning here; it gets the value."""
     form: Form = "value"
-    """How the command line takes it: with a value, as a switch (`--x` and `--no-x`), or with several values."""
+    """Form on the command line: with a value, as a switch (`--x` and `--no-x`), or with several values."""
 
     def asks_for_nothing(self, value: object) -> bool:
-        """Whether the value asks for what happens here in any case."""
+        """Return whether the value asks for what sidestep does anyway."""
         return value is None or any(type(value) is type(one) and value == one for one in self.accepted)
 
 
 def translate(given: Mapping[str, Any], table: Mapping[str, Foreign]) -> dict[str, Any]:
-    """Return the arguments with vLLM's names replaced by ours. Raises ValidationError for one without a meaning here.
+    """Return the arguments with vLLM's names replaced by ours. Raises ValidationError for a name without a meaning
+    here.
 
-    Names that are not in the table are passed on as they are.
+    Names that are not in the table stay as they are.
     """
     ours: dict[str, Any] = {}
     for name, value in given.items():

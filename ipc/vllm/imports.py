@@ -32,7 +32,7 @@ NAMES: dict[str, str] = {
     "EngineGenerateError": "a request that fails raises RequestError, from sidestep",
     "EngineCoreRequest": _INSIDE,
 }
-"""Names that modules which exist do not have."""
+"""Names that vLLM's modules have and ours lack."""
 
 MODULES: dict[str, str] = {
     "lora": NO_LORA,
@@ -65,11 +65,11 @@ MODULES: dict[str, str] = {
         "model_executor", "platforms", "profiler", "reasoning", "ray", "scalar_type", "sequence", "third_party",
         "tool_parsers", "tracing", "triton_utils", "utils", "worker", "_custom_ops", "collect_env"), _INSIDE),
 }
-"""Modules, by their names within the package; one stands for those below it too."""
+"""Modules, by their names within the package. An entry also stands for the modules below it."""
 
 
 def instead_of(name: str) -> str | None:
-    """Return what there is in the place of a module or name within the package; None for what vLLM does not have."""
+    """Return the replacement for a module or name of the package; None for a name that vLLM does not have."""
     last = name.rpartition(".")[2]
     if last in NAMES:
         return NAMES[last]

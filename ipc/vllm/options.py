@@ -1,4 +1,4 @@
-"""The engine's and the server's options that vLLM has and sidestep has not, or has by another name."""
+"""Options of vLLM's engine and server that sidestep lacks, or has under another name."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "profiler_config": Foreign("`sidestep trace` and get_step_records tell of each step; leave it out"),
     "additional_config": Foreign("there is no platform with options of its own; leave it out", ({},)),
 }
-"""By the names of vLLM's EngineArgs. No name is one of ours."""
+"""Options by vLLM's names. None of them is a name of ours."""
 
 SERVER_OPTIONS: dict[str, Foreign] = {
     "api_key": Foreign("a key on the command line could be read by every user of this machine; put it into "
@@ -204,8 +204,8 @@ SERVER_OPTIONS: dict[str, Foreign] = {
     "enable_auto_tool_choice": Foreign("tools are taken wherever --tool-call-parser is given; leave it out",
                                        (False, True), form="switch"),
     "tool_parser_plugin": Foreign("a parser is a file and a line in ipc/registry.py; leave it out", ("",)),
-    "exclude_tools_when_tool_choice_none": Foreign("the model is not told of tools with tool_choice 'none'; leave it "
-                                                   "out", (False, True), form="switch"),
+    "exclude_tools_when_tool_choice_none": Foreign("with tool_choice 'none' the prompt lists no tools; leave it out",
+                                                   (False, True), form="switch"),
     "tool_server": Foreign("tools are called by the client; leave it out"),
     "chat_template_content_format": Foreign("templates get each message's content as text; leave it out",
                                             ("auto", "string")),
@@ -252,7 +252,7 @@ SERVER_OPTIONS: dict[str, Foreign] = {
     "headless": Foreign(_ONE_HOST, (False,), form="switch"),
     "tokens_only": Foreign("clients may send token ids to /v1/completions; leave it out", (False,), form="switch"),
 }
-"""The same for `sidestep serve`."""
+"""Options of `vllm serve`."""
 
 SERVED_ONLY: dict[str, Foreign] = {
     name: Foreign(_SERVER) for name in ("served_model_name", "reasoning_parser", "tool_call_parser",
@@ -264,23 +264,23 @@ VALUES: dict[str, dict[object, object]] = {
     "max_model_len": {-1: "auto", "-1": "auto"},
     "attention_backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"},
 }
-"""Values of options that both have, by vLLM's words for them."""
+"""Values of options that vLLM and sidestep share, by vLLM's words for them."""
 
 
 def translate_value(name: str, value: Any) -> Any:
-    """Return the value of an option in our word for it."""
+    """Return our word for the value of an option."""
     words = VALUES.get(name, {})
     return words.get(value, value) if isinstance(value, str | int) else value
 
 
 def translate_engine_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's options by our names. Raises ValidationError for one that has no meaning here."""
+    """Return the engine's options by our names. Raises ValidationError for an option without a meaning here."""
     ours = translate(given, SERVED_ONLY | ENGINE_OPTIONS)
     return {name: translate_value(name, value) for name, value in ours.items()}
 
 
 def takes_vllm_options(cls: type[T]) -> type[T]:
-    """Let a dataclass of engine options be made with vLLM's names too, and name unknown ones. Decorates the class."""
+    """Let a dataclass of engine options accept vLLM's names too, and name unknown ones. Decorates the class."""
     original: Callable[..., None] = cls.__init__
     known = inspect.signature(original).parameters
 

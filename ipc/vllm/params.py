@@ -1,4 +1,4 @@
-"""Fields that vLLM's parameter classes have and ours have not, and how ours are made from what scripts give them."""
+"""Fields that vLLM's parameter classes have and ours lack, and the conversion of the values that scripts give."""
 
 from __future__ import annotations
 
@@ -49,17 +49,18 @@ _TABLES = {"SamplingParams": SAMPLING_FIELDS, "StructuredOutputsParams": STRUCTU
 
 
 class ParamsMeta(msgspec.StructMeta):
-    """The metaclass of structs that users make: it knows vLLM's fields, and says what an unknown or assigned one is.
+    """The metaclass of structs that users make. It knows vLLM's fields, and names an unknown or an assigned field in
+    its error.
 
-    Decoding a message does not pass here.
+    Decoding a message does not use `__call__`.
     """
 
     def __init__(cls, *args: Any, **options: Any) -> None:
         super().__init__(*args)
-        # In the class's body it would be overridden by that of frozen structs.
+        # Set here: in the class's body, frozen structs would override it.
         cls.__setattr__ = _refuse_assignment  # type: ignore[method-assign, assignment]
 
-    if not TYPE_CHECKING:  # for type checkers the classes have their own fields alone
+    if not TYPE_CHECKING:  # type checkers see the classes' own fields only
         def __call__(cls, *args: Any, **given: Any) -> Any:
             """Raises ValidationError, which names the field."""
             ours = translate(given, _TABLES.get(cls.__name__, {}))
@@ -76,7 +77,8 @@ def _refuse_assignment(self: object, name: str, value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return numbers and lists of numpy and torch as Python's own, in lists and dicts too; all else as it is."""
+    """Return numbers and lists of numpy and torch as Python's own, in lists and dicts too. Return other values as they
+    are."""
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         return value.tolist()
     if isinstance(value, list | tuple):

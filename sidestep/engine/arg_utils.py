@@ -1,4 +1,4 @@
-"""Options of an engine, by the module that scripts for vLLM import them from."""
+"""Options of an engine, under the name of vLLM's module."""
 
 from sidestep.frontend.engine_args import EngineArgs
 
@@ -7,4 +7,4 @@ AsyncEngineArgs = EngineArgs
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

@@ -1,4 +1,4 @@
-"""AsyncLLM, by the older name and module that scripts for vLLM import it from."""
+"""AsyncLLM, under the names of vLLM's older class and module."""
 
 from sidestep.frontend.async_llm import AsyncLLM
 
@@ -6,4 +6,4 @@ AsyncLLMEngine = AsyncLLM
 
 __all__ = ["AsyncLLMEngine"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

@@ -1,7 +1,7 @@
-"""LLM, by the module that scripts for vLLM import it from."""
+"""LLM, under the name of vLLM's module."""
 
 from sidestep.frontend.llm import LLM
 
 __all__ = ["LLM"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

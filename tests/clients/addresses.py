@@ -1,4 +1,4 @@
-"""Where the snippets find their servers: run_snippets.py sets these before it imports them."""
+"""Addresses of the snippets' servers: run_snippets.py sets them before it imports the snippets."""
 
 from __future__ import annotations
 

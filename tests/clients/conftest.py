@@ -1,4 +1,4 @@
-"""The model of the scripted server is that of the server's own tests."""
+"""The model of the scripted server, from the server's own tests."""
 
 from __future__ import annotations
 

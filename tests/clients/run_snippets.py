@@ -1,7 +1,7 @@
-"""Runs files of snippets, every function of each: run_snippets.py URL SCRIPTED_URL FILE...
+"""Run every function of files of snippets: run_snippets.py URL SCRIPTED_URL FILE...
 
-Prints a line of JSON for each snippet: its file, its name, and its traceback if it has failed. It runs in any Python
-that has the snippets' libraries, without the engine.
+Print a line of JSON for each snippet: its file, its name, and its traceback if it has failed. The script runs in any
+Python that has the snippets' libraries, without the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    """Run them, one after the other."""
+    """Run the snippets, one after the other."""
     sys.path.insert(0, str(ROOT))
     url, scripted, *files = sys.argv[1:]
     os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_BASE=url, OPENAI_API_KEY="none",

@@ -1,4 +1,4 @@
-# What people type with curl. Each function is one snippet; its last command decides. Run as: FILE URL SCRIPTED_URL
+# Calls by curl, as people type them. Each function is one snippet; its last command decides. Run as: FILE URL SCRIPTED_URL
 set -uo pipefail
 URL="$1"
 SCRIPTED="$2"

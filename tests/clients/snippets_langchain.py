@@ -1,4 +1,4 @@
-"""What applications do with LangChain, as their authors write it. Each function is one snippet; see snippets_openai."""
+"""Calls by LangChain, as authors of applications write them. Each function is one snippet; see snippets_openai."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Other projects' clients against this server: each snippet is what an application does with its library.
+"""Run other projects' clients against this server: each snippet is a call that applications make with a library.
 
-All snippets of a language run in one process, which is started once; each is a test of its own. Where the model's words
-matter, its words are scripted; elsewhere it is the bundled one. scripts/install_clients.sh installs the libraries.
+All snippets of a suite run in one process, and each is a test of its own. Where a snippet needs certain words from the
+model, the model is scripted; elsewhere it is the bundled one. scripts/install_clients.sh installs the libraries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% en
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 LIMIT_S = 300
-"""For the snippets of one process, on a loaded machine."""
+"""Seconds that the snippets of one process may take, on a loaded machine."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Suite:
     command: Sequence[str]
     files: Sequence[str]
     pattern: str
-    """What a snippet's name is found by, in its file."""
+    """Regular expression that finds the names of the snippets in a file."""
     needs: Path | None
-    """What install_clients.sh must have made."""
+    """A file that install_clients.sh makes."""
 
     def names(self) -> list[tuple[str, str]]:
-        """The file and name of each snippet."""
+        """Return the file and name of each snippet."""
         return [(file, name) for file in self.files
                 for name in re.findall(self.pattern, (HERE / file).read_text(encoding="utf-8"), re.MULTILINE)]
 
     def lacks(self) -> str | None:
-        """Why it cannot run here."""
+        """Return why the suite cannot run here; None if it can."""
         if self.needs is not None and not self.needs.exists():
             return f"{self.needs.relative_to(ROOT)} is missing: run scripts/install_clients.sh"
         if shutil.which(self.command[0]) is None:
@@ -62,10 +62,11 @@ class Suite:
 
 
 _FUNCTION = r"^(?:async )?def ([a-z]\w*)\(\) -> None:"
+_OPENAI = ["snippets_openai.py", "snippets_responses.py"]
 SUITES = {
-    "openai": Suite([sys.executable, str(HERE / "run_snippets.py")], ["snippets_openai.py"], _FUNCTION, None),
+    "openai": Suite([sys.executable, str(HERE / "run_snippets.py")], _OPENAI, _FUNCTION, None),
     "python": Suite([str(OTHERS_PYTHON), str(HERE / "run_snippets.py")],
-                    ["snippets_openai.py", "snippets_langchain.py", "snippets_litellm.py"], _FUNCTION,
+                    [*_OPENAI, "snippets_langchain.py", "snippets_litellm.py"], _FUNCTION,
                     INSTALLED / ".installed-python"),
     "node": Suite(["node", str(HERE / "node/run_snippets.mjs")], ["node/openai.mjs", "node/ai_sdk.mjs"],
                   r"^  async ([a-z]\w*)\(\) \{", INSTALLED / ".installed-node"),
@@ -74,7 +75,7 @@ SUITES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The bundled model, with a chat template that has tools."""
+    """Make a folder with the bundled model and a chat template that has tools."""
     folder = tmp_path_factory.mktemp("models") / "tiny-python"
     folder.mkdir()
     for file in MODEL.iterdir():
@@ -85,7 +86,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def results(model: str, fake_model: str) -> dict[tuple[str, str, str], str | None]:
-    """Each snippet's traceback, or None, by suite, file and name."""
+    """Run all suites. Return each snippet's traceback, or None, by suite, file and name."""
     with LiveServer(model, "--served-model-name", "tiny-python", "--tool-call-parser", "hermes") as server:
         return asyncio.run(_run_all(f"{server.url}/v1", fake_model))
 

@@ -1,4 +1,4 @@
-"""The words of a model that calls the first tool that it is told of, and answers when it has the output."""
+"""The words of a model that calls the first tool in its prompt, and answers when it has the tool's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KNOWN = {"city": "Bern", "location": "Bern", "a": 2, "b": 3}
 
 
 def answer(prompt: str) -> str:
-    """Return what the model says to a prompt that was made by the template of tests/server/conftest.py."""
+    """Return the model's answer to a prompt that the template of tests/server/conftest.py made."""
     tool = _TOOL.search(prompt)
     turn = prompt[prompt.rfind("<user>"):]
     if tool is None or _OUTPUT.search(turn):

@@ -1,15 +1,20 @@
-"""Live servers: with the bundled model, on the fake device, and those that tests make with their own options."""
+"""Live servers: with the bundled model, on the fake device, and with options of a test. Chromium for their page."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.server.live import LiveServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.server.browser import Open
 
 TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}\
 {% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.tool_calls %}\
@@ -64,3 +69,23 @@ def make_server(fake_model: str) -> Iterator[Callable[..., LiveServer]]:
     yield make
     for server in made:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Chromium for the tests of one file. Playwright runs an event loop, which must end before tests of other files
+    run theirs."""
+    from tests.server.browser import launched_chromium  # only the tests of the page load Playwright
+
+    with launched_chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(chromium: Browser, make_server: Callable[..., LiveServer]) -> Iterator[Open]:
+    """Open a server's page. An error on the page fails the test. Pages are closed before the servers of `make_server`
+    are."""
+    from tests.server.browser import page_opener
+
+    with page_opener(chromium) as open_page:
+        yield open_page

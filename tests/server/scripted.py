@@ -22,7 +22,7 @@ class ScriptedEngine:
     """Answers each request with the tokens of a text, one a step, then ends it."""
 
     def __init__(self, folder: str, says: Callable[[str], str] | None = None) -> None:
-        """says: gives the answer to a prompt; without it each answer is the text `says`."""
+        """says: returns the answer to a prompt; without it each answer is the text `says`."""
         self.tokenizer = Tokenizer(folder)
         self.channel = FakeChannel()
         self.says = ""

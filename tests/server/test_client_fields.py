@@ -1,4 +1,4 @@
-"""Fields that clients send without meaning much by them: taken, done, or refused by name."""
+"""Fields that clients send by habit: the server accepts them, obeys them, or refuses them by name."""
 
 from __future__ import annotations
 

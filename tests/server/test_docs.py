@@ -1,4 +1,4 @@
-"""What README and docs show works as it is written, but for the device, the port and the size of a load.
+"""Run the commands of README and docs as they are written. Only the device, the port and the size of a load differ.
 
 tests/e2e/test_readme.py runs the commands of the README with the bundled model.
 """
@@ -26,11 +26,11 @@ COMMANDS = of_sidestep("README.md", *pages.DOCS)
 SMALL = {"throughput": ["--num-prompts", "4"], "latency": ["--num-iters", "1", "--batch-size", "2"],
          "serve": ["--num-prompts", "4"]}
 FAKE = {"SIDESTEP_DEVICE": "fake"}
-"""Commands of the docs need no weights to show that they are right."""
+"""The fake device, because the commands can be tested without weights."""
 
 
 def runs_here(command: str) -> bool:
-    """Whether it starts an engine of its own, or none, and ends by itself."""
+    """Return whether a command starts an engine of its own, or none, and ends by itself."""
     return "--url" not in command and not is_server(command) and command not in of_sidestep("README.md")
 
 
@@ -55,7 +55,8 @@ def test_curl_of_the_docs_is_answered(command: str, tiny: LiveServer) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", *pages.DOCS])
 def test_what_other_commands_of_a_page_name_is_there(page: str) -> None:
-    """Those that install, or take minutes, are not run; but extras, packages and scripts of theirs exist."""
+    """Commands that install, or take minutes, are not run. The test checks that their extras, packages and scripts
+    exist."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for command in pages.commands(page):
         if "pip install" in command:

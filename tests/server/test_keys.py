@@ -1,4 +1,4 @@
-"""Who sees what: users, operators, and pages that come by a name of their own."""
+"""The rights of users, operators, and pages with a host name of their own."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_key_is_a_users_or_an_operators(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_server_that_anyone_can_reach_says_so(make_server: Make) -> None:
     server = make_server("--host", "0.0.0.0")
     assert server.log.count("WARNING: this server listens beyond this machine and has no keys") == 1
-    # Its names are not known to it: whoever reaches it may use any.
+    # This server accepts any Host: clients may reach it by any name.
     assert server.http.get("/version", headers={"host": "llm.example"}).status_code == 200
     guarded = make_server("--host", "0.0.0.0", environment=ENVIRONMENT, key="ann")
     assert "WARNING" not in guarded.log

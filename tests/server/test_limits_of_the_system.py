@@ -1,4 +1,4 @@
-"""What the system allows a server, and what it leaves behind: open files, certificates, folders, ends."""
+"""Limits of the system, and the files of a server: open files, certificates, folders, and its end."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def test_a_server_opens_as_many_files_as_it_may(make_server: Make) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
-    # The limit is reached: the server says so and serves those that it has, and the next when these have left.
+    # At the limit the server logs a warning and serves the open connections. It accepts new ones when these have
+    # closed.
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (100, hard))
     connections = [server.connect() for _ in range(120)]
     first = connections[0]
     first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert first.recv(1000).startswith(b"HTTP/1.1 200 ")
     end = time.monotonic() + 30
-    while psutil.Process(server.process.pid).num_fds() < 100:  # it accepts when it comes to it
+    while psutil.Process(server.process.pid).num_fds() < 100:  # it accepts them one after the other
         assert time.monotonic() < end
     for connection in connections:
         connection.close()
@@ -72,7 +73,7 @@ def test_a_limit_that_stays_reached_is_told_once_a_minute(caplog: pytest.LogCapt
 def test_a_server_bounds_its_queue_unless_told_otherwise() -> None:
     assert with_queue_limit(EngineArgs()).max_num_queued_reqs == 4096
     assert with_queue_limit(EngineArgs(max_num_queued_reqs=7)).max_num_queued_reqs == 7
-    assert EngineArgs().max_num_queued_reqs is None  # programs with an engine inside them have a queue of their own
+    assert EngineArgs().max_num_queued_reqs is None  # programs with an engine inside have their own queue
 
 
 # The start.
@@ -93,7 +94,7 @@ def test_killed_while_it_starts_it_leaves_no_folder(number: int, words: Sequence
     process = subprocess.Popen([*SERVE, *words], stderr=subprocess.DEVNULL, cwd=ROOT,
                                env={**os.environ, "TMPDIR": str(tmp_path)})
     until(lambda: bool(list(tmp_path.iterdir())) or process.poll() is not None)
-    # The child that removes what its parent cannot is there.
+    # Wait for the child, which removes the folder when its killed parent cannot.
     until(lambda: bool(children(process.pid)) or process.poll() is not None)
     process.send_signal(number)
     process.wait(60)
@@ -134,7 +135,7 @@ def test_two_interrupts_end_it_without_a_word(make_server: Make) -> None:
 
 
 class Silent(SpanExporter):
-    """In the place of a collector that takes connections and never answers."""
+    """A collector that accepts connections and never answers."""
 
     def __init__(self) -> None:
         self.released = threading.Event()

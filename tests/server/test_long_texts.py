@@ -1,4 +1,4 @@
-"""Bodies of megabytes: refused with the field's name, and the server keeps nothing of them."""
+"""Bodies of megabytes: the server names the field when it refuses them, and keeps none of their memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_many_tokens_become_text(fake: LiveServer) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
 def test_a_long_text_leaves_no_memory_behind(fake: LiveServer) -> None:
     process = psutil.Process(fake.process.pid)
-    fake.post("/v1/completions", {"prompt": TEXT})  # what is loaded once is there now
+    fake.post("/v1/completions", {"prompt": TEXT})  # the first request loads what stays in memory
     before = process.memory_info().rss
     for name in ("completion", "chat", "tokenize") * 2:
         assert fake.post(*BODIES[name][:2]).status_code == 400

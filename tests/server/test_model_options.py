@@ -1,4 +1,4 @@
-"""Options of the engine that change what the server takes and how it samples."""
+"""Options of the engine that change the server's requests and its sampling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT: Any = [{"role": "user", "content": "hi"}]
 def without_tokenizer(
     fake_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    """A server over a folder that has no tokenizer."""
+    """Start a server on a folder that has no tokenizer."""
     folder = tmp_path_factory.mktemp("ids-only")
     shutil.copy(Path(fake_model) / "config.json", folder)
     (folder / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 4}')

@@ -1,27 +1,22 @@
-"""The page at /, in a real Chromium against live servers."""
+"""The page at / in a real Chromium: its files, its look, its keys and what it shows of the engine."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Route, expect, sync_playwright
+from playwright.sync_api import expect
 
 from sidestep.frontend.server.page import FILES, PATHS
 from tests.processes import cores
-from tests.server.live import ROOT, LiveServer, raw_request
+from tests.server.browser import Open, endless, live, streams
+from tests.server.live import ROOT, LiveServer
 
-CHROMIUM = shutil.which("chromium")
 WEB = ROOT / "frontend" / "server" / "web"
-LONG: dict[str, Any] = {"prompt": "def get_name(", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 CONTRAST = """selector => {
   const numbers = color => color.match(/[\\d.]+/g).map(Number);
   const linear = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
@@ -55,137 +50,14 @@ def test_every_file_that_the_page_asks_for_is_its_own() -> None:
         assert set(asked) <= set(PATHS), name
 
 
-# In the browser.
-
-@pytest.fixture(scope="module")
-def playwright() -> Iterator[Playwright]:
-    # To the module's end and no longer: it runs an event loop, and other tests have theirs.
-    with sync_playwright() as made:
-        yield made
+def test_no_key_is_needed_for_the_page_itself(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(environment={"SIDESTEP_API_KEYS": "right-key"}, key="right-key")
+    with httpx2.Client(base_url=server.url) as http:
+        assert [http.get(path).status_code for path in PATHS] == [200] * len(PATHS)
+        assert http.get("/v1/flight").status_code == 401
 
 
-@pytest.fixture(scope="module")
-def chromium(playwright: Playwright) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium; scripts/install_chromium.sh installs it")
-    # Chromium's sandbox refuses to run as root, as containers do.
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-    yield browser
-    browser.close()
-
-
-Open = Callable[..., Page]
-
-
-@pytest.fixture
-def open_page(chromium: Browser, make_server: Callable[..., LiveServer]) -> Iterator[Open]:
-    """Opens a server's page; whatever the test does there, nothing may go wrong unseen. Pages are closed before the
-    servers that the test has made."""
-    problems: list[str] = []
-    with ExitStack() as stack:
-
-        def open_page(server: LiveServer, *, expected: str = "$^", **options: Any) -> Page:
-            """expected: what the test has Chromium write to the console, as it does of refused requests."""
-            def note(message: ConsoleMessage) -> None:
-                if message.type in ("error", "warning") and not re.search(expected, message.text):
-                    problems.append(message.text)
-
-            context = chromium.new_context(**options)
-            stack.callback(context.close)
-            page = context.new_page()
-            page.set_default_timeout(30_000)
-            page.add_init_script("addEventListener('securitypolicyviolation', e => console.error(e.violatedDirective))")
-            page.on("console", note)
-            page.on("pageerror", lambda error: problems.append(str(error)))
-            page.goto(server.url)
-            return page
-
-        yield open_page
-    assert problems == []
-
-
-@contextmanager
-def streams(server: LiveServer, count: int) -> Iterator[None]:
-    """So many requests that take long; the engine has them all."""
-    with ExitStack() as stack:
-        before = server.load()
-        for _ in range(count):
-            # Their answers are not waited for: those in the queue have none yet.
-            stack.enter_context(server.connect()).sendall(raw_request("/v1/completions", json.dumps(LONG).encode()))
-        server.until(lambda load: load["num_running"] + load["num_waiting"]
-                     == before["num_running"] + before["num_waiting"] + count)
-        yield
-
-
-def endless(page: Page) -> None:
-    """Answers go on after the model's end of sequence, up to the most tokens."""
-    def go_on(route: Route) -> None:
-        route.continue_(post_data={**route.request.post_data_json, "max_tokens": 1500, "ignore_eos": True})
-
-    page.route("**/v1/chat/completions", go_on)
-
-
-def live(page: Page) -> None:
-    """Returns when the page watches the engine."""
-    expect(page.get_by_role("status")).to_have_text("live", timeout=30_000)
-
-
-def test_a_chat_streams_and_says_how_fast_it_came(open_page: Open, tiny: LiveServer) -> None:
-    page = open_page(tiny)
-    # Every state of the answer's text, as a person would see it grow.
-    page.evaluate("""() => {
-      window.seen = [];
-      const note = () => window.seen.push(document.querySelector('.assistant .words')?.textContent.length ?? 0);
-      new MutationObserver(note).observe(document.getElementById('log'),
-                                         {subtree: true, childList: true, characterData: true});
-    }""")
-    page.get_by_label("Message").fill("def read_file(path):")
-    page.get_by_label("Most tokens").fill("40")
-    page.get_by_role("button", name="Send").click()
-    expect(page.locator(".meter")).to_have_text(
-        re.compile(r"^TTFT \d+ ms · (\d+) tokens · \d+ tokens/s · (length|stop)$"))
-    seen = page.evaluate("window.seen")
-    assert seen == sorted(seen) and len(set(seen)) >= 5
-    assert page.locator(".user .words").inner_text() == "def read_file(path):"
-    expect(page.get_by_label("Message")).to_have_value("")
-
-
-def test_a_chat_remembers_until_a_new_one_begins(open_page: Open, tiny: LiveServer) -> None:
-    page = open_page(tiny)
-
-    def ask(text: str) -> list[dict[str, str]]:
-        done = page.locator(".meter").count() + 1
-        with page.expect_request("**/v1/chat/completions") as sent:
-            page.get_by_label("Message").fill(text)
-            page.get_by_label("Message").press("Enter")
-        expect(page.locator(".meter")).to_have_count(done)
-        messages: list[dict[str, str]] = sent.value.post_data_json["messages"]
-        return messages
-
-    page.get_by_label("Most tokens").fill("8")
-    ask("first")
-    answer = page.locator(".assistant .words").first.text_content()
-    assert [(m["role"], m["content"]) for m in ask("second")] == [
-        ("user", "first"), ("assistant", answer), ("user", "second")]
-    page.get_by_role("button", name="New chat").click()
-    expect(page.locator("article")).to_have_count(0)
-    assert len(ask("third")) == 1
-
-
-def test_stop_ends_the_answer_and_its_request(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
-    server = make_server(step_ms=5)
-    page = open_page(server)
-    endless(page)
-    page.get_by_label("Message").fill("hello")
-    page.get_by_role("button", name="Send").click()
-    expect(page.locator(".assistant .words")).not_to_be_empty()
-    page.get_by_role("button", name="Stop").click()
-    expect(page.locator(".meter")).to_have_text(re.compile(r"stopped$"))
-    server.until_idle()
-    expect(page.get_by_role("button", name="Stop")).to_be_disabled()
-    expect(page.get_by_label("Message")).to_be_focused()
-
+# The whole page.
 
 def test_everything_can_be_done_with_the_keyboard(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
     server = make_server(step_ms=5)
@@ -227,34 +99,68 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Open, make_server: 
     expect(page.get_by_role("region", name="The last steps")).to_be_visible()
 
 
-def test_the_log_tells_a_screen_reader_of_whole_answers(open_page: Open, tiny: LiveServer) -> None:
-    page = open_page(tiny)
-    log = page.get_by_role("log", name="Conversation")
-    assert log.get_attribute("aria-live") == "polite"
-    page.evaluate("""() => {
-      window.busy = [];
-      const log = document.getElementById('log');
-      new MutationObserver(() => window.busy.push(log.getAttribute('aria-busy')))
-        .observe(log, {attributeFilter: ['aria-busy']});
-    }""")
-    page.get_by_label("Most tokens").fill("8")
-    page.get_by_label("Message").fill("class Stack:")
-    page.get_by_label("Message").press("Enter")
-    expect(page.locator(".meter")).to_have_count(1)
-    expect(log).to_have_attribute("aria-busy", "false")
-    assert page.evaluate("window.busy") == ["true", "false"]
-
-
-def test_text_is_never_taken_for_the_page(open_page: Open, fake: LiveServer) -> None:
-    page = open_page(fake, expected="TrustedHTML|require-trusted-types-for")
+def test_a_wrong_key_is_told_and_a_right_one_stays_in_the_tab(
+        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(environment={"SIDESTEP_API_KEYS": "right-key"}, key="right-key")
+    page = open_page(server, expected="status of 40")
+    field = page.get_by_label("API key")
+    expect(page.get_by_role("alert")).to_have_text("This server wants an API key.")
+    expect(field).to_be_focused()
+    field.fill("wrong-key")
+    field.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("The server refused the key")
+    expect(field).to_be_focused()
+    expect(page.get_by_role("status")).to_have_text("key needed")
+    field.fill("right-key")
+    field.press("Enter")
+    live(page)
+    expect(field).to_be_hidden()
     page.get_by_label("Most tokens").fill("4")
-    page.get_by_label("Message").fill("<img src=x onerror=alert(1)><script>alert(1)</script>")
+    page.get_by_label("Message").fill("hello")
     page.get_by_label("Message").press("Enter")
     expect(page.locator(".meter")).to_have_count(1)
-    assert page.locator("#log img, #log script").count() == 0
-    with pytest.raises(Exception, match="TrustedHTML"):
-        page.evaluate("document.getElementById('log').innerHTML = '<b>x</b>'")
+    assert "right-key" not in page.content() + page.url
+    assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+    page.reload()
+    live(page)
+    page.get_by_role("button", name="Forget the API key").click()
+    expect(page.get_by_role("alert")).to_have_text("This server wants an API key.")
+    assert page.evaluate("sessionStorage.length") == 0
 
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read_in_light_and_in_dark(scheme: Any, open_page: Open, tiny: LiveServer) -> None:
+    page = open_page(tiny, color_scheme=scheme)
+    page.get_by_label("Most tokens").fill("8")
+    page.get_by_label("Message").fill("def f(")
+    page.get_by_label("Message").press("Enter")
+    expect(page.locator(".meter")).to_have_count(1)
+    live(page)
+    for selector in ("h1", "#served", "#state", "#new-chat", ".user .words", ".assistant .words", ".meter", "textarea",
+                     "#chat-hint", "#send", "dt", "dd", "figcaption", "summary", "caption", "th", "td", ".legend li"):
+        assert page.evaluate(CONTRAST, selector) >= 4.5, selector
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground))) > 384) == (scheme == "light")
+
+
+@pytest.mark.parametrize("width", [320, 390, 800, 1280])
+def test_the_page_fits_narrow_screens(width: int, open_page: Open, fake: LiveServer) -> None:
+    page = open_page(fake, viewport={"width": width, "height": 700})
+    live(page)
+    page.get_by_label("Live").uncheck()
+    # The page looks as after a long load, whatever the server has served before.
+    page.evaluate("""() => {
+      for (const cell of document.querySelectorAll('#latency tbody td')) cell.textContent = '999 ms';
+      for (const cell of document.querySelectorAll('#latency td:last-child')) cell.textContent = '1234567 requests';
+      for (const value of document.querySelectorAll('#tiles dd')) value.textContent = '123456';
+    }""")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("Send", "New chat"):
+        box = page.get_by_role("button", name=name).bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
+
+
+# The view of the engine.
 
 def test_the_live_view_shows_the_steps_and_what_a_request_waits_for(
         open_page: Open, make_server: Callable[..., LiveServer]) -> None:
@@ -324,44 +230,6 @@ def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(open_pa
     assert polls_within(60_000) == 0
 
 
-def test_a_wrong_key_is_told_and_a_right_one_stays_in_the_tab(
-        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
-    server = make_server(environment={"SIDESTEP_API_KEYS": "right-key"}, key="right-key")
-    page = open_page(server, expected="status of 40")
-    field = page.get_by_label("API key")
-    expect(page.get_by_role("alert")).to_have_text("This server wants an API key.")
-    expect(field).to_be_focused()
-    field.fill("wrong-key")
-    field.press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("The server refused the key")
-    expect(field).to_be_focused()
-    expect(page.get_by_role("status")).to_have_text("key needed")
-    field.fill("right-key")
-    field.press("Enter")
-    live(page)
-    expect(field).to_be_hidden()
-    page.get_by_label("Most tokens").fill("4")
-    page.get_by_label("Message").fill("hello")
-    page.get_by_label("Message").press("Enter")
-    expect(page.locator(".meter")).to_have_count(1)
-    assert "right-key" not in page.content() + page.url
-    assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
-    page.reload()
-    live(page)
-    page.get_by_role("button", name="Forget the API key").click()
-    expect(page.get_by_role("alert")).to_have_text("This server wants an API key.")
-    assert page.evaluate("sessionStorage.length") == 0
-
-
-def test_what_the_server_refuses_is_said_and_nothing_need_be_typed_twice(open_page: Open, fake: LiveServer) -> None:
-    page = open_page(fake, expected="status of 40")
-    text = "x" * 3000  # more than the model's length
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
-    expect(page.locator("#log").get_by_role("alert")).to_contain_text("your messages resulted in 3")
-    expect(page.get_by_label("Message")).to_have_value(text)
-
-
 def test_a_server_that_goes_and_comes_again_is_told(open_page: Open, fake: LiveServer) -> None:
     page = open_page(fake, expected="net::ERR_FAILED")
     live(page)
@@ -371,139 +239,12 @@ def test_a_server_that_goes_and_comes_again_is_told(open_page: Open, fake: LiveS
     live(page)
 
 
-def test_an_answer_that_breaks_off_keeps_its_text_and_says_so(
-        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
-    server = make_server(step_ms=5)
-    page = open_page(server, expected="net::ERR_")
-    endless(page)
-    page.get_by_label("Message").fill("hello")
-    page.get_by_label("Message").press("Enter")
-    expect(page.locator(".assistant .words")).not_to_be_empty()
-    server.process.kill()
-    expect(page.locator("#log").get_by_role("alert")).to_have_text("the server cannot be reached")
-    expect(page.locator(".assistant .words")).not_to_be_empty()
-    expect(page.get_by_label("Message")).to_have_value("hello")
-    expect(page.get_by_role("button", name="Send")).to_be_enabled()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_can_be_read_in_light_and_in_dark(scheme: Any, open_page: Open, tiny: LiveServer) -> None:
-    page = open_page(tiny, color_scheme=scheme)
-    page.get_by_label("Most tokens").fill("8")
-    page.get_by_label("Message").fill("def f(")
-    page.get_by_label("Message").press("Enter")
-    expect(page.locator(".meter")).to_have_count(1)
-    live(page)
-    for selector in ("h1", "#served", "#state", "#new-chat", ".user .words", ".assistant .words", ".meter", "textarea",
-                     "#chat-hint", "#send", "dt", "dd", "figcaption", "summary", "caption", "th", "td", ".legend li"):
-        assert page.evaluate(CONTRAST, selector) >= 4.5, selector
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", ground))) > 384) == (scheme == "light")
-
-
-@pytest.mark.parametrize("width", [320, 390, 800, 1280])
-def test_the_page_fits_narrow_screens(width: int, open_page: Open, fake: LiveServer) -> None:
-    page = open_page(fake, viewport={"width": width, "height": 700})
-    live(page)
-    page.get_by_label("Live").uncheck()
-    # As after a long load, whatever this server has served until now.
-    page.evaluate("""() => {
-      for (const cell of document.querySelectorAll('#latency tbody td')) cell.textContent = '999 ms';
-      for (const cell of document.querySelectorAll('#latency td:last-child')) cell.textContent = '1234567 requests';
-      for (const value of document.querySelectorAll('#tiles dd')) value.textContent = '123456';
-    }""")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    for name in ("Send", "New chat"):
-        box = page.get_by_role("button", name=name).bounding_box()
-        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
-
-
-# What answers look like.
-
-FENCED = ("See `one`:\n```python\nif a < b:\n    print('<b>')\n```\nand\n~~~\n```\n~~~~\n``two`` and\n"
-          "```js title\nlast()")
-"""The second block holds a fence of the other kind; the last has no end."""
-
-
-def answers(page: Page, text: str, size: int = 3) -> None:
-    """Chats are answered with this text, in pieces of so many characters."""
-    pieces = [{"choices": [{"delta": {"content": text[i:i + size]}}]} for i in range(0, len(text), size)]
-    events = [*map(json.dumps, pieces), json.dumps({"choices": [], "usage": {"completion_tokens": 9}}), "[DONE]"]
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(
-        content_type="text/event-stream", body="".join(f"data: {event}\n\n" for event in events)))
-
-
-def ask(page: Page, text: str) -> None:
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
-
-
-def test_code_between_fences_is_a_block_however_its_text_is_cut(open_page: Open, fake: LiveServer) -> None:
-    page = open_page(fake)
-    shown = page.evaluate("""async text => {
-      const { Renderer } = await import("/page/render.js");
-      const render = size => {
-        const root = document.createElement("div"), renderer = new Renderer(root);
-        for (let i = 0; i < text.length; i += size) renderer.add(text.slice(i, i + size));
-        renderer.end();
-        const kind = node => node.nodeType === Node.TEXT_NODE ? node.data
-          : [node.querySelector("span").textContent, node.querySelector("code").textContent];
-        return JSON.stringify([...root.childNodes].map(kind).filter(shown => shown !== ""));
-      };
-      return [...new Set(Array.from(text, (_, i) => render(i + 1)))].map(JSON.parse);
-    }""", FENCED)
-    assert shown == [[
-        "See `one`:\n", ["python", "if a < b:\n    print('<b>')\n"], "and\n", ["code", "```\n"],
-        "``two`` and\n", ["js", "last()"]]]
-
-
-def test_code_and_answers_can_be_copied(open_page: Open, fake: LiveServer) -> None:
-    page = open_page(fake, permissions=["clipboard-read", "clipboard-write"])
-    answers(page, FENCED)
-    ask(page, "show me ```x```")
-    expect(page.locator(".assistant .code")).to_have_count(3)
-    assert page.locator(".user .words").inner_text() == "show me ```x```"
-    for button, text in ((page.get_by_role("button", name="Copy code").first, "if a < b:\n    print('<b>')\n"),
-                         (page.get_by_role("button", name="Copy", exact=True), FENCED)):
-        button.click()
-        expect(page.get_by_role("button", name="Copied").last).to_be_visible()
-        assert page.evaluate("navigator.clipboard.readText()") == text
-
-
-def test_the_system_prompt_goes_first(open_page: Open, fake: LiveServer) -> None:
-    page = open_page(fake)
-    answers(page, "yes")
-    page.get_by_text("System prompt").click()
-    page.get_by_label("System prompt").fill(" Be brief.\n")
-    with page.expect_request("**/v1/chat/completions") as sent:
-        ask(page, "hi")
-    assert sent.value.post_data_json["messages"] == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-
-
-def test_a_chat_that_waits_says_how_many_are_before_it_and_the_queue_fits_a_telephone(
-        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
-    server = make_server("--max-num-seqs", "2", step_ms=5)
-    page = open_page(server, viewport={"width": 390, "height": 800})
-    with streams(server, 9):
-        ask(page, "hello")
-        expect(page.locator(".waits")).to_have_text("Waiting, 7 before you.")
-        groups = page.locator("#queue tr.waiting")
-        expect(groups).to_have_count(2)  # the first of the queue, and the others
-        expect(groups.nth(1).locator("th")).to_have_text("7 requests")
-        assert page.locator("#queue").evaluate("e => e.scrollWidth <= e.parentElement.clientWidth")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    expect(page.locator(".assistant .words")).not_to_be_empty()
-    expect(page.locator(".waits")).to_have_count(0)
-    page.get_by_role("button", name="Stop").click()
-
-
 def test_what_is_dead_is_not_shown_as_if_it_ran(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
     server = make_server("-dp", "2", step_ms=5)
     page = open_page(server, expected="status of 50|net::ERR_")
     live(page)
     cores(server.process.pid)[0].kill()
-    # The other replica is shown then, since nobody has chosen the dead one.
+    # The page shows the other replica, because the user has not chosen the dead one.
     expect(page.get_by_role("status")).to_have_text("live, without 1 of 2 replicas")
     expect(page.get_by_label("Replica")).to_have_value("1")
     expect(page.locator("#replicas li")).to_have_text(re.compile(r"^Replica 0: .*(killed|ended)"))
@@ -552,10 +293,3 @@ def test_the_docs_pictures_can_be_made(pictures: Path, open_page: Open, tiny: Li
 
     for name in ("page-light", "page-engine-dark"):
         assert (pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_no_key_is_needed_for_the_page_itself(make_server: Callable[..., LiveServer]) -> None:
-    server = make_server(environment={"SIDESTEP_API_KEYS": "right-key"}, key="right-key")
-    with httpx2.Client(base_url=server.url) as http:
-        assert [http.get(path).status_code for path in PATHS] == [200] * len(PATHS)
-        assert http.get("/v1/flight").status_code == 401

@@ -1,4 +1,4 @@
-"""The place in the queue, as streams that ask for it are told."""
+"""The place in the queue, in streams that ask for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ STREAM = {**CHAT, "stream": True}
 
 
 def occupy(server: LiveServer, stack: ExitStack, running: int, waiting: int) -> list[Any]:
-    """Requests that take long, and those that wait for them; what ends each when it is closed."""
+    """Send requests that take long, and requests that wait for them. Return their connections; closing one ends its
+    request."""
     long = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     body = json.dumps(long).encode()
     made = []
@@ -38,7 +39,7 @@ def test_a_stream_is_told_how_many_are_before_it(make_server: Callable[..., Live
 
         def note(place: QueuePlace) -> None:
             told.append(place)
-            for connection in before:  # nobody is before it any more
+            for connection in before:  # then no request is before it any more
                 connection.close()
 
         model.on_queue = note

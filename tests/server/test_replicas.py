@@ -65,7 +65,7 @@ def test_a_replica_s_death_breaks_no_answer_and_operators_are_told(make_server: 
 
 
 def test_a_replica_that_hangs_takes_nobody_with_it(make_server: Make) -> None:
-    """A stopped core answers nothing; operators see it, clients do not."""
+    """A stopped core answers nothing. Operators see that, clients do not."""
     server = make_server("-dp", "2", "--routing", "round_robin")
     stuck = cores(server.process.pid)[1]
     stuck.suspend()
@@ -105,7 +105,7 @@ def test_a_deadline_and_the_metrics_outlive_an_engine_that_hangs(make_server: Ma
 
 
 def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
-    """Return when the server has come to be as wanted; it is asked again and again."""
+    """Ask again and again until the condition holds."""
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end

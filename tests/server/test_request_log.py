@@ -1,4 +1,4 @@
-"""Request ids go from the client through the access log and back; every line of a JSON log is one object."""
+"""A request's id goes from the client through the access log and back. Each line of a JSON log is one object."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_the_access_log_is_json_with_ids(make_server: Callable[..., LiveServer])
     lines = [json.loads(line) for line in server.log.splitlines()]
     assert all({"time", "level", "process", "pid", "logger", "message"} <= line.keys() for line in lines)
     access = {line["request_id"]: line for line in lines if line["logger"] == "sidestep.access"}
-    # A line is written after its answer has left, so the next request's may come first.
+    # A line is written after its answer was sent, so the next request's line may come first.
     assert {name: (one["method"], one["path"], one["status"]) for name, one in access.items()} == {
         "first": ("POST", "/v1/completions", 200), "second": ("POST", "/v1/completions", 200),
         "third": ("GET", '/no\u00e9where"\n', 404)}
     assert access["first"]["client"] == "127.0.0.1" and access["first"]["duration_ms"] > 0
     assert access["first"]["response_id"].startswith("cmpl-")
-    # What the client says of its request.
+    # The client's notes about its request.
     assert (access["first"]["user"], access["first"]["metadata.job"]) == ("me", "7")
 
 

@@ -116,7 +116,7 @@ async def test_calls_are_items_and_come_back_as_such(parallel: bool | None, stre
             ("weather", {"city": city}, "completed") for city in cities]
         assert made.status == "completed" and made.parallel_tool_calls is (parallel is None)
         assert made.tools[0].name == "weather" and len({c.call_id for c in calls}) == len(cities)
-        # The next turn: the items as they are, and what each call gave.
+        # The next turn sends the items as they are, with the output of each call.
         engine.says = "Rain."
         outputs = [{"type": "function_call_output", "call_id": c.call_id, "output": "wet"} for c in calls]
         last = await client.responses.create(model="scripted", tools=TOOLS, input=[  # type: ignore[list-item]
@@ -128,7 +128,7 @@ async def test_calls_are_items_and_come_back_as_such(parallel: bool | None, stre
 
 
 def check_call_events(events: list[Any], items: list[Any]) -> None:
-    """Each call begins empty, grows to its arguments, and ends as the item of the answer."""
+    """Check that each call begins empty, grows to its arguments, and ends as the item of the answer."""
     for index, item in enumerate(items):
         if item.type != "function_call":
             continue

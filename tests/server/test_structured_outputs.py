@@ -166,7 +166,7 @@ ANSWER: dict[str, Any] = {"type": "object", "properties": {"sunny": {"type": "bo
 @pytest.mark.parametrize("form", [{"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}},
                                   {"type": "json_object"}], ids=["schema", "object"])
 def test_an_answer_with_tools_calls_them_or_has_its_form(form: dict[str, Any], tools_server: LiveServer) -> None:
-    """The device chooses at random which of the two it is."""
+    """The fake device chooses at random between calls and the form."""
     kinds = set()
     for choice in ask(tools_server, tools=TOOLS, response_format=form, n=24, seed=3, max_tokens=1500).choices:
         kinds.add(choice.finish_reason)

@@ -1,4 +1,4 @@
-"""A stream whose request waits in the queue: its head comes at once, and comments until there is a token."""
+"""A stream whose request waits in the queue: its head comes at once, then comments come until the first token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2, "ignore_eos": True, "s
 
 @pytest.fixture(scope="module")
 def narrow(fake_model: str) -> Iterator[LiveServer]:
-    """Runs one request at a time."""
+    """Start a server that runs one request at a time."""
     with LiveServer(fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "5",
                     "--max-num-seqs", "1", "--max-num-queued-reqs", "3", "--stream-comments", "0.05") as server:
         yield server
@@ -26,7 +26,7 @@ def narrow(fake_model: str) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def busy(narrow: LiveServer) -> Iterator[socket.socket]:
-    """The one request that runs; closing the connection ends it."""
+    """Send a long request, which occupies the server. Closing the connection ends it."""
     connection = send(narrow, "/v1/completions", LONG)
     read_until(connection, b"data: ")
     with connection:
@@ -67,7 +67,7 @@ def test_a_waiting_stream_is_kept_alive(path: str, body: dict[str, Any], narrow:
 def test_the_client_libraries_pass_over_the_comments(narrow: LiveServer, busy: socket.socket) -> None:
     with openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none") as client, client.completions.create(
             model="fake", prompt="hi", max_tokens=3, stream=True, extra_body={"ignore_eos": True}) as stream:
-        assert stream.response.status_code == 200  # the head is there; the request waits
+        assert stream.response.status_code == 200  # the head has come; the request waits
         busy.close()
         chunks = list(stream)
     assert chunks and chunks[-1].choices[0].finish_reason == "length"

@@ -13,7 +13,7 @@ from sidestep.ipc.model_spec import ModelSpec
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    """One rank's part. The head is no longer tied: its factor is not the embedding's."""
+    """One rank's part of the model. The head is no longer tied: its factor differs from the embedding's."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: Parallel,
                  stage: Stage | None = None) -> None:
@@ -22,7 +22,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
 
 class ScaledWeights(Weights):
-    """The checkpoint's weights, each times its factor."""
+    """The checkpoint's weights, each multiplied by its factor."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         super().__init__(weights.dtype, weights.device)
@@ -40,7 +40,7 @@ class ScaledWeights(Weights):
 
     def get(self, name: str, shape: Shape, rows: range | None = None,
             columns: range | None = None) -> Tensor:
-        """The tensor that the decoder asks for; layers are named <...>.<layer>.weight or .bias."""
+        """Return the tensor that the decoder asks for. Layers are named <...>.<layer>.weight or .bias."""
         factor = self._factors.get(name.split(".")[-2], 1.0)
         stored = "model.embed_tokens.weight" if name == "lm_head.weight" and self._is_tied else name
         return self._weights.get(stored, shape, rows, columns) * factor

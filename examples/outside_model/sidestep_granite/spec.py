@@ -1,4 +1,4 @@
-"""What Granite's config.json says. No torch here: the frontend reads it before workers start."""
+"""Read Granite's config.json. This module must not import torch: the frontend reads it before workers start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier"
 
 
 def granite(config: HfConfig) -> ModelSpec:
-    """As Llama, with four factors that the model class reads from `extra`."""
+    """Return Llama's spec, with four factors in `extra` that the model class reads."""
     extra = {name: config.number(name, 1.0) for name in FACTORS}
     return msgspec.structs.replace(llama(config), extra=extra)

@@ -40,7 +40,7 @@ export async function getFlight(since, replica, signal) {
   return answer.json();
 }
 
-/** The chunks of a streamed chat, as they come. `onQueue(place)` is called while it waits: how many are before it. */
+/** The chunks of a streamed chat, as they come. `onQueue(place)` is called with its place while it waits in the queue. */
 export async function* streamChat(body, signal, onQueue) {
   const answer = await ask("/v1/chat/completions", {
     method: "POST",
@@ -61,7 +61,7 @@ export async function* streamChat(body, signal, onQueue) {
   throw new ApiError(answer.status, "the stream broke off");
 }
 
-/** Server-sent events; this server sends one `data` line each, and comments while there is nothing to tell. */
+/** Server-sent events; this server sends one `data` line each, and comments while a stream waits. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -112,7 +112,7 @@ function addMessage(log, role, text) {
   who.textContent = role === "user" ? "You" : "Model";
   const words = document.createElement("div");
   words.className = "words";
-  // What a person has written is shown as it is.
+  // Show the user's text as it is, without code blocks.
   const renderer = role === "user" ? null : new Renderer(words);
   if (renderer === null) words.textContent = text;
   element.append(who, words);

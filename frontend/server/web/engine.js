@@ -16,9 +16,9 @@ export function makeEngineView(onKeyNeeded) {
   const steps = [];
   const places = new Map(); // by time: the largest batch, queue and share of the cache in it
   const choice = byId("replica");
-  let replica = null, isChosen = false; // that is shown, and whether somebody has chosen it
+  let replica = null, isChosen = false; // the replica that is shown, and whether the user has chosen it
   let next = null, timer = null, asking = null, newest = null;
-  let seen = 0, isKnown = false; // when the newest was, and whether nothing has failed since
+  let seen = 0, isKnown = false; // time of the newest data, and whether no request has failed since
 
   function start() {
     stop();
@@ -58,8 +58,8 @@ export function makeEngineView(onKeyNeeded) {
     timer = setTimeout(poll, wait);
   }
 
-  /** Why nothing could be shown. Of a replica that has died the others still tell; one of them is shown next, unless
-   *  somebody has chosen the dead one. */
+  /** Return why there is no data. If the shown replica has died, show another one next, unless the user has chosen the
+   *  dead one. */
   async function explain(error, signal) {
     const overview = error instanceof ApiError ? await getFlight(null, null, signal).catch(() => null) : null;
     if (newest !== null) newest.replicas = overview?.replicas ?? newest.replicas.map(({ replica: number }) => ({ replica: number, dead: null, stalled: null }));
@@ -102,7 +102,7 @@ export function makeEngineView(onKeyNeeded) {
       rows: Math.max(old.rows, rows), waiting: Math.max(old.waiting, waiting), used: Math.max(old.used, used) });
   }
 
-  /** What is not known now is not shown as if it were. The charts are of the past, and stay. */
+  /** Replace unknown figures by dashes. The charts show the past, and stay. */
   function drawNothing(problem) {
     isKnown = false;
     const when = newest === null ? "" : ` The charts end ${new Date(seen).toLocaleTimeString()}.`;
@@ -206,7 +206,7 @@ export function makeEngineView(onKeyNeeded) {
   return { start };
 }
 
-/** What is wrong with a replica; null if nothing is. */
+/** Return why a replica is dead or stalled; null if it is neither. */
 function trouble(replica) {
   return replica.dead ?? replica.stalled;
 }

@@ -1,4 +1,4 @@
-// The table of requests: each that runs, and those that wait for the same reason in one row.
+// The table of requests: a row for each running request, and one for all that wait for the same reason.
 
 import { milliseconds } from "/page/charts.js";
 
@@ -12,7 +12,7 @@ const REASONS = {
   grammar: "its grammar, which is being compiled",
 };
 
-/** Rows of cells for what a flight tells, and how many requests are in none of them. */
+/** Return rows of cells for the requests of a flight answer, and the number of requests that are in no row. */
 export function queueRows(flight) {
   const running = flight.requests.filter((r) => r.status === "running").slice(0, MOST_RUNNING);
   const waiting = flight.requests.filter((r) => r.status !== "running");
@@ -21,7 +21,7 @@ export function queueRows(flight) {
   return { rows, more: flight.num_waiting + flight.num_running - waiting.length - running.length };
 }
 
-/** Requests of one state that wait for one thing, in the order in which the first of each came. */
+/** Group requests by state and reason to wait, in the order in which the first of each group came. */
 function groups(waiting) {
   const found = new Map();
   for (const request of waiting) {
@@ -57,7 +57,7 @@ function total(group, name) {
   return group.reduce((sum, request) => sum + request[name], 0);
 }
 
-/** A request's name is mostly random: its kind, the random part's beginning and the choice's number tell it. */
+/** Shorten a request's name, which is mostly random: keep its kind, the beginning of the random part and the choice. */
 function shorten(name) {
   if (!name) return "another's"; // the server names only the requests of the key that asks
   return name.replace(/^([a-z]+-)?([0-9a-f]{8})[0-9a-f]{24}(-\d+)?$/, "$1$2$3").slice(0, 40);

@@ -1,13 +1,13 @@
-// Shows a model's text as it streams: what stands between code fences becomes a block of code with a copy button.
-// All of it is text nodes: nothing that a model writes is ever read as HTML.
+// Show a model's text as it streams: text between code fences becomes a block of code with a copy button.
+// The page makes only text nodes of it, so no text of a model is ever parsed as HTML.
 
 const OPENING = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`\s]*)[^`]*$/;
 const MAY_BE_FENCE = /^ {0,3}(`*|`{3,}[^`]*|~+|~{3,}.*)$/;
 
-/** Appends text to `root`, piece by piece. */
+/** Append text to `root`, piece by piece. */
 export class Renderer {
   #root;
-  #line = ""; // the last line, as far as it has come; it is not shown while it may be a fence
+  #line = ""; // the last line so far; it is hidden while it may be a fence
   #shown = 0; // characters of that line that are shown
   #fence = null; // the marks that the open block of code began with
   #target; // the text node that grows
@@ -26,7 +26,7 @@ export class Renderer {
     }
   }
 
-  /** Nothing more comes. */
+  /** End the text. */
   end() {
     if (this.#line) this.#endLine("");
   }
@@ -73,7 +73,7 @@ export class Renderer {
   }
 }
 
-/** A button that copies what `read` returns, and says so. */
+/** Return a button that copies the result of `read`, and shows that it has. */
 export function copyButton(label, read) {
   const button = document.createElement("button");
   button.type = "button";

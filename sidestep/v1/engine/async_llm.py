@@ -1,7 +1,7 @@
-"""AsyncLLM, by the module that scripts for vLLM import it from."""
+"""AsyncLLM, under the name of vLLM's module."""
 
 from sidestep.frontend.async_llm import AsyncLLM
 
 __all__ = ["AsyncLLM"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

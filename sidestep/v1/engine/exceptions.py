@@ -1,7 +1,7 @@
-"""Errors of an engine, by the module that scripts for vLLM import them from."""
+"""Errors of an engine, under the name of vLLM's module."""
 
 from sidestep.ipc.errors import EngineDeadError
 
 __all__ = ["EngineDeadError"]
 
-__path__: list[str] = []  # what this module lacks is asked of the finder in sidestep/__init__.py
+__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

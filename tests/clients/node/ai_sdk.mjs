@@ -1,4 +1,4 @@
-// What applications do with Vercel's AI SDK, as their authors write it. Each method is one snippet.
+// Calls by Vercel's AI SDK, as authors of applications write them. Each method is one snippet.
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";

@@ -1,4 +1,4 @@
-// What applications do with Node's openai library, as their authors write it. Each method is one snippet.
+// Calls by Node's openai library, as authors of applications write them. Each method is one snippet.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodResponseFormat, zodFunction } from "openai/helpers/zod";

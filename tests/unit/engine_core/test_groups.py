@@ -205,7 +205,7 @@ def test_what_is_told_of_a_prompt_is_computed_once() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_an_abort_of_the_first_choice_does_not_bring_the_others_forward(policy: str) -> None:
-    """They wait behind those that came before them, where they were."""
+    """The other choices keep their place, behind the requests that came before them."""
     engine = Engine(make_scheduler(max_num_seqs=2, policy=policy))
     engine.scheduler.add(make_request([1], 4, handle=0, n=2))
     engine.turn()

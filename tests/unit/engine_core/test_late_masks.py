@@ -131,7 +131,7 @@ def entries(run: Engine, slot: int) -> int:
 
 
 def test_no_more_than_a_quarter_of_a_step_is_left_behind(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With most of its rows late a step would be run for little, and it may wait for a while."""
+    """A step with most of its rows late would compute little, so it waits a while for them."""
     monkeypatch.setattr("sidestep.engine_core.scheduler._LONGEST_S", 60.0)
     gate, run = gate_of(grammars, 0.02), engine(grammars)
     serve(run, dict.fromkeys(range(4), 40))
@@ -157,7 +157,7 @@ def test_in_the_end_a_step_waits_for_nobody(grammars: Grammars) -> None:
 
 
 class Slow:
-    """In the place of a matcher, with masks that take some milliseconds of a processor."""
+    """A matcher whose masks take some milliseconds of a processor."""
 
     num_computed = 0
 
@@ -169,7 +169,8 @@ class Slow:
 
 
 def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
-    """With one thread there is nobody else; rows that were not begun are computed later, and none twice."""
+    """With one thread the core computes the masks itself. Rows that were not begun are computed later, and none
+    twice."""
     slow, jobs = Slow(), MaskJobs(4, None)
     requests = [Request.from_message(make_request([1]), 100, frozenset()) for _ in range(200)]
     for request in requests:
@@ -177,7 +178,7 @@ def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
     found = jobs.compute(requests, 0, 0.0, 20e-3)
     rest = [request for request, mask in zip(requests, found, strict=True) if mask is None]
     assert 0 < len(rest) < len(requests) == len(rest) + slow.num_computed
-    assert all(request.mask_s >= 2e-3 for request in requests)  # what the others took, for those that were not begun
+    assert all(request.mask_s >= 2e-3 for request in requests)  # rows not begun get the time of others
     found = jobs.compute(rest, 0, 0.0, FOREVER)
     assert all(mask is not None for mask in found) and slow.num_computed == len(requests)
 
@@ -225,7 +226,8 @@ CONTROLS: list[dict[str, Any]] = [
 
 
 def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> None:
-    """A row that comes again computes what it did before, whatever else it asks for, and is told of once."""
+    """A row that enters again computes the same token as before, with any other parameters, and its output is sent
+    once."""
     def runner() -> ModelRunner:
         made = ModelRunner(WorkerArgs(
             rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),

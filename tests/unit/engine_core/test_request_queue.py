@@ -72,7 +72,7 @@ def test_a_request_that_ended_while_it_waited_is_never_served(policy: str) -> No
 
 @pytest.mark.parametrize("policy", sorted(QUEUES))
 def test_who_stands_in_for_another_has_its_place(policy: str) -> None:
-    """With equal priorities and times of arrival too."""
+    """The same holds with equal priorities and times of arrival."""
     queue = QUEUES[policy]()
     waiting = [request(handle) for handle in range(4)]
     for one in waiting:

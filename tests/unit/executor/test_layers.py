@@ -63,7 +63,7 @@ YARNS = [{}, {"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 1.5}, {"msc
 @pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "type"])
 def test_scaled_frequencies_equal_those_of_transformers(
         kind: str, more: dict[str, Any], head_dim: int, form: str) -> None:
-    """From config.json as either of them reads it, in its newer form and in the two older ones."""
+    """Both sides read config.json, in its newer form and in the two older ones."""
     scaling = {name: value for name, value in {**ROPES[kind], **more}.items() if value is not None}
     values: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": 4 * head_dim, "head_dim": head_dim,

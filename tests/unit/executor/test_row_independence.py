@@ -1,7 +1,7 @@
-"""On a CPU a row's bits depend on that row alone: each operation, and whole models, alone and among others.
+"""On a CPU a row's bits depend on that row alone: compare each operation, and whole models, alone and among others.
 
-All comparisons are exact. Three threads, because torch cuts tensors by their number; .ci/run does it again for a CPU
-without wide instructions.
+All comparisons are exact. The tests use three threads, because torch cuts tensors by the number of threads; .ci/run
+runs them again for a CPU without wide instructions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def three_threads() -> Iterator[None]:
 
 
 def check(operation: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Compares the last rows of x alone with what they give among all."""
+    """Compare the result of the last rows of x alone with their result among all rows."""
     together = operation(x.clone())
     for count in COUNTS:
         assert torch.equal(operation(x[len(x) - count:].clone()), together[len(x) - count:]), f"{count} rows"
@@ -60,7 +60,7 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_size(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU whose libraries choose among kernels by the number of rows for every layout."""
+    """Behave like a CPU whose libraries choose among kernels by the number of rows for every layout."""
     def by_number_of_rows(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6)
 
@@ -116,7 +116,7 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
     kv = torch.randn(padded_length(length), 2 * kv_heads, dim).to(dtype).float()
 
     def chunk(first: int, last: int) -> Tensor:
-        """Consecutive positions that have one padded length."""
+        """Return the attention of consecutive positions, which have one padded length."""
         keys = padded_length(last)
         mask = causal_mask(first, last - first, keys, 0, torch.device("cpu"))
         return prefill_attention(q[first:last], kv[:keys], mask, dim**-0.5)

@@ -1,5 +1,5 @@
-"""What a CPU worker holds beside its weights and its cache does not grow with the number of steps, nor of their sizes.
-"""
+"""The memory of a CPU worker beside its weights and its cache does not grow with the number or the sizes of its
+steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(first, run(24))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_steps_of_all_sizes_leave_nothing_behind() -> None:
-    """The first third of some two hundred steps may warm up; the others add less than a tenth of what torch takes."""
+    """The first third of some two hundred steps may warm up; the others add less than a tenth of torch's own memory."""
     ran = subprocess.run([sys.executable, "-c", STEPS], check=True, text=True, stdin=subprocess.DEVNULL,
                          capture_output=True, env={**os.environ, **worker_environment(1)})
     first, last = map(int, ran.stdout.split())
@@ -56,7 +56,8 @@ def test_steps_of_all_sizes_leave_nothing_behind() -> None:
 
 
 def test_a_small_model_has_a_small_cache() -> None:
-    """Room for one request of full length and for short ones in all places; a large model's is as large as may be."""
+    """A small model's cache has room for one request of full length and for short ones in all slots; a large model's
+    has the largest size."""
     spec = load_model_spec(DEFAULT_MODEL)
     args = WorkerArgs(rank=0, spec=spec, model=ModelConfig(DEFAULT_MODEL), cache=CacheConfig(),
                       parallel=ParallelConfig(device="cpu"), scheduler=SchedulerConfig(), max_model_len=2048)

@@ -182,7 +182,7 @@ async def test_death_wakes_everybody_with_the_cause(llm: AsyncLLM, channel: Fake
 
 async def test_a_request_is_queued_before_the_core_can_have_it(llm: AsyncLLM, channel: FakeChannel,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast the core is: it schedules some choices while the frontend still looks after others."""
+    """A fast core schedules some choices while the frontend still prepares others."""
     scheduled = list[float]()
 
     def send(message: object) -> None:

@@ -39,7 +39,7 @@ def test_every_engine_option_is_a_flag_with_help(command: list[str], capsys: pyt
     text = " ".join(capsys.readouterr().out.split())
     for field in fields(EngineArgs):
         if field.name == "seed" and command in (["generate"], ["chat"]):
-            continue  # that of the sampling parameters
+            continue  # --seed sets the sampling parameter
         assert flag_names(field.name)[0] in text
         assert field.metadata["doc"].split(";")[0].split(".")[0][:25] in text
 
@@ -173,7 +173,7 @@ def test_a_benchmark_prints_a_table_or_json(
 
 
 class Terminal(io.StringIO):
-    """Standard error of a user who watches."""
+    """Standard error that is a terminal."""
 
     def isatty(self) -> bool:
         return True

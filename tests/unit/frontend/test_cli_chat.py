@@ -67,7 +67,7 @@ def say(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> None:
 
 @pytest.fixture(autouse=True)
 def interrupts() -> Iterator[None]:
-    """Ctrl-C works as in a terminal, whatever these tests were started by and ignore."""
+    """Let Ctrl-C work as in a terminal, also if the tests were started with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -133,7 +133,7 @@ def test_a_model_without_a_template_is_refused_before_the_engine_starts(
 
 @contextmanager
 def terminal(*keys: str) -> Iterator[None]:
-    """A terminal in which these are typed."""
+    """Make standard input a terminal in which these keys are typed."""
     with create_pipe_input() as typed, create_app_session(input=typed, output=DummyOutput()):
         for each in keys:
             typed.send_text(each)

@@ -23,7 +23,7 @@ DECODER = msgspec.json.Decoder(Prompt)
 
 
 def num_values(value: Any) -> int:
-    """Commas and opening brackets, as a parser sees them."""
+    """Return the number of commas and opening brackets that a parser sees."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
         return 1 + max(0, len(value) - 1) + sum(map(num_values, inner))

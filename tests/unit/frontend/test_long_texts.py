@@ -1,4 +1,4 @@
-"""A long text holds up nobody: other threads run while it is tokenised, and its memory is given back."""
+"""A long text does not block other threads: they run while it is tokenised, and its memory is given back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = "def get_name(self, value):\n    return self.values[value] + 12345\n"
 
 
 def turns_during(work: Callable[[], object]) -> int:
-    """How often another thread has had a turn until the work was done."""
+    """Return how often another thread ran until the work was done."""
     turns, done = 0, threading.Event()
 
     def take_turns() -> None:
@@ -36,7 +36,7 @@ def turns_during(work: Callable[[], object]) -> int:
 
 def test_other_threads_run_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:
     text = TEXT * 3000
-    # With the interpreter lock held the other thread would run at the beginning alone.
+    # If the interpreter lock were held, the other thread would run only at the beginning.
     assert turns_during(lambda: tokenizer.encode(text)) > 20
 
 
@@ -81,7 +81,7 @@ async def test_the_smallest_waiting_job_is_next() -> None:
 
     tasks = [asyncio.create_task(lane.run(size, work, size)) for size in (50, 30, 40, 10, 20)]
     await asyncio.sleep(0)
-    tasks[3].cancel()  # nobody waits for it any more
+    tasks[3].cancel()  # its caller no longer waits
     go_on.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [r for r in results if isinstance(r, int)] == [50, 30, 40, 20] and order == [50, 20, 30, 40]

@@ -1,4 +1,5 @@
-"""Where options come from: a flag overrides the environment, which overrides the file; mistakes name their place."""
+"""Sources of options: a flag overrides the environment, which overrides the file. Errors name the source of a wrong
+value."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The first line of what is said of a wrong command."""
+    """Return the first line of the error for a wrong command."""
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2

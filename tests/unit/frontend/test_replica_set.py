@@ -260,7 +260,7 @@ async def test_nobody_waits_for_a_core_that_is_silent(
 
 @pytest.fixture
 def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the watch count its turns soon after each other, with many turns of the loop between them."""
+    """Make the watch take its turns in quick succession, with many turns of the loop between them."""
     monkeypatch.setattr(stall_watch, "TURN_S", 0.01)
 
 
@@ -276,7 +276,7 @@ def stalled(llm: AsyncLLM) -> dict[int, str]:
 @pytest.mark.parametrize("whole_core", [True, False])
 async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
         llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool) -> None:
-    """A core that is stopped answers nothing; one whose worker is stopped answers that it makes no progress."""
+    """A stopped core does not answer. A core whose worker is stopped answers that it makes no progress."""
     tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(3)]
     await turns()
     stuck = holder(channels, 0)

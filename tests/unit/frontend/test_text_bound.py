@@ -1,4 +1,4 @@
-"""A text that cannot fit is refused by its length, and nothing that fits is."""
+"""The server refuses a text that cannot fit by its length, and refuses no text that fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHARACTERS = ["a", "b", " ", "\n", "é", "e\u0301", "\u1fef", "中", "🦆", "<x
 
 
 def byte_level(**settings: object) -> FastTokenizer:
-    """A vocabulary of bytes and of runs of 'a' and of spaces."""
+    """Make a tokenizer with a vocabulary of bytes, of runs of 'a' and of runs of spaces."""
     merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa"), ("Ġ", "Ġ")]
     words = [*ALPHABET, *(one + two for one, two in merges)]
     tokenizer = FastTokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
@@ -36,7 +36,7 @@ def byte_level(**settings: object) -> FastTokenizer:
 
 
 def byte_fallback(**settings: object) -> FastTokenizer:
-    """As Llama 2 has it: no pre-tokenizer, spaces are written as another character."""
+    """Make a tokenizer like Llama 2's: no pre-tokenizer, spaces are written as another character."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "aa", "▁"]
     tokenizer = FastTokenizer(models.BPE(
         {word: i for i, word in enumerate(words)}, [("a", "a")], unk_token="<unk>", fuse_unk=True,
@@ -87,7 +87,7 @@ def test_no_text_has_fewer_tokens_than_its_bounds(make: Callable[[], FastTokeniz
 def test_the_bounds_are_reached() -> None:
     bound = TextBound(byte_level())
     assert bound.least_tokens("a" * 80) == bound.counted_least_tokens("a" * 80) == 10
-    # By its bytes a text is known better: no token of more than a byte has any of these.
+    # The bytes give a better bound: no token of more than one byte has any of these.
     assert bound.counted_least_tokens("中b" * 10) == 40
 
 
@@ -104,7 +104,7 @@ def test_the_bundled_model_is_bounded_by_its_longest_token(tokenizer: Tokenizer)
 
 
 class Counted(Tokenizer):
-    """Counts the texts that reach the library."""
+    """Count the texts that reach the library."""
 
     def __init__(self, one: Tokenizer) -> None:
         self.fast, self.bound, self.num = one.fast, one.bound, 0
@@ -139,7 +139,7 @@ async def test_a_very_long_text_is_counted_before_it_is_tokenised(tokenizer: Tok
 
 async def test_the_longest_text_that_fits_is_taken(tokenizer: Tokenizer) -> None:
     longest = max((tokenizer.decode([i]) for i in range(tokenizer.vocab_size)), key=len)
-    separate = [longest, "\n\n"]  # runs of these would be cut in another way
+    separate = [longest, "\n\n"]  # the tokenizer would cut runs of these in another way
     text = "".join(separate[i % 2] for i in range(99))
     ids = tokenizer.encode(text)
     inputs = input_processor(tokenizer, len(ids) + 1)
@@ -158,7 +158,7 @@ async def test_a_chat_that_cannot_fit_is_refused_too(tokenizer: Tokenizer) -> No
 
 
 def test_the_state_of_parts_is_json(tokenizer: Tokenizer) -> None:
-    """The library gives the settings of its parts as a file has them; the bound reads them."""
+    """The library gives the settings of its parts as a tokenizer's file has them, and the bound reads them."""
     part = pre_tokenizers.Split(" ", "removed")
     assert json.loads(part.__getstate__())["behavior"] == "Removed"
     removing = byte_level()

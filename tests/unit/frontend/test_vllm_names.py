@@ -1,4 +1,4 @@
-"""What scripts for vLLM import, call and pass on the command line."""
+"""Scripts for vLLM: their imports, calls and command lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_module_has_what_it_says_and_names_what_it_lacks(module: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_does_not_exist_says_what_there_is(name: str, below: str) -> None:
     if (ROOT / "sidestep" / f"{name}{below}".replace(".", "/")).is_dir() or f"sidestep.{name}{below}" in FACADE:
-        return  # it stands for what is below it
+        return  # it stands for the modules below it
     with pytest.raises(ModuleNotFoundError, match=r"^sidestep\.\S+: ") as caught:
         importlib.import_module(f"sidestep.{name}{below}")
     assert caught.value.name is None

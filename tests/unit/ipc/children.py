@@ -40,7 +40,7 @@ def hold_the_interpreter(raw: bytes) -> None:
 
 
 def log_and_fail(_: bytes) -> None:
-    """Writes what processes write: a record, a warning, an exception."""
+    """Write a log record, a warning and an uncaught exception."""
     logging.getLogger("sidestep.child").info("about to fail")
     warnings.warn("soon", FutureWarning, stacklevel=1)
     raise RuntimeError("no more")

@@ -1,4 +1,4 @@
-"""Errors pass between a program's own processes: whole, whatever they are made of."""
+"""Errors pass unchanged between a program's own processes, whatever arguments they are made of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kinds(base: type[SidestepError] = SidestepError) -> Iterator[type[SidestepEr
 
 
 def make(kind: type[SidestepError]) -> SidestepError:
-    """One, from arguments of whatever kind its constructor takes."""
+    """Make an error of this class, with arguments that its constructor accepts."""
     own = next((base for base in kind.__mro__ if "__init__" in vars(base)), None)
     if own is None or not issubclass(own, SidestepError):
         return kind("what went wrong")

@@ -1,5 +1,4 @@
-"""config.json, generation_config.json and the tokenizer's files as they are found, with what the
-user puts over them."""
+"""Read config.json, generation_config.json and the tokenizer's files as they are found, with the user's overrides."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ QWEN3: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-"""What the model cards of Qwen say to add for long texts."""
+"""The setting that Qwen's model cards recommend for long texts."""
 
 
 def read(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
@@ -258,7 +257,7 @@ def test_a_null_is_a_field_that_is_not_there(tmp_path: Path) -> None:
 def test_an_output_ends_at_the_files_tokens_and_at_the_tokenizer_s(
     tmp_path: Path, generation: Any, tokenizer: Any, expected: tuple[int, ...]
 ) -> None:
-    """As in vLLM: those of generation_config.json, else of config.json, and the tokenizer's own."""
+    """As in vLLM: the tokens of generation_config.json, else of config.json, and the tokenizer's own."""
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     if tokenizer is not None:

@@ -1,4 +1,4 @@
-"""vLLM's names: what has the same meaning is taken, all else is one sentence that names it."""
+"""vLLM's names: a name with the same meaning is accepted; every other name gets one sentence that names it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = {**ENGINE_OPTIONS, **SERVER_OPTIONS, **SERVED_ONLY, **SAMPLING_FIELDS, **S
        **ARGUMENTS}
 PROPER = ("AsyncLLM", "FlexibleArgumentParser", "KV", "LLM", "LoRA", "TextPrompt", "VLLM_")
 REFUSED = object()
-"""A value that no entry takes."""
+"""A value that no entry accepts."""
 
 
 def test_no_name_is_one_of_ours() -> None:

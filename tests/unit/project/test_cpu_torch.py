@@ -19,7 +19,7 @@ has_driver = pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), re
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
-    """The address of an index that has torch."""
+    """Serve an index that has torch, and return its address."""
     (tmp_path / "whl" / "torch").mkdir(parents=True)
     (tmp_path / "whl" / "torch" / "index.html").write_text("")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
@@ -32,7 +32,8 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def arguments(index: str, *flags: str, path: str = "") -> str:
-    """What pip is given. With -S Python does not see the libraries of its environment, torch among them."""
+    """Return the arguments that pip gets. With -S Python does not see the libraries of its environment, torch among
+    them."""
     done = subprocess.run([sys.executable, "-E", *flags, "-c", CODE, str(SCRIPTS), index], capture_output=True,
                           text=True, env={"PATH": path})
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "executor": ("ipc", "kernels"),
     "engine_core": ("ipc", "executor.base"),
     "frontend": ("ipc",),
-    # The facade's own modules have the names that scripts for vLLM import from.
+    # The facade's own modules that have the names of vLLM's.
     "sidestep": ("frontend", "ipc", "engine", "inputs"),
 }
 TORCH_FREE = ("ipc", "engine_core", "frontend", "sidestep")

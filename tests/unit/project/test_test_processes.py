@@ -21,7 +21,7 @@ def test_hangs():
 
 
 def run_in_shell(command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a shell's command without a terminal."""
+    """Run a shell's command without a terminal."""
     return subprocess.run(["bash", "-c", command], cwd=ROOT, text=True, start_new_session=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100)
 
