@@ -98,7 +98,7 @@ def test_a_rank_that_is_killed_while_ranks_come_together_is_named(fake_model: st
     args = EngineArgs(model=fake_model, device="cpu", load_format="dummy", pipeline_parallel_size=2)
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(AsyncLLM.from_engine_args, args)
-        while len(ranks := workers_that_start()) < 2:
+        while not (ranks := workers_that_start()).keys() >= {"worker 0 (stage 0)", "worker 1 (stage 1)"}:
             time.sleep(0.01)
         ranks["worker 1 (stage 1)"].kill()
         with pytest.raises(EngineStartError, match=r"worker 1 \(stage 1\) .* was killed by SIGKILL"):

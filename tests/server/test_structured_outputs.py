@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
@@ -200,8 +201,11 @@ def test_wrong_choices_of_tools_are_refused_by_name(given: dict[str, Any], param
 def test_the_form_holds_after_the_reasoning(reasoning_server: LiveServer) -> None:
     """The device reasons at random, or not at all: the answer is of the form in any case."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
-    for seed in range(12):
-        (choice,) = ask(reasoning_server, response_format=form, seed=seed, max_tokens=1900).choices
+    with ThreadPoolExecutor(12) as pool:
+        answers = pool.map(lambda seed: ask(reasoning_server, response_format=form, seed=seed, max_tokens=1900),
+                           range(12))
+    for answer in answers:
+        (choice,) = answer.choices
         if choice.finish_reason == "stop":
             jsonschema.validate(json.loads(choice.message.content), SCHEMA)
 
