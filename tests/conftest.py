@@ -1,4 +1,4 @@
-"""What holds for all tests: the state that a test process starts in, and how many processes run them.
+"""Settings of all tests: the state that a test process starts in, and how many processes run them.
 
 Before anything imports Triton: without a GPU its kernels run in its interpreter, so the same tests serve both.
 """

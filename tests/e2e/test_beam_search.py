@@ -72,7 +72,7 @@ def test_random_models_equal_transformers(family: str, random_model: RandomModel
 @pytest.fixture(scope="module", params=[1, 3])
 def unsure(request: pytest.FixtureRequest,
            tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel, list[int]]:
-    """A model that often ends a sequence, by so many tokens: its folder, itself, and those tokens."""
+    """A model that often ends a sequence, by one token or three: its folder, the model, and those tokens."""
     folder = write_tokenizer(tmp_path_factory.mktemp("unsure"))
     path = write_model("llama-gqa", folder)
     make_unsure(folder)

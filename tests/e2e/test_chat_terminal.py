@@ -18,7 +18,7 @@ from tests.processes import PYTHON_PATH
 
 PROMPT = b"> "
 LINE_HAS_ENDED = b"\x1b[?2004l"
-"""The terminal is told that pasted text is no longer of interest: Ctrl-C is a signal from here on."""
+"""The program has switched the terminal's paste mode off: from here on, Ctrl-C is a signal."""
 
 
 def enter_terminal() -> None:
@@ -37,7 +37,7 @@ class Screen:
         self.shown = b""
 
     def until(self, words: bytes) -> bytes:
-        """What is shown up to these words, since the last call."""
+        """Return the text shown since the last call, up to these words."""
         while words not in self.shown:
             assert select.select([self._descriptor], [], [], 60)[0], self.shown
             self.shown += os.read(self._descriptor, 4096)
@@ -48,7 +48,7 @@ class Screen:
         os.write(self._descriptor, keys)
 
     def rest(self) -> bytes:
-        """What is shown until the program has ended."""
+        """Return the text shown until the program has ended."""
         try:
             while data := os.read(self._descriptor, 4096):
                 self.shown += data

@@ -58,7 +58,7 @@ def test_greedy_tokens_equal_plain_arithmetic(
 
 @pytest.fixture(scope="module")
 def arithmetic(random_model: RandomModel) -> list[list[int]]:
-    """What the requests must be answered, by plain arithmetic."""
+    """Return the right answers of all requests, by plain arithmetic."""
     _, model = random_model("llama-gqa")
     prompts, params = requests(model.config.vocab_size)
     expected = [reference_greedy(model, prompt, p) for prompt, p in zip(prompts, params, strict=True)]

@@ -1,4 +1,4 @@
-"""What an engine makes of its model's files: how long requests may be, how they are sampled by
+"""Options that follow from the model's files: how long requests may be, how they are sampled by
 default, and that it runs without a tokenizer."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def without_tokenizer(fake_model: str, tmp_path: Path) -> str:
 
 
 def tokens_of(folder: str, count: int, seed: int = 0) -> list[int]:
-    """What the fake device says to PROMPT; at temperature 0 the seed is 0."""
+    """Return the fake device's answer to PROMPT; at temperature 0 the seed is 0."""
     vocab_size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     return expected_tokens(PROMPT, count, seed, vocab_size)
 
