@@ -46,9 +46,9 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    """Engines of all tests of a process."""
+    """Engines that the tests of a file share."""
     shared = Engines()
     yield shared
     shared.close()

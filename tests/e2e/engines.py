@@ -8,7 +8,7 @@ from typing import Any
 from sidestep import DEFAULT_MODEL, LLM
 
 MOST_RUNNING = 3
-"""Engines that a test process keeps; each has a core and one worker or more."""
+"""Engines that are kept; each has a core and one worker or more."""
 
 
 class Engines:
