@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton.support import INTERPRETED, skip_overflow_checks
+from tests.triton.support import INTERPRETED, LIMIT_S, skip_overflow_checks
 
 # The interpreter computes with numpy, which speaks up where a GPU just computes: lanes that are padding (heads that
 # fill up a tile, say) divide 0 by 0 and subtract infinity from infinity; their results are masked when stored.
@@ -27,6 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         # Put first, so that filters which a test has itself come after these and prevail.
         item.add_marker(pytest.mark.filterwarnings(_NUMPY, _SCALAR, _FUSION), append=False)
+        item.add_marker(pytest.mark.timeout(LIMIT_S), append=False)
         if "slow" in item.keywords and "slow" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="slow: not asked for"))
 

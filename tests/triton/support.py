@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import PYTHON_PATH, ROOT
 
+LIMIT_S = 600
+"""Seconds for a test: to compile or interpret kernels takes a minute or more, and several where others work too."""
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -54,7 +56,7 @@ def run_interpreted(module: str, *words: str) -> str:
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, env=env, capture_output=True, text=True,
-                          timeout=110)
+                          timeout=LIMIT_S - 10)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
