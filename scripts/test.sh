@@ -6,4 +6,6 @@ cd "$(dirname "$0")/.."
 bash scripts/install.sh test
 bash scripts/install_chromium.sh || echo "the tests of the page in a browser are skipped" >&2
 bash scripts/install_clients.sh || echo "the tests of other projects' clients are skipped" >&2
+# Each of some hundred processes would compile the sources anew where this is set.
+export PYTHONDONTWRITEBYTECODE=
 exec .venv/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations 10 "$@"
