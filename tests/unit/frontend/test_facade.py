@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -28,4 +30,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_it_imports_nothing_else_of_ours() -> None:
     code = "import sys, sidestep; print([n for n in sys.modules if n.startswith(('sidestep.', 'msgspec', 'zmq'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_it_imports_no_archives_or_temporary_files() -> None:
+    """Each process of an engine imports it first: `importlib.abc` would cost all of them these modules."""
+    code = "import sys, sidestep; print([n for n in ('importlib.abc', 'tempfile', 'lzma') if n in sys.modules])"
+    root = Path(sidestep.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": str(root)})
     assert done.stdout.strip() == "[]"
