@@ -23,8 +23,10 @@ from sidestep.frontend.load_http import HttpTarget
 from sidestep.frontend.load_report import make_report
 from sidestep.frontend.load_send import send_all
 
-EVENT = b'data: {"id":"cmpl-7a1dfddad5f848a9893dff4f53ef951b","object":"text_completion","created":1795267968,' \
-        b'"model":"m","choices":[{"index":0,"text":"_files","logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+EVENT = (
+    b'data: {"id":"cmpl-7a1dfddad5f848a9893dff4f53ef951b","object":"text_completion","created":1795267968,'
+    b'"model":"m","choices":[{"index":0,"text":"_files","logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+)
 END = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":%d}}\n\ndata: [DONE]\n\n'
 
 
@@ -34,6 +36,7 @@ def chunk(data: bytes) -> bytes:
 
 async def feed(step_ms: float) -> None:
     """The server; prints its port."""
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"Content-Length: (\d+)", head)
@@ -62,13 +65,19 @@ async def measure(port: int, streams: int, tokens: int) -> dict[str, float]:
     cpu, report = time.process_time() - cpu, make_report(samples, begin, {})
     assert report["failed"] == 0, report
     events = sum(len(s.arrivals) for s in samples)
-    return {"events/s": events / float(report["seconds"]), "us/event": cpu / events * 1e6,
-            "p50": float(report["itl_ms_p50"]), "p99": float(report["itl_ms_p99"])}
+    return {
+        "events/s": events / float(report["seconds"]),
+        "us/event": cpu / events * 1e6,
+        "p50": float(report["itl_ms_p50"]),
+        "p99": float(report["itl_ms_p99"]),
+    }
 
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 192, 400, 600])
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=200)
@@ -85,8 +94,10 @@ def main() -> None:
                 print(f"{'streams':>8}{'events/s':>10}{'us/event':>10}{'gap p50 ms':>12}{'p99':>8}")
                 for streams in args.streams:
                     row = runner.run(measure(port, streams, args.tokens))
-                    print(f"{streams:8}{row['events/s']:10.0f}{row['us/event']:10.1f}{row['p50']:12.2f}"
-                          f"{row['p99']:8.2f}")
+                    print(
+                        f"{streams:8}{row['events/s']:10.0f}{row['us/event']:10.1f}{row['p50']:12.2f}"
+                        f"{row['p99']:8.2f}"
+                    )
             finally:
                 server.terminate()
 

@@ -25,7 +25,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-STAGES = {"front": (), "passes": ("ttir", "ttgir", "glir"), "llvm": ("llir",), "ptx": ("ptx",), "cubin": ("cubin",)}
+STAGES = {
+    "front": (),
+    "passes": ("ttir", "ttgir", "glir"),
+    "llvm": ("llir",),
+    "ptx": ("ptx",),
+    "cubin": ("cubin",),
+}
 
 
 @dataclass
@@ -79,7 +85,9 @@ class OneByOne(Executor):
         """Triton's own figures, in microseconds."""
         self._now.stages["front"] = times.ir_initialization / 1e6
         for stage, spent in times.lowering_stages:
-            self._now.stages[next(name for name, stages in STAGES.items() if stage in stages)] += spent / 1e6
+            self._now.stages[next(name for name, stages in STAGES.items() if stage in stages)] += (
+                spent / 1e6
+            )
 
 
 @contextmanager
@@ -113,23 +121,39 @@ def print_table(model: str, costs: list[tuple[str, Cost]], by_kernel: bool) -> N
     for kernel, cost in costs:
         total.add(cost)
         kernels.setdefault(kernel.split()[0], Cost()).add(cost)
-    rows = sorted(kernels.items(), key=lambda e: -e[1].cpu) if by_kernel else sorted(costs, key=lambda e: -e[1].cpu)
-    print(f"{model:28} {'number':>6}" + "".join(f"{name:>9}" for name in (*STAGES, "cpu", "launcher")))
+    rows = (
+        sorted(kernels.items(), key=lambda e: -e[1].cpu)
+        if by_kernel
+        else sorted(costs, key=lambda e: -e[1].cpu)
+    )
+    print(
+        f"{model:28} {'number':>6}" + "".join(f"{name:>9}" for name in (*STAGES, "cpu", "launcher"))
+    )
     for kernel, cost in [*rows, ("all", total)]:
         figures = (*cost.stages.values(), cost.cpu, cost.launcher)
         print(f"{kernel:28} {cost.number:6}" + "".join(f"{seconds:9.2f}" for seconds in figures))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--processors", type=int, default=132)
-    parser.add_argument("--by-kernel", action="store_true", help="one line for all variants of a kernel")
+    parser.add_argument(
+        "--by-kernel", action="store_true", help="one line for all variants of a kernel"
+    )
     args = parser.parse_args()
     if len(args.models) == 1:
-        print_table(args.models[0], compile_model(args.models[0], args.capability, args.processors), args.by_kernel)
-    for model in args.models if len(args.models) > 1 else ():  # in a process of its own, which has compiled nothing yet
+        print_table(
+            args.models[0],
+            compile_model(args.models[0], args.capability, args.processors),
+            args.by_kernel,
+        )
+    for model in (
+        args.models if len(args.models) > 1 else ()
+    ):  # in a process of its own, which has compiled nothing yet
         subprocess.run([sys.executable, *sys.argv, "--models", model], check=True)
 
 

@@ -37,20 +37,30 @@ from sidestep.ipc.model_spec import load_model_spec
 from sidestep.ipc.step import StepInput, StepMasks
 
 KINDS = {
-    "logprobs=0": Controls(logprobs=0), "logprobs=5": Controls(logprobs=5), "logprobs=20": Controls(logprobs=20),
+    "logprobs=0": Controls(logprobs=0),
+    "logprobs=5": Controls(logprobs=5),
+    "logprobs=20": Controls(logprobs=20),
     "logit_bias of 10": Controls(logit_bias={i: 0.5 for i in range(10)}),
     "allowed_token_ids, 100": Controls(allowed_token_ids=list(range(100))),
     "penalties": Controls(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
     "bad_words, 10": Controls(bad_words=[[i, i + 1, i + 2] for i in range(10)]),
-    "a grammar": Controls(has_grammar=True)}
+    "a grammar": Controls(has_grammar=True),
+}
 ROUNDS, COUNT = 5, 25
 
 
 class ControlledSteps(Steps):
     """The first `asking` requests have controls."""
 
-    def __init__(self, rows: int, context: int, block_size: int, vocab_size: int, controls: Controls,
-                 asking: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        context: int,
+        block_size: int,
+        vocab_size: int,
+        controls: Controls,
+        asking: int,
+    ) -> None:
         super().__init__(rows, context, block_size, vocab_size)
         self._asked = encode_controls(controls)
         self._asking = asking
@@ -58,10 +68,15 @@ class ControlledSteps(Steps):
 
     def __next__(self) -> StepInput:
         step = super().__next__()
-        sizes = np.where(np.arange(len(step.new_slots)) < self._asking, len(self._asked), 0).astype(np.int32)
+        sizes = np.where(np.arange(len(step.new_slots)) < self._asking, len(self._asked), 0).astype(
+            np.int32
+        )
         return dataclasses.replace(
-            step, new_control_sizes=sizes, awaits_masks=self._awaits_masks,
-            new_controls=np.frombuffer(self._asked * int((sizes > 0).sum()), np.uint8))
+            step,
+            new_control_sizes=sizes,
+            awaits_masks=self._awaits_masks,
+            new_controls=np.frombuffer(self._asked * int((sizes > 0).sum()), np.uint8),
+        )
 
     def masks(self, step: StepInput) -> StepMasks:
         """For those that have a grammar; all the same."""
@@ -89,10 +104,17 @@ def make_cpu_runner(rows: int, context: int) -> ModelRunner:
     """Of the bundled model."""
     spec = load_model_spec(DEFAULT_MODEL)
     blocks = rows * (-(-(context + 400) // 16) + 2)
-    runner = ModelRunner(WorkerArgs(
-        rank=0, spec=spec, model=ModelConfig(), cache=CacheConfig(num_kv_blocks=blocks),
-        parallel=ParallelConfig(device="cpu"), max_model_len=context + 400,
-        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(rows, 2048))))
+    runner = ModelRunner(
+        WorkerArgs(
+            rank=0,
+            spec=spec,
+            model=ModelConfig(),
+            cache=CacheConfig(num_kv_blocks=blocks),
+            parallel=ParallelConfig(device="cpu"),
+            max_model_len=context + 400,
+            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(rows, 2048)),
+        )
+    )
     runner.load()
     return runner
 
@@ -146,12 +168,12 @@ class Case:
         """Of a step without controls, after requests in other slots had some: nobody has told the runner that they have
         gone."""
         special = self._special
-        special._known[self._rows:] = True
+        special._known[self._rows :] = True
         special._count = int(special._known.sum())
         try:
             return self.seconds(Controls(), 0)
         finally:
-            special._known[self._rows:] = False
+            special._known[self._rows :] = False
             special._count = int(special._known.sum())
 
 
@@ -159,8 +181,10 @@ def report(name: str, runner: GpuRunner | ModelRunner, rows: int, context: int) 
     """One model and batch."""
     case = Case(runner, rows, context)
     measured: dict[tuple[str, int], Callable[[], float]] = {
-        ("plain", 0): lambda: case.seconds(Controls(), 0), ("without the code", 0): case.without_code,
-        ("after others", 0): case.after_others}
+        ("plain", 0): lambda: case.seconds(Controls(), 0),
+        ("without the code", 0): case.without_code,
+        ("after others", 0): case.after_others,
+    }
     for kind, controls in KINDS.items():
         for column, asking in enumerate((max(1, rows // 8), rows)):
             measured[kind, column] = lambda c=controls, n=asking: case.seconds(c, n)
@@ -178,7 +202,9 @@ def report(name: str, runner: GpuRunner | ModelRunner, rows: int, context: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int)

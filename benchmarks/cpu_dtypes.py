@@ -15,8 +15,16 @@ from collections.abc import Sequence
 
 from sidestep import DEFAULT_MODEL, LLM, SamplingParams
 
-PROMPTS = [f"{beginning}{i}" for i in range(10) for beginning in (
-    "def get_name_", "class Stack", "import os\n\n\ndef read_file_", "for i in range(1")]
+PROMPTS = [
+    f"{beginning}{i}"
+    for i in range(10)
+    for beginning in (
+        "def get_name_",
+        "class Stack",
+        "import os\n\n\ndef read_file_",
+        "for i in range(1",
+    )
+]
 NUM_TOKENS = 96
 
 
@@ -34,26 +42,43 @@ def tokens_per_second(llm: LLM, streams: int) -> float:
 def outputs(llm: LLM, numbers: Sequence[int]) -> list[list[int]]:
     """Return the tokens of these prompts, computed all at once and without cached prefixes."""
     llm.reset_prefix_cache()
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=48, ignore_eos=True) for i in numbers]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=48, ignore_eos=True) for i in numbers
+    ]
     done = llm.generate([PROMPTS[i] for i in numbers], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in done]
 
 
 def main() -> None:
     """Print a line for each type."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--threads", type=int, help="of the worker; as the engine chooses by default")
+    parser.add_argument(
+        "--threads", type=int, help="of the worker; as the engine chooses by default"
+    )
     parser.add_argument("--load-format", default="auto")
     args = parser.parse_args()
-    print(f"{'dtype':<10} {'tok/s, 1':>10} {'tok/s, 8':>10} {'differ, greedy':>15} {'differ, seeded':>15}")
+    print(
+        f"{'dtype':<10} {'tok/s, 1':>10} {'tok/s, 8':>10} {'differ, greedy':>15} {'differ, seeded':>15}"
+    )
     everybody = range(len(PROMPTS))
     for dtype in ("float32", "bfloat16", "float16"):
-        with LLM(args.model, device="cpu", dtype=dtype, cpu_threads=args.threads, load_format=args.load_format,
-                 max_model_len=512) as llm:
+        with LLM(
+            args.model,
+            device="cpu",
+            dtype=dtype,
+            cpu_threads=args.threads,
+            load_format=args.load_format,
+            max_model_len=512,
+        ) as llm:
             speeds = [tokens_per_second(llm, streams) for streams in (1, 8)]
             together, alone = outputs(llm, everybody), [outputs(llm, [i])[0] for i in everybody]
-        differ = [sum(a != b for a, b in list(zip(together, alone, strict=True))[kind::2]) for kind in (0, 1)]
+        differ = [
+            sum(a != b for a, b in list(zip(together, alone, strict=True))[kind::2])
+            for kind in (0, 1)
+        ]
         print(f"{dtype:<10} {speeds[0]:>10.0f} {speeds[1]:>10.0f} {differ[0]:>15} {differ[1]:>15}")
 
 

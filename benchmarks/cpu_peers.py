@@ -25,10 +25,22 @@ from pathlib import Path
 from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
-    "3m": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6,
-           "num_key_value_heads": 3, "vocab_size": 4096},
-    "440m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-             "num_key_value_heads": 16, "vocab_size": 32000},
+    "3m": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "vocab_size": 4096,
+    },
+    "440m": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 32000,
+    },
 }
 STREAMS = (1, 8)
 PROMPT = 64
@@ -40,8 +52,15 @@ def write_model(shape: str, folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True,
-                                 bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
+    LlamaForCausalLM(
+        LlamaConfig(
+            **SHAPES[shape],
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).save_pretrained(folder)
     bundled = Path(__file__).parent.parent / "examples" / "tiny-python"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((bundled / name).read_text())
@@ -74,8 +93,12 @@ def contend_sidestep(folder: str, args: argparse.Namespace) -> dict[int, float]:
 
     from sidestep import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
 
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=folder, device="cpu", dtype="float32", cpu_threads=args.threads))
-    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    llm = AsyncLLM.from_engine_args(
+        EngineArgs(model=folder, device="cpu", dtype="float32", cpu_threads=args.threads)
+    )
+    params = SamplingParams(
+        temperature=0, max_tokens=args.tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
 
     async def one(prompt: list[int]) -> int:
         count = 0
@@ -109,8 +132,14 @@ def contend_generate(folder: str, args: argparse.Namespace) -> dict[int, float]:
 
     def run(batch: list[list[int]]) -> int:
         ids = torch.tensor(batch)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.tokens,
-                             min_new_tokens=args.tokens, do_sample=False, pad_token_id=0)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.tokens,
+            min_new_tokens=args.tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
         return int(out[:, PROMPT:].numel())
 
     return measure(run, args, SHAPES[args.shape]["vocab_size"])
@@ -121,12 +150,17 @@ def contend_continuous(folder: str, args: argparse.Namespace) -> dict[int, float
     from transformers import GenerationConfig
 
     model = load_transformers(folder, args.threads)
-    config = GenerationConfig(max_new_tokens=args.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = GenerationConfig(
+        max_new_tokens=args.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     manager = model.init_continuous_batching(generation_config=config)
     manager.start()
 
     def run(batch: list[list[int]]) -> int:
-        ids = {manager.add_request(prompt, max_new_tokens=args.tokens, streaming=True) for prompt in batch}
+        ids = {
+            manager.add_request(prompt, max_new_tokens=args.tokens, streaming=True)
+            for prompt in batch
+        }
         last: dict[str, int] = {}
         while ids:
             result = manager.get_result(timeout=60)
@@ -220,22 +254,45 @@ print("RESULT " + json.dumps(result))
 def contend_llama_cpp(folder: str, args: argparse.Namespace) -> dict[int, float]:
     """llama.cpp's library in a bare loop: no server, no text, so the most it could give."""
     sizes = [str(args.threads), str(args.tokens), str(args.runs)]
-    done = subprocess.run([args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), *sizes],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), *sizes],
+        capture_output=True,
+        text=True,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise RuntimeError(done.stderr[-2000:])
     return {int(k): v for k, v in json.loads(lines[0].removeprefix("RESULT ")).items()}
 
 
-CONTENDERS = {"sidestep": contend_sidestep, "transformers generate": contend_generate,
-              "transformers continuous batching": contend_continuous, "llama.cpp": contend_llama_cpp}
+CONTENDERS = {
+    "sidestep": contend_sidestep,
+    "transformers generate": contend_generate,
+    "transformers continuous batching": contend_continuous,
+    "llama.cpp": contend_llama_cpp,
+}
 
 
-def run_child(name: str, folder: str, shape: str, args: argparse.Namespace) -> dict[int, float] | None:
+def run_child(
+    name: str, folder: str, shape: str, args: argparse.Namespace
+) -> dict[int, float] | None:
     """One contender in a process of its own; None if it failed."""
-    command = [sys.executable, __file__, "--contender", name, "--folder", folder, "--shape", shape, "--threads",
-               str(args.threads), "--tokens", str(args.tokens), "--runs", str(args.runs)]
+    command = [
+        sys.executable,
+        __file__,
+        "--contender",
+        name,
+        "--folder",
+        folder,
+        "--shape",
+        shape,
+        "--threads",
+        str(args.threads),
+        "--tokens",
+        str(args.tokens),
+        "--runs",
+        str(args.runs),
+    ]
     if args.llama_python:
         command += ["--llama-python", args.llama_python]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
@@ -249,7 +306,9 @@ def run_child(name: str, folder: str, shape: str, args: argparse.Namespace) -> d
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=3)
@@ -263,7 +322,9 @@ def main() -> None:
         print("RESULT " + json.dumps(CONTENDERS[args.contender](args.folder, args)))
         return
     names = [n for n in CONTENDERS if n != "llama.cpp" or args.llama_python]
-    print(f"{args.threads} threads, float32, {PROMPT} tokens in, {args.tokens} out, tokens/s (best of {args.runs})")
+    print(
+        f"{args.threads} threads, float32, {PROMPT} tokens in, {args.tokens} out, tokens/s (best of {args.runs})"
+    )
     print(f"{'model':<6} {'contender':<34}" + "".join(f"{f'{n} streams':>12}" for n in STREAMS))
     for shape in args.models:
         with tempfile.TemporaryDirectory() as folder:

@@ -11,16 +11,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_models import Model
-from benchmarks.gpu_timing import DEVICE, DTYPE, L2_BYTES, Call, microseconds, relative_error, repeated
-from sidestep.kernels.decode_attention_triton import DecodeConfig, DecodeScratch, decode_attention, plan_attention
+from benchmarks.gpu_timing import (
+    DEVICE,
+    DTYPE,
+    L2_BYTES,
+    Call,
+    microseconds,
+    relative_error,
+    repeated,
+)
+from sidestep.kernels.decode_attention_triton import (
+    DecodeConfig,
+    DecodeScratch,
+    decode_attention,
+    plan_attention,
+)
 from sidestep.kernels.prefill_attention_triton import PrefillConfig, prefill_attention
 
 
 class Paged:
     """A batch over a paged cache, of which there are as many copies as L2 asks for."""
 
-    def __init__(self, model: Model, lengths: Sequence[int], counts: Sequence[int], block_size: int,
-                 copies: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        block_size: int,
+        copies: int,
+    ) -> None:
         self.model, self.block_size = model, block_size
         rows = len(lengths)
         blocks = [math.ceil(n / block_size) for n in lengths]
@@ -28,7 +47,7 @@ class Paged:
         self.tables = torch.zeros(rows, max(blocks), dtype=torch.int32)
         at = 0
         for row, n in enumerate(blocks):
-            self.tables[row, :n] = order[at:at + n]
+            self.tables[row, :n] = order[at : at + n]
             at += n
         self.tables = self.tables.to(DEVICE)
         shape = (sum(blocks), 2 * model.kv_heads, block_size, model.head_dim)
@@ -48,15 +67,23 @@ class Paged:
 
     def plan(self, tile: int, tokens: int) -> None:
         """Counts the tiles, and is done before anything else starts."""
-        plan_attention(self.seq_lens, self.query_starts, self.header, self.decode_ends, self.prefill_ends, tile=tile,
-                       tokens=tokens, window=0)
+        plan_attention(
+            self.seq_lens,
+            self.query_starts,
+            self.header,
+            self.decode_ends,
+            self.prefill_ends,
+            tile=tile,
+            tokens=tokens,
+            window=0,
+        )
         torch.cuda.synchronize()
 
     def keys_values(self, row: int) -> tuple[Tensor, Tensor]:
         """Of the first copy: [KVH, length, D] each."""
-        table = self.tables[row, :math.ceil(self.lengths[row] / self.block_size)].long()
-        both = self.caches[0][table].transpose(0, 1).flatten(1, 2)[:, :self.lengths[row]]
-        return both[:self.model.kv_heads], both[self.model.kv_heads:]
+        table = self.tables[row, : math.ceil(self.lengths[row] / self.block_size)].long()
+        both = self.caches[0][table].transpose(0, 1).flatten(1, 2)[:, : self.lengths[row]]
+        return both[: self.model.kv_heads], both[self.model.kv_heads :]
 
     def error(self, rows: Iterable[int]) -> float:
         """The largest relative error of these rows, the reference in float64; long prompts by their last 64 tokens."""
@@ -65,21 +92,25 @@ class Paged:
             keys, values = self.keys_values(row)
             first = max(starts[row], starts[row + 1] - 64)
             shape = (-1, m.kv_heads, m.heads // m.kv_heads, m.head_dim)
-            q = self.q[first:starts[row + 1]].view(shape).double()
+            q = self.q[first : starts[row + 1]].view(shape).double()
             length, n = self.lengths[row], q.shape[0]
-            scores = torch.einsum("nkgd,kld->kgnl", q, keys.double()) * m.head_dim ** -0.5
+            scores = torch.einsum("nkgd,kld->kgnl", q, keys.double()) * m.head_dim**-0.5
             positions = torch.arange(length - n, length, device=DEVICE)
             hidden = torch.arange(length, device=DEVICE)[None] > positions[:, None]
             weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
             reference = torch.einsum("kgnl,kld->nkgd", weights, values.double())
-            worst = max(worst, relative_error(self.out[first:starts[row + 1]].view(shape), reference))
+            worst = max(
+                worst, relative_error(self.out[first : starts[row + 1]].view(shape), reference)
+            )
         return worst
 
 
 class Decode:
     """Decode attention of one batch."""
 
-    def __init__(self, model: Model, lengths: Sequence[int], block_size: int = 64, copies: int = 0) -> None:
+    def __init__(
+        self, model: Model, lengths: Sequence[int], block_size: int = 64, copies: int = 0
+    ) -> None:
         self.bytes = sum(lengths) * 2 * model.kv_heads * model.head_dim * 2
         copies = copies or math.ceil(L2_BYTES / self.bytes)
         self.batch = Paged(model, lengths, [1] * len(lengths), block_size, copies)
@@ -92,8 +123,20 @@ class Decode:
         b.plan(config.tile, 16)
 
         def call(cache: Tensor) -> None:
-            decode_attention(b.q, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, b.out, scratch,
-                             num_heads=m.heads, window=0, scale=m.head_dim ** -0.5)
+            decode_attention(
+                b.q,
+                cache,
+                b.tables,
+                b.slots,
+                b.seq_lens,
+                b.decode_ends,
+                b.out,
+                scratch,
+                num_heads=m.heads,
+                window=0,
+                scale=m.head_dim**-0.5,
+            )
+
         return [lambda cache=cache: call(cache) for cache in b.caches]
 
     def time(self, config: DecodeConfig) -> float:
@@ -114,10 +157,17 @@ class Decode:
         shape = (rows, m.kv_heads, length, m.head_dim)
         q = self.batch.q.view(rows, m.heads, 1, m.head_dim)
         copies = min(len(self.batch.caches), 40)
-        pairs = [(torch.randn(shape, dtype=DTYPE, device=DEVICE), torch.randn(shape, dtype=DTYPE, device=DEVICE))
-                 for _ in range(copies)]
-        calls: list[Call] = [lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-                             for k, v in pairs]
+        pairs = [
+            (
+                torch.randn(shape, dtype=DTYPE, device=DEVICE),
+                torch.randn(shape, dtype=DTYPE, device=DEVICE),
+            )
+            for _ in range(copies)
+        ]
+        calls: list[Call] = [
+            lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            for k, v in pairs
+        ]
         return microseconds(repeated(calls, 6))
 
 
@@ -135,9 +185,23 @@ class Prefill:
         b.plan(64, config.tokens(m.heads // m.kv_heads))
 
         def call(cache: Tensor) -> None:
-            prefill_attention(b.q, cache, b.tables, b.slots, b.seq_lens, b.query_starts, b.prefill_ends, b.out, config,
-                              num_heads=m.heads, max_tokens=b.q.shape[0], max_rows=len(b.lengths), window=0,
-                              scale=m.head_dim ** -0.5)
+            prefill_attention(
+                b.q,
+                cache,
+                b.tables,
+                b.slots,
+                b.seq_lens,
+                b.query_starts,
+                b.prefill_ends,
+                b.out,
+                config,
+                num_heads=m.heads,
+                max_tokens=b.q.shape[0],
+                max_rows=len(b.lengths),
+                window=0,
+                scale=m.head_dim**-0.5,
+            )
+
         return [lambda cache=cache: call(cache) for cache in b.caches]
 
     def time(self, config: PrefillConfig) -> float:
@@ -156,4 +220,7 @@ class Prefill:
         m, rows, length = self.model, len(self.batch.lengths), self.batch.lengths[0]
         q = torch.randn(rows, m.heads, length, m.head_dim, dtype=DTYPE, device=DEVICE)
         k, v = torch.randn(2, rows, m.kv_heads, length, m.head_dim, dtype=DTYPE, device=DEVICE)
-        return microseconds([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 4, 5)
+        return microseconds(
+            [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)] * 4,
+            5,
+        )

@@ -33,7 +33,9 @@ from sidestep.kernels.gated_gemm_triton import GatedConfig, gated_gemm
 
 def compile_gated(model: Model, rows: int, config: GatedConfig) -> None:
     """Runs nothing."""
-    x, weight = (torch.empty(n, model.hidden, dtype=DTYPE, device=DEVICE) for n in (rows, 2 * model.inner))
+    x, weight = (
+        torch.empty(n, model.hidden, dtype=DTYPE, device=DEVICE) for n in (rows, 2 * model.inner)
+    )
     with CompilerThreads(1) as threads, compiling_only(threads):
         gated_gemm(x, weight, config=config)
 
@@ -58,11 +60,16 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
                 yield lambda m=model, r=rows, c=gated: compile_gated(m, r, c)
         for rows in TUNED_ROWS if "layers" in sections else ():
             for config in decode_configs():
-                yield lambda m=model, r=rows, c=config: (_one_layer(m, r).set_decode(c), _one_layer(m, r).run({}))
+                yield lambda m=model, r=rows, c=config: (
+                    _one_layer(m, r).set_decode(c),
+                    _one_layer(m, r).run({}),
+                )
             for configs in layer_configs(model, rows):
                 yield lambda m=model, r=rows, c=configs: _one_layer(m, r).run(c)
             for product in product_configs((model.vocab, model.hidden, False), rows):
-                yield lambda m=model, r=rows, c=product: check_linear(m.vocab, m.hidden, False, r, c)
+                yield lambda m=model, r=rows, c=product: check_linear(
+                    m.vocab, m.hidden, False, r, c
+                )
 
 
 def _compile(index: int, of: int, sections: set[str]) -> None:
@@ -78,7 +85,9 @@ def compile_all(sections: set[str]) -> None:
     """Fills Triton's cache from several processes."""
     begin, number = time.perf_counter(), max(1, (os.cpu_count() or 2) - 1)
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_compile, args=(i, number, sections)) for i in range(number)]
+    processes = [
+        context.Process(target=_compile, args=(i, number, sections)) for i in range(number)
+    ]
     for process in processes:
         process.start()
     for process in processes:

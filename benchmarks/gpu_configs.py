@@ -29,23 +29,43 @@ def decode_configs() -> Iterator[DecodeConfig]:
 
 def prefill_configs() -> Iterator[PrefillConfig]:
     """The larger tiles, with bulk copies and without."""
-    for rows, keys, warps, stages, registers in ((64, 64, 4, 3, None), (64, 64, 4, 2, None), (64, 64, 4, 3, 160),
-                                                 (128, 64, 8, 2, 128), (64, 64, 4, 4, None), (64, 64, 4, 2, 160)):
+    for rows, keys, warps, stages, registers in (
+        (64, 64, 4, 3, None),
+        (64, 64, 4, 2, None),
+        (64, 64, 4, 3, 160),
+        (128, 64, 8, 2, 128),
+        (64, 64, 4, 4, None),
+        (64, 64, 4, 2, 160),
+    ):
         yield PrefillConfig(rows, keys, warps, stages, True, registers)
     yield PrefillConfig(64, 64, 4, 3, False)
 
 
 def gemv_configs(inputs: int) -> Iterator[SkinnyConfig]:
     """For one row."""
-    for block_n, block_k, warps in ((1, 512, 2), (1, 1024, 4), (1, 2048, 4), (1, 4096, 8), (2, 1024, 4), (2, 2048, 8),
-                                    (4, 512, 4), (8, 512, 8)):
+    for block_n, block_k, warps in (
+        (1, 512, 2),
+        (1, 1024, 4),
+        (1, 2048, 4),
+        (1, 4096, 8),
+        (2, 1024, 4),
+        (2, 2048, 8),
+        (4, 512, 4),
+        (8, 512, 8),
+    ):
         if block_k < 2 * inputs:
             yield SkinnyConfig(block_n, block_k, warps, False)
 
 
 def skinny_configs() -> Iterator[SkinnyConfig]:
     """For 2 to 16 rows."""
-    for block_n, block_k, warps in ((16, 512, 4), (16, 1024, 4), (16, 1024, 8), (16, 2048, 8), (32, 512, 4)):
+    for block_n, block_k, warps in (
+        (16, 512, 4),
+        (16, 1024, 4),
+        (16, 1024, 8),
+        (16, 2048, 8),
+        (32, 512, 4),
+    ):
         yield SkinnyConfig(block_n, block_k, warps)
 
 
@@ -76,11 +96,29 @@ def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
 GATED_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 8192)
 _GATED_TILES = {
     # rows, columns of each half, step, warps, stages, programs
-    64: ((64, 64, 64, 4, 4, 2), (64, 128, 64, 4, 4), (64, 128, 64, 4, 5), (64, 64, 128, 4, 4), (64, 32, 64, 4, 4, 3)),
-    128: ((128, 128, 64, 8, 4), (128, 64, 64, 4, 3, 2), (64, 128, 64, 4, 5), (64, 64, 64, 4, 4, 2), (128, 64, 64, 8, 6),
-          (128, 32, 64, 8, 4, 2)),
-    8192: ((256, 64, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 64, 64, 4, 3, 2),
-           (64, 64, 64, 4, 4, 2))}
+    64: (
+        (64, 64, 64, 4, 4, 2),
+        (64, 128, 64, 4, 4),
+        (64, 128, 64, 4, 5),
+        (64, 64, 128, 4, 4),
+        (64, 32, 64, 4, 4, 3),
+    ),
+    128: (
+        (128, 128, 64, 8, 4),
+        (128, 64, 64, 4, 3, 2),
+        (64, 128, 64, 4, 5),
+        (64, 64, 64, 4, 4, 2),
+        (128, 64, 64, 8, 6),
+        (128, 32, 64, 8, 4, 2),
+    ),
+    8192: (
+        (256, 64, 64, 8, 4),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 8, 3),
+        (128, 64, 64, 4, 3, 2),
+        (64, 64, 64, 4, 4, 2),
+    ),
+}
 
 
 def gated_configs(rows: int) -> list[GatedConfig]:

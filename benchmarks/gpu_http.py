@@ -35,15 +35,22 @@ START_S = 120.0
 
 
 def planned(rate: float, count: int, vocab_size: int) -> list[PlannedRequest]:
-    return [PlannedRequest(prompt, length, at) for at, prompt, length in online(rate, count, vocab_size)]
+    return [
+        PlannedRequest(prompt, length, at) for at, prompt, length in online(rate, count, vocab_size)
+    ]
 
 
 async def measure(target: Target, args: argparse.Namespace, vocab_size: int) -> Report:
     """The load's figures, after a warm-up."""
     await send_all(target, planned(50, 64, vocab_size), time.monotonic(), None)
     begin = time.monotonic()
-    return make_report(await send_all(target, planned(args.rate, round(args.rate * args.seconds), vocab_size), begin,
-                                      None), begin, {})
+    return make_report(
+        await send_all(
+            target, planned(args.rate, round(args.rate * args.seconds), vocab_size), begin, None
+        ),
+        begin,
+        {},
+    )
 
 
 async def in_process(path: str, args: argparse.Namespace, vocab_size: int) -> Report:
@@ -55,8 +62,19 @@ async def in_process(path: str, args: argparse.Namespace, vocab_size: int) -> Re
 async def over_http(path: str, args: argparse.Namespace, vocab_size: int) -> Report:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "sidestep", "serve", path, "--load-format", "dummy", "--device", args.device,
-               "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "sidestep",
+        "serve",
+        path,
+        "--load-format",
+        "dummy",
+        "--device",
+        args.device,
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(command, cwd=Path(__file__).resolve().parent.parent)
     try:
         server = HttpServer(f"http://127.0.0.1:{port}")
@@ -82,13 +100,17 @@ async def ready(server: HttpServer, process: subprocess.Popen[bytes]) -> None:
 
 def line(name: str, report: Report) -> str:
     r = {key: value for key, value in report.items() if isinstance(value, (int, float))}
-    return (f"{name:11} {r['output_tokens_per_s']:8.0f} tokens/s  TTFT p50/p99 {r['ttft_ms_p50']:.1f}/"
-            f"{r['ttft_ms_p99']:.1f} ms  ITL p50/p99 {r['itl_ms_p50']:.2f}/{r['itl_ms_p99']:.1f} ms  failed "
-            f"{r['failed']:.0f}")
+    return (
+        f"{name:11} {r['output_tokens_per_s']:8.0f} tokens/s  TTFT p50/p99 {r['ttft_ms_p50']:.1f}/"
+        f"{r['ttft_ms_p99']:.1f} ms  ITL p50/p99 {r['itl_ms_p50']:.2f}/{r['itl_ms_p99']:.1f} ms  failed "
+        f"{r['failed']:.0f}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="qwen3-0.6b", choices=MODELS)
     parser.add_argument("--rate", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=12)

@@ -32,11 +32,18 @@ T = TypeVar("T")
 class Layers:
     """The decode step of a model's layers, without its embedding and its head."""
 
-    def __init__(self, model: Model, rows: int, context: int, decode: DecodeConfig | None = None) -> None:
+    def __init__(
+        self, model: Model, rows: int, context: int, decode: DecodeConfig | None = None
+    ) -> None:
         self.model, self.rows = model, rows
         self.paged = Paged(model, [context] * rows, [1] * rows, 64, model.kept)
-        self.weights = [{name: torch.randn(n * (1 + gated), k, dtype=DTYPE, device=DEVICE) * k ** -0.5
-                         for name, (n, k, gated) in model.linears().items()} for _ in range(model.kept)]
+        self.weights = [
+            {
+                name: torch.randn(n * (1 + gated), k, dtype=DTYPE, device=DEVICE) * k**-0.5
+                for name, (n, k, gated) in model.linears().items()
+            }
+            for _ in range(model.kept)
+        ]
         self.norm = RmsNorm(torch.ones(model.hidden, dtype=DTYPE, device=DEVICE), 1e-6)
         head_norm = torch.ones(model.head_dim, dtype=DTYPE, device=DEVICE)
         cos, sin = torch.randn(2, max(context, rows), model.head_dim // 2, device=DEVICE).sign()
@@ -63,11 +70,19 @@ class Layers:
         what is left out."""
         stream = Stream(self.x.clone(), self.norm)
         for weights, cache in zip(self.weights, self.paged.caches, strict=True):
-            qkv = self._made("qkv", skip, lambda s=stream, w=weights: self._project(s, w, "qkv", configs))
+            qkv = self._made(
+                "qkv", skip, lambda s=stream, w=weights: self._project(s, w, "qkv", configs)
+            )
             out = self._made("attention", skip, lambda q=qkv, c=cache: self._attend(q, c))
-            stream = self._made("o", skip, lambda s=stream, o=out, w=weights: self._add(s, o, w, "o", configs))
-            act = self._made("gate_up", skip, lambda s=stream, w=weights: self._project(s, w, "gate_up", configs))
-            stream = self._made("down", skip, lambda s=stream, a=act, w=weights: self._add(s, a, w, "down", configs))
+            stream = self._made(
+                "o", skip, lambda s=stream, o=out, w=weights: self._add(s, o, w, "o", configs)
+            )
+            act = self._made(
+                "gate_up", skip, lambda s=stream, w=weights: self._project(s, w, "gate_up", configs)
+            )
+            stream = self._made(
+                "down", skip, lambda s=stream, a=act, w=weights: self._add(s, a, w, "down", configs)
+            )
         return stream.hidden
 
     def _made(self, name: str, skip: str, make: Callable[[], T]) -> T:
@@ -81,14 +96,37 @@ class Layers:
         out = qkv.new_empty(self.rows, m.heads * m.head_dim)
         rope: Rope | None = self.rope
         if self.rows > 16:  # as executor.attention.triton_backend does
-            qkv_rope(qkv, self.positions, self.positions, self.rope.cos, self.rope.sin, self.rope.norms, self.rope.eps,
-                     cache, m.heads)
+            qkv_rope(
+                qkv,
+                self.positions,
+                self.positions,
+                self.rope.cos,
+                self.rope.sin,
+                self.rope.norms,
+                self.rope.eps,
+                cache,
+                m.heads,
+            )
             rope = None
-        decode_attention(qkv, cache, b.tables, b.slots, b.seq_lens, b.decode_ends, out, self.scratch,
-                         num_heads=m.heads, window=0, scale=m.head_dim ** -0.5, rope=rope)
+        decode_attention(
+            qkv,
+            cache,
+            b.tables,
+            b.slots,
+            b.seq_lens,
+            b.decode_ends,
+            out,
+            self.scratch,
+            num_heads=m.heads,
+            window=0,
+            scale=m.head_dim**-0.5,
+            rope=rope,
+        )
         return out
 
-    def _project(self, stream: Stream, weights: dict[str, Tensor], name: str, configs: Configs) -> Tensor:
+    def _project(
+        self, stream: Stream, weights: dict[str, Tensor], name: str, configs: Configs
+    ) -> Tensor:
         """A product of the normed stream."""
         weight, gated = weights[name], name == "gate_up"
         if name not in configs:
@@ -98,7 +136,9 @@ class Layers:
         y = F.linear(stream.normed(), weight)
         return silu_mul(y) if gated else y
 
-    def _add(self, stream: Stream, x: Tensor, weights: dict[str, Tensor], name: str, configs: Configs) -> Stream:
+    def _add(
+        self, stream: Stream, x: Tensor, weights: dict[str, Tensor], name: str, configs: Configs
+    ) -> Stream:
         """A product added to the stream."""
         hidden, weight = stream.hidden, weights[name]
         if name not in configs:
@@ -131,8 +171,15 @@ class Layers:
     def _alone(self, configs: Configs) -> Tensor:
         """What run gives when each kernel ends before the next begins. Only names that this module itself looks up can
         be replaced from here: what launches a kernel in run must be called by such a name."""
-        names = ("linear", "gated_linear", "add_linear", "own_linear", "add_own_linear", "qkv_rope",
-                 "decode_attention")
+        names = (
+            "linear",
+            "gated_linear",
+            "add_linear",
+            "own_linear",
+            "add_own_linear",
+            "qkv_rope",
+            "decode_attention",
+        )
         originals = {name: globals()[name] for name in names}
 
         def separated(function: Callable[..., object]) -> Callable[..., object]:
@@ -140,6 +187,7 @@ class Layers:
                 result = function(*args, **kwargs)
                 torch.cuda.synchronize()
                 return result
+
             return call
 
         globals().update({name: separated(function) for name, function in originals.items()})

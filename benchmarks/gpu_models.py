@@ -23,10 +23,15 @@ class Model:
 
     def linears(self) -> dict[str, tuple[int, int, bool]]:
         """Outputs, inputs, whether gated, of each matrix."""
-        return {"qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden, False),
-                "o": (self.hidden, self.heads * self.head_dim, False), "gate_up": (self.inner, self.hidden, True),
-                "down": (self.hidden, self.inner, False)}
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden, False),
+            "o": (self.hidden, self.heads * self.head_dim, False),
+            "gate_up": (self.inner, self.hidden, True),
+            "down": (self.hidden, self.inner, False),
+        }
 
 
-MODELS = (Model("Qwen3-0.6B", 1024, 16, 8, 3072, 151936, 28, 28, head_norms=True),
-          Model("Llama-3.1-8B", 4096, 32, 8, 14336, 128256, 32, 8))
+MODELS = (
+    Model("Qwen3-0.6B", 1024, 16, 8, 3072, 151936, 28, 28, head_norms=True),
+    Model("Llama-3.1-8B", 4096, 32, 8, 14336, 128256, 32, 8),
+)

@@ -32,15 +32,24 @@ from sidestep.frontend.load_report import Report, make_report
 from sidestep.frontend.load_send import EngineTarget, cpu_times, send_all, usage
 
 Load = tuple[str, float]
-PEER = {("qwen3-0.6b", 60): "vLLM: TTFT 37/92, ITL 3.0/30", ("qwen3-0.6b", 120): "vLLM: TTFT p99 6830, 10200 tok/s",
-        ("llama-3.1-8b", 50): "vLLM: TTFT p99 287, ITL p99 43"}
+PEER = {
+    ("qwen3-0.6b", 60): "vLLM: TTFT 37/92, ITL 3.0/30",
+    ("qwen3-0.6b", 120): "vLLM: TTFT p99 6830, 10200 tok/s",
+    ("llama-3.1-8b", 50): "vLLM: TTFT p99 287, ITL p99 43",
+}
 
 
 @contextmanager
 def watched_by_driver() -> Iterator[list[float]]:
     """The list has, at the end, the shares of each sixth of a second or so in which a kernel ran."""
     seen: list[float] = []
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=utilization.gpu",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "200",
+    ]
     with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield seen
@@ -51,7 +60,9 @@ def watched_by_driver() -> Iterator[list[float]]:
 
 
 def planned(rate: float, count: int, vocab_size: int) -> list[PlannedRequest]:
-    return [PlannedRequest(prompt, length, at) for at, prompt, length in online(rate, count, vocab_size)]
+    return [
+        PlannedRequest(prompt, length, at) for at, prompt, length in online(rate, count, vocab_size)
+    ]
 
 
 async def measure(llm: AsyncLLM, load: list[PlannedRequest]) -> Report:
@@ -66,9 +77,13 @@ async def measure(llm: AsyncLLM, load: list[PlannedRequest]) -> Report:
     longest = max(samples, key=lambda s: s.arrivals[-1])
     frontend = cpu_times(llm)["frontend"] - cpu["frontend"]
     return report | {
-        "behind": report_number(report, "seconds") / load[-1].at - 1, "tail": longest.e2e / load[-1].at,
-        "frontend_us_per_token": frontend / tokens * 1e6, "driver_idle_share": 1 - sum(seen[2:-2]) / len(seen[2:-2]),
-        "gauge_idle_share": 1 - report_number(report, "device_busy_s") / report_number(report, "seconds")}
+        "behind": report_number(report, "seconds") / load[-1].at - 1,
+        "tail": longest.e2e / load[-1].at,
+        "frontend_us_per_token": frontend / tokens * 1e6,
+        "driver_idle_share": 1 - sum(seen[2:-2]) / len(seen[2:-2]),
+        "gauge_idle_share": 1
+        - report_number(report, "device_busy_s") / report_number(report, "seconds"),
+    }
 
 
 def report_number(report: Report, name: str) -> float:
@@ -85,7 +100,9 @@ async def run_model(model: str, rates: list[float], seconds: float) -> dict[str,
         warm_up = planned(50, 64, vocab_size)
         await send_all(EngineTarget(llm, 0.6, detokenize=False), warm_up, time.monotonic(), None)
         for rate in rates:
-            reports[f"{model}:{rate:g}"] = await measure(llm, planned(rate, round(rate * seconds), vocab_size))
+            reports[f"{model}:{rate:g}"] = await measure(
+                llm, planned(rate, round(rate * seconds), vocab_size)
+            )
     return reports
 
 
@@ -100,7 +117,8 @@ def line(name: str, report: Report) -> str:
         f"{r['frontend_us_per_token']:.1f} us a token\n"
         f"    GPU idle {r['device_idle_share']:.2%} with work (result {r['device_idle_share_result']:.2%}, schedule "
         f"{r['device_idle_share_schedule']:.2%}, prepare {r['device_idle_share_prepare']:.2%}); the driver saw it idle "
-        f"{r['driver_idle_share']:.1%} of all time, the gauge {r['gauge_idle_share']:.1%}")
+        f"{r['driver_idle_share']:.1%} of all time, the gauge {r['gauge_idle_share']:.1%}"
+    )
 
 
 def parse(text: str) -> Load:
@@ -109,16 +127,24 @@ def parse(text: str) -> Load:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", nargs="+", type=parse,
-                        default=[("qwen3-0.6b", 60), ("qwen3-0.6b", 120), ("llama-3.1-8b", 50)])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        type=parse,
+        default=[("qwen3-0.6b", 60), ("qwen3-0.6b", 120), ("llama-3.1-8b", 50)],
+    )
     parser.add_argument("--seconds", type=float, default=12)
     parser.add_argument("--json", help="also write the figures to a file")
     args = parser.parse_args()
     reports: dict[str, Report] = {}
     for model in dict.fromkeys(model for model, _ in args.loads):
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            reports |= runner.run(run_model(model, [rate for name, rate in args.loads if name == model], args.seconds))
+            reports |= runner.run(
+                run_model(model, [rate for name, rate in args.loads if name == model], args.seconds)
+            )
     print("\n".join(line(name, report) for name, report in reports.items()))
     if args.json:
         Path(args.json).write_text(json.dumps(reports, indent=1))

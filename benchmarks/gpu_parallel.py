@@ -36,7 +36,9 @@ class Layout:
 
     @property
     def name(self) -> str:
-        parts = [f"TP={self.tensor}"] * (self.tensor > 1) + [f"PP={self.pipeline}"] * (self.pipeline > 1)
+        parts = [f"TP={self.tensor}"] * (self.tensor > 1) + [f"PP={self.pipeline}"] * (
+            self.pipeline > 1
+        )
         return " ".join(parts) or "one GPU"
 
     @property
@@ -56,7 +58,9 @@ LAYOUTS = (
 
 def num_gpus() -> int:
     """Of this machine."""
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True)
+    listed = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True
+    )
     return len(listed.stdout.splitlines())
 
 
@@ -69,11 +73,15 @@ def print_row(layout: Layout, result: dict[str, Any], alone: dict[str, Any] | No
         else:
             times = "not run" if alone is None else f"x {value / alone[name]:.2f}"
             beside = f"one GPU {times}    reach x {reach:g}"
-        print(f"{layout.name:9} {name:10} {value:15.4g} {unit}    {beside}    GPU idle {result[name + ' idle']:5.1%}")
+        print(
+            f"{layout.name:9} {name:10} {value:15.4g} {unit}    {beside}    GPU idle {result[name + ' idle']:5.1%}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=[layout.name for layout in LAYOUTS])
     parser.add_argument("--option", action="append", default=[], help="name=value, for the engine")
     parser.add_argument("--json", help="also write the figures to a file")
@@ -84,7 +92,9 @@ def main() -> None:
             if layout.tensor * layout.pipeline > there:
                 print(f"{layout.name}: this machine has {there} GPUs", file=sys.stderr)
             elif args.only is None or layout.name in args.only:
-                results[layout.name] = run_child(MODEL, cache, tuple(layout.targets), [*layout.options, *args.option])
+                results[layout.name] = run_child(
+                    MODEL, cache, tuple(layout.targets), [*layout.options, *args.option]
+                )
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
     for layout in LAYOUTS:

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_models import Model
-from benchmarks.gpu_timing import DEVICE, DTYPE, L2_BYTES, Call, microseconds, relative_error, repeated
+from benchmarks.gpu_timing import (
+    DEVICE,
+    DTYPE,
+    L2_BYTES,
+    Call,
+    microseconds,
+    relative_error,
+    repeated,
+)
 from sidestep.kernels.gated_gemm_triton import GatedConfig, default_config, gated_gemm
 from sidestep.kernels.gated_gemm_triton import choose as choose_gated
 from sidestep.kernels.own_linear import Config, choose, is_hopper, own_linear
@@ -18,12 +26,14 @@ from sidestep.kernels.silu_mul_triton import silu_mul
 def check_linear(outputs: int, inputs: int, gated: bool, rows: int, config: Config) -> float:
     """Relative error on fresh inputs."""
     x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
-    weight = torch.randn(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE) * inputs ** -0.5
-    reference = x.double() @ weight[:4096 if not gated else None].double().t()
+    weight = torch.randn(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE) * inputs**-0.5
+    reference = x.double() @ weight[: 4096 if not gated else None].double().t()
     if gated:
         gate, up = reference.chunk(2, -1)
         reference = F.silu(gate) * up
-    return relative_error(own_linear(x, weight, gated=gated, config=config)[:, :reference.shape[1]], reference)
+    return relative_error(
+        own_linear(x, weight, gated=gated, config=config)[:, : reference.shape[1]], reference
+    )
 
 
 class Linear:
@@ -33,7 +43,10 @@ class Linear:
         self.shape = (outputs, inputs, gated, rows)
         self.bytes = outputs * (1 + gated) * inputs * 2
         copies = max(2, math.ceil(2 * L2_BYTES / self.bytes))
-        self.weights = [torch.randn(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE) for _ in range(copies)]
+        self.weights = [
+            torch.randn(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE)
+            for _ in range(copies)
+        ]
         self.x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
 
     def time(self, config: Config | None = None) -> float:
@@ -46,14 +59,18 @@ class Linear:
             print(f"wrong: {self.shape} {config} error {error}")
             return math.inf
         gated = self.shape[2]
-        calls: list[Call] = [lambda w=w: own_linear(self.x, w, gated=gated, config=config) for w in self.weights]
+        calls: list[Call] = [
+            lambda w=w: own_linear(self.x, w, gated=gated, config=config) for w in self.weights
+        ]
         return microseconds(repeated(calls, 20))
 
     def library(self) -> float:
         """torch.nn.functional.linear, and the gated activation after it."""
         gated = self.shape[2]
-        calls: list[Call] = [lambda w=w: silu_mul(F.linear(self.x, w)) if gated else F.linear(self.x, w)
-                             for w in self.weights]
+        calls: list[Call] = [
+            lambda w=w: silu_mul(F.linear(self.x, w)) if gated else F.linear(self.x, w)
+            for w in self.weights
+        ]
         return microseconds(repeated(calls, 20))
 
 
@@ -79,4 +96,6 @@ class Gated(Linear):
         if (error := self.error(config)) > 1e-2:
             print(f"wrong: {self.shape} {config} error {error}")
             return math.inf
-        return microseconds(repeated([lambda w=w: gated_gemm(self.x, w, config=config) for w in self.weights], 20))
+        return microseconds(
+            repeated([lambda w=w: gated_gemm(self.x, w, config=config) for w in self.weights], 20)
+        )

@@ -45,8 +45,12 @@ SHARES: dict[tuple[int, int, bool], Fields] = {
 
 def shares(model: Model, ranks: int) -> dict[str, Shape]:
     """The matrices of one of so many ranks."""
-    part = dataclasses.replace(model, heads=model.heads // ranks, kv_heads=max(1, model.kv_heads // ranks),
-                               inner=model.inner // ranks)
+    part = dataclasses.replace(
+        model,
+        heads=model.heads // ranks,
+        kv_heads=max(1, model.kv_heads // ranks),
+        inner=model.inner // ranks,
+    )
     return {**part.linears(), "lm_head": (-(-model.vocab // ranks), model.hidden, False)}
 
 
@@ -67,13 +71,21 @@ def compile_ahead(shapes: list[Shape]) -> None:
 
 def table_text(found: dict[Shape, Fields]) -> str:
     """The file that --write writes; what was not measured now is kept."""
-    return HEADER + "".join(f"    {shape}: {entry},\n" for shape, entry in sorted({**SHARES, **found}.items())) + "}\n"
+    return (
+        HEADER
+        + "".join(
+            f"    {shape}: {entry},\n" for shape, entry in sorted({**SHARES, **found}.items())
+        )
+        + "}\n"
+    )
 
 
 @torch.inference_mode()
 def main() -> None:
     """Configurations are printed as (rows of W, columns of a turn, warps)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--write", metavar="FILE")
     args = parser.parse_args()
@@ -83,12 +95,18 @@ def main() -> None:
     for ranks in args.ranks:
         for name, shape in shares(model, ranks).items():
             case = Linear(*shape, 1)
-            took = {config: attempt(lambda c=config, case=case: case.time(c)) for config in gemv_configs(shape[1])}
+            took = {
+                config: attempt(lambda c=config, case=case: case.time(c))
+                for config in gemv_configs(shape[1])
+            }
             best = sorted(took, key=lambda config: took[config])
             rule = gemv_config(*shape)
             found[shape] = fields(best[0])
-            print(f"{ranks} ranks, {name} {shape[0]} x {shape[1]}: the rule {took.get(rule, float('nan')):.2f}; "
-                  + ", ".join(f"{took[c]:.2f} {fields(c)[:3]}" for c in best[:4]), flush=True)
+            print(
+                f"{ranks} ranks, {name} {shape[0]} x {shape[1]}: the rule {took.get(rule, float('nan')):.2f}; "
+                + ", ".join(f"{took[c]:.2f} {fields(c)[:3]}" for c in best[:4]),
+                flush=True,
+            )
             del case
     if args.write:
         Path(args.write).write_text(table_text(found))

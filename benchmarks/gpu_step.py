@@ -53,14 +53,22 @@ def timed(run: Any, count: int) -> float:
     return start.elapsed_time(end) / 1e3 / count
 
 
-def make_runner(model: str, rows: int, context: int, max_tokens: int, options: dict[str, Any]) -> GpuRunner:
+def make_runner(
+    model: str, rows: int, context: int, max_tokens: int, options: dict[str, Any]
+) -> GpuRunner:
     path = write_model(model, tempfile.mkdtemp())
     blocks = rows * ((context + 400) // (options["block_size"] or 64) + 2)
-    runner = GpuRunner(WorkerArgs(
-        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, load_format="dummy"),
-        cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
-        parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
-        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max_tokens), max_model_len=context + 400))
+    runner = GpuRunner(
+        WorkerArgs(
+            rank=0,
+            spec=load_model_spec(path),
+            model=ModelConfig(model=path, load_format="dummy"),
+            cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
+            parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
+            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max_tokens),
+            max_model_len=context + 400,
+        )
+    )
     runner.load()
     cache = getattr(runner._attention, "cache", None)
     if cache is not None:
@@ -90,15 +98,30 @@ class Steps:
         known = np.full(new, self._length, np.int32)
         slots = np.arange(rows, dtype=np.int32)
         step = StepInput(
-            step_id=self._count, slots=slots, num_tokens=np.ones(rows, np.int32),
-            num_new_blocks=np.full(rows, needed, np.int32), block_ids=ids, new_slots=slots[:new], new_num_known=known,
-            new_num_prompt=known, new_num_computed=known - 1, new_num_sent=known,
-            new_token_ids=np.random.default_rng(0).integers(0, self._vocab, int(known.sum())).astype(np.int32),
-            new_temperature=np.full(new, 0.6, np.float32), new_top_p=np.ones(new, np.float32),
-            new_min_p=np.zeros(new, np.float32), new_top_k=np.zeros(new, np.int32), new_seed=np.arange(new),
-            new_min_tokens=np.zeros(new, np.int32), new_num_stop_ids=np.zeros(new, np.int32),
-            new_stop_ids=np.empty(0, np.int32), new_control_sizes=np.zeros(new, np.int32),
-            new_controls=np.empty(0, np.uint8))
+            step_id=self._count,
+            slots=slots,
+            num_tokens=np.ones(rows, np.int32),
+            num_new_blocks=np.full(rows, needed, np.int32),
+            block_ids=ids,
+            new_slots=slots[:new],
+            new_num_known=known,
+            new_num_prompt=known,
+            new_num_computed=known - 1,
+            new_num_sent=known,
+            new_token_ids=np.random.default_rng(0)
+            .integers(0, self._vocab, int(known.sum()))
+            .astype(np.int32),
+            new_temperature=np.full(new, 0.6, np.float32),
+            new_top_p=np.ones(new, np.float32),
+            new_min_p=np.zeros(new, np.float32),
+            new_top_k=np.zeros(new, np.int32),
+            new_seed=np.arange(new),
+            new_min_tokens=np.zeros(new, np.int32),
+            new_num_stop_ids=np.zeros(new, np.int32),
+            new_stop_ids=np.empty(0, np.int32),
+            new_control_sizes=np.zeros(new, np.int32),
+            new_controls=np.empty(0, np.uint8),
+        )
         self._length += 1
         self._count += 1
         return step
@@ -115,7 +138,9 @@ class PromptSteps(Steps):
         step = super().__next__()
         self._length -= 1
         lengths = step.new_num_known
-        return dataclasses.replace(step, step_id=number, num_tokens=lengths, new_num_computed=np.zeros_like(lengths))
+        return dataclasses.replace(
+            step, step_id=number, num_tokens=lengths, new_num_computed=np.zeros_like(lengths)
+        )
 
 
 def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
@@ -145,8 +170,11 @@ def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
             flying.append(runner.execute(next(steps)))
             flying.pop(0).wait()
         flying.pop().wait()
-    return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in profiled.events()
-            if event.device_type == DeviceType.CUDA]
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiled.events()
+        if event.device_type == DeviceType.CUDA
+    ]
 
 
 def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]:
@@ -156,8 +184,10 @@ def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]
         entry = found[short_name(kernel.name)]
         entry[0] += (kernel.end - kernel.start) / count
         entry[1] += 1 / count
-    return {name: (time, launches) for name, (time, launches) in
-            sorted(found.items(), key=lambda item: -item[1][0])}
+    return {
+        name: (time, launches)
+        for name, (time, launches) in sorted(found.items(), key=lambda item: -item[1][0])
+    }
 
 
 def short_name(name: str) -> str:
@@ -166,10 +196,21 @@ def short_name(name: str) -> str:
 
 def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
     """Microseconds to read once what each part of a step reads: weights, or every row's keys and values."""
-    hidden, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer = {"qkv": hidden * (q + 2 * kv), "attention": 2 * kv * context * rows, "o": q * hidden,
-             "gate_up": 2 * hidden * spec.intermediate_size, "down": hidden * spec.intermediate_size}
-    numbers = {part: spec.num_layers * size for part, size in layer.items()} | {"lm_head": spec.vocab_size * hidden}
+    hidden, q, kv = (
+        spec.hidden_size,
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+    )
+    layer = {
+        "qkv": hidden * (q + 2 * kv),
+        "attention": 2 * kv * context * rows,
+        "o": q * hidden,
+        "gate_up": 2 * hidden * spec.intermediate_size,
+        "down": hidden * spec.intermediate_size,
+    }
+    numbers = {part: spec.num_layers * size for part, size in layer.items()} | {
+        "lm_head": spec.vocab_size * hidden
+    }
     return {part: 2 * size / speed * 1e6 for part, size in numbers.items()}
 
 
@@ -185,7 +226,9 @@ def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, pro
     """One step's time, floors, kernels and parts."""
     traced = 4
     options = {"block_size": args.block_size, "enforce_eager": args.eager}
-    runner = make_runner(model, rows, args.context, rows * args.context if prompts else 2048, options)
+    runner = make_runner(
+        model, rows, args.context, rows * args.context if prompts else 2048, options
+    )
     steps = (PromptSteps if prompts else Steps)(rows, args.context, runner._block_size, 1000)
     seconds = step_time(runner, steps, 12 if prompts else 40)
     bounds = floors(runner._args.spec, rows, args.context, speed)
@@ -194,10 +237,12 @@ def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, pro
     listed = by_name(kernels, traced)
     busy = sum(time for time, _ in listed.values())
     what = "prompts" if prompts else "batch"
-    print(f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
-          f"{weights / 1e3:.3f}, keys and values {bounds['attention'] / 1e3:.3f}; kernels' times together "
-          f"{busy / 1e3:.3f}")
-    for name, (time, launches) in list(listed.items())[:args.top]:
+    print(
+        f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
+        f"{weights / 1e3:.3f}, keys and values {bounds['attention'] / 1e3:.3f}; kernels' times together "
+        f"{busy / 1e3:.3f}"
+    )
+    for name, (time, launches) in list(listed.items())[: args.top]:
         print(f"  {time:9.1f} us  {launches:5.0f} x {time / launches:8.2f}  {name}")
     if not prompts:
         print("\n".join(part_lines(kernels, bounds, seconds)))
@@ -206,7 +251,9 @@ def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, pro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--prompts", nargs="*", type=int, default=[])

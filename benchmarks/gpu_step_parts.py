@@ -21,7 +21,13 @@ _FIRST = "_prepare"
 _ATTENTION = "_decode"
 _NORM = "_rms_norm"
 _SAMPLING = "_mask_logits"
-_NEXT_PRODUCT = {"inputs": "qkv", "attention": "o", "o": "gate_up", "gate_up": "down", "down": "qkv"}
+_NEXT_PRODUCT = {
+    "inputs": "qkv",
+    "attention": "o",
+    "o": "gate_up",
+    "gate_up": "down",
+    "down": "qkv",
+}
 _PRODUCT = re.compile(r"_skinny|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 _SUM = re.compile(r"reduce", re.IGNORECASE)
 
@@ -45,11 +51,13 @@ def part_times(trace: Iterable[Kernel]) -> dict[str, float]:
     ends = list(accumulate((kernel.end for kernel in kernels), max))
     starts = list(_step_starts(kernels))
     if len(starts) < 2:
-        raise ValueError(f"the trace has {len(starts)} kernels {_FIRST}, one a step; two steps are needed at least")
+        raise ValueError(
+            f"the trace has {len(starts)} kernels {_FIRST}, one a step; two steps are needed at least"
+        )
     times = dict.fromkeys(PARTS, 0.0)
     for begin, stop in pairwise([*starts[1:], len(kernels)]):
         parts = _parts([kernel.name for kernel in kernels[begin:stop]])
-        for part, (before, end) in zip(parts, pairwise(ends[begin - 1:stop]), strict=True):
+        for part, (before, end) in zip(parts, pairwise(ends[begin - 1 : stop]), strict=True):
             times[part] += (end - before) / (len(starts) - 1)
     return times
 
@@ -87,11 +95,15 @@ def _parts(names: Sequence[str]) -> Iterator[str]:
 
 def _after(part: str, allowed: Iterable[str], following: str, name: str) -> str:
     if part not in allowed:
-        raise ValueError(f"{name} follows {part}: not the kernels of a decode step as they are known here")
+        raise ValueError(
+            f"{name} follows {part}: not the kernels of a decode step as they are known here"
+        )
     return following
 
 
-def beside_floors(times: Mapping[str, float], floors: Mapping[str, float], step: float) -> list[str]:
+def beside_floors(
+    times: Mapping[str, float], floors: Mapping[str, float], step: float
+) -> list[str]:
     """Lines: each part of a step beside its floor, and what is left between all floors and the step as it was measured
     without the profiler."""
     over = {part: time - floors.get(part, 0.0) for part, time in times.items()}
@@ -101,5 +113,10 @@ def beside_floors(times: Mapping[str, float], floors: Mapping[str, float], step:
         lines.append(f"    {part:9}{time:9.1f} {floor} {over[part]:9.1f}")
     bound = sum(floors.values())
     over["outside the trace"] = step - sum(times.values())
-    named = ", ".join(f"{part} {left:.1f}" for part, left in sorted(over.items(), key=lambda item: -item[1]))
-    return [*lines, f"    left between the floors, {bound:.1f}, and the step, {step:.1f}: {step - bound:.1f} = {named}"]
+    named = ", ".join(
+        f"{part} {left:.1f}" for part, left in sorted(over.items(), key=lambda item: -item[1])
+    )
+    return [
+        *lines,
+        f"    left between the floors, {bound:.1f}, and the step, {step:.1f}: {step - bound:.1f} = {named}",
+    ]

@@ -31,7 +31,7 @@ class Ceilings:
         self.read = 2 * a.numel() / microseconds([lambda: torch.amax(values, 1, out=out)] * 2) / 1e6
         m = torch.randn(8192, 8192, dtype=DTYPE, device=DEVICE)
         c = torch.empty_like(m)
-        self.product = 2 * 8192 ** 3 / microseconds([lambda: torch.mm(m, m, out=c)] * 3) / 1e6
+        self.product = 2 * 8192**3 / microseconds([lambda: torch.mm(m, m, out=c)] * 3) / 1e6
 
     def floor(self, num_bytes: float, operations: float = 0.0) -> float:
         """Microseconds."""

@@ -22,14 +22,18 @@ def tune_layer(table: Table, case: Layers) -> Configs:
     model, rows = case.model, case.rows
 
     def best(name: str, tried: Iterable[T], measure: Callable[[T], float]) -> tuple[float, T]:
-        found = sorted(((attempt(lambda c=c: measure(c)), c) for c in tried), key=lambda entry: entry[0])
+        found = sorted(
+            ((attempt(lambda c=c: measure(c)), c) for c in tried), key=lambda entry: entry[0]
+        )
         texts = [f"{took:.2f} {str(config).split('(')[-1]}" for took, config in found]
         print(f"    {name}:\n      " + "\n      ".join(texts))
         table.add(f"    {name}: " + "; ".join(texts[:4]))
         return found[0]
 
     chosen: Configs = {}
-    _, decode = best("decode", decode_configs(), lambda c: (case.set_decode(c), case.time(chosen))[1])
+    _, decode = best(
+        "decode", decode_configs(), lambda c: (case.set_decode(c), case.time(chosen))[1]
+    )
     case.set_decode(decode)
     for name, shape in model.linears().items():
         tried = [None, *product_configs(shape, rows)]
@@ -38,8 +42,10 @@ def tune_layer(table: Table, case: Layers) -> Configs:
     best("decode", decode_configs(), lambda c: (case.set_decode(c), case.time(chosen))[1])
     case.set_decode(decode)
     chosen["lm_head"] = tune_head(table, model, rows)
-    table.add(f"    all best together: {case.time(chosen):.2f}, agrees {case.agrees(chosen)}, from the library "
-              f"{error:.1%} apart")
+    table.add(
+        f"    all best together: {case.time(chosen):.2f}, agrees {case.agrees(chosen)}, from the library "
+        f"{error:.1%} apart"
+    )
     return chosen
 
 
@@ -47,9 +53,15 @@ def tune_head(table: Table, model: Model, rows: int) -> Config | None:
     """The last product, alone."""
     case = Linear(model.vocab, model.hidden, False, rows)
     found: list[tuple[float, Config | None]] = [(case.library(), None)]
-    found += [(attempt(lambda c=c: case.time(c)), c) for c in product_configs((model.vocab, model.hidden, False), rows)]
+    found += [
+        (attempt(lambda c=c: case.time(c)), c)
+        for c in product_configs((model.vocab, model.hidden, False), rows)
+    ]
     found.sort(key=lambda entry: entry[0])
-    table.add("    lm_head: " + "; ".join(f"{took:.2f} {str(config).split('(')[-1]}" for took, config in found[:4]))
+    table.add(
+        "    lm_head: "
+        + "; ".join(f"{took:.2f} {str(config).split('(')[-1]}" for took, config in found[:4])
+    )
     return found[0][1]
 
 

@@ -29,10 +29,18 @@ sys.path.insert(0, str(ROOT))
 WORKLOADS = ("single", "single8", "mixed256", "fixed512")
 # With the same workloads: (vLLM 0.26, what we mean to reach). A single request in ms a token, else tokens/s.
 TARGETS = {
-    "qwen3-0.6b": {"mixed256": (23350, 28000), "single": (1.856, 0.85), "single8": (3269, 6500),
-                   "fixed512": (19970, 22500)},
-    "llama-3.1-8b": {"mixed256": (9841, 10800), "single": (5.018, 4.1), "single8": (1482, 1750),
-                     "fixed512": (6191, 6800)},
+    "qwen3-0.6b": {
+        "mixed256": (23350, 28000),
+        "single": (1.856, 0.85),
+        "single8": (3269, 6500),
+        "fixed512": (19970, 22500),
+    },
+    "llama-3.1-8b": {
+        "mixed256": (9841, 10800),
+        "single": (5.018, 4.1),
+        "single8": (1482, 1750),
+        "fixed512": (6191, 6800),
+    },
 }
 START_TARGETS = {"cold": 15.0, "warm": 8.0}
 
@@ -43,8 +51,12 @@ def measure(llm: Any, name: str, vocab_size: int) -> tuple[float, float]:
     from sidestep import SamplingParams
 
     load = offline(name, vocab_size)
-    params = [SamplingParams(temperature=load.temperature, max_tokens=n, ignore_eos=True, detokenize=False)
-              for n in load.max_tokens]
+    params = [
+        SamplingParams(
+            temperature=load.temperature, max_tokens=n, ignore_eos=True, detokenize=False
+        )
+        for n in load.max_tokens
+    ]
     llm.reset_prefix_cache()
     start = time.perf_counter()
     outputs = llm.generate(load.prompts, params, use_tqdm=False)
@@ -85,7 +97,10 @@ def child(model: str, born: float, workloads: list[str], options: dict[str, Any]
             measure(llm, "single", 1000)
         for name in workloads:
             before = llm.get_stats()
-            runs = [measure(llm, name, MODELS[model]["vocab_size"]) for _ in range(2 if "single" in name else 1)]
+            runs = [
+                measure(llm, name, MODELS[model]["vocab_size"])
+                for _ in range(2 if "single" in name else 1)
+            ]
             after = llm.get_stats()
             seconds, tokens = min(runs)
             result[name] = seconds / tokens * 1e3 if name == "single" else tokens / seconds
@@ -95,11 +110,24 @@ def child(model: str, born: float, workloads: list[str], options: dict[str, Any]
         return result
 
 
-def run_child(model: str, cache: str, workloads: tuple[str, ...], options: list[str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", model, "--born", repr(time.time()), "--workloads", *workloads]
+def run_child(
+    model: str, cache: str, workloads: tuple[str, ...], options: list[str]
+) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        model,
+        "--born",
+        repr(time.time()),
+        "--workloads",
+        *workloads,
+    ]
     for option in options:
         command += ["--option", option]
-    done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         sys.exit(f"{model}: the run failed")
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -107,24 +135,34 @@ def run_child(model: str, cache: str, workloads: tuple[str, ...], options: list[
 
 def print_steps(model: str, result: dict[str, Any]) -> None:
     for name in WORKLOADS:
-        for kind, (number, seconds, each) in sorted(result.get(f"{name} steps", {}).items(), key=lambda e: -e[1][1]):
+        for kind, (number, seconds, each) in sorted(
+            result.get(f"{name} steps", {}).items(), key=lambda e: -e[1][1]
+        ):
             unit = "ms a thousand tokens" if kind == "with prompts" else "ms each"
-            print(f"{model:14} {name:10} {number:6} steps {kind:14} {seconds:7.3f} s  {each:8.3f} {unit}")
+            print(
+                f"{model:14} {name:10} {number:6} steps {kind:14} {seconds:7.3f} s  {each:8.3f} {unit}"
+            )
 
 
 def print_table(model: str, result: dict[str, Any]) -> None:
     for kind in ("cold", "warm"):
-        print(f"{model:14} start, {kind:9} {result[kind]:9.1f} s           reach {START_TARGETS[kind]:8.1f}")
+        print(
+            f"{model:14} start, {kind:9} {result[kind]:9.1f} s           reach {START_TARGETS[kind]:8.1f}"
+        )
     for name in WORKLOADS:
         if name in result:
             peer, reach = TARGETS[model][name]
             unit = "ms/token" if name == "single" else "tokens/s"
-            print(f"{model:14} {name:16} {result[name]:9.4g} {unit}    vLLM {peer:8g}    reach {reach:8g}    "
-                  f"GPU idle {result[name + ' idle']:5.1%}")
+            print(
+                f"{model:14} {name:16} {result[name]:9.4g} {unit}    vLLM {peer:8g}    reach {reach:8g}    "
+                f"GPU idle {result[name + ' idle']:5.1%}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(TARGETS))
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--option", action="append", default=[], help="name=value, for the engine")
@@ -134,7 +172,9 @@ def main() -> None:
     parser.add_argument("--born", type=float)
     args = parser.parse_args()
     if args.child:
-        options = {name: json.loads(value) for name, _, value in (o.partition("=") for o in args.option)}
+        options = {
+            name: json.loads(value) for name, _, value in (o.partition("=") for o in args.option)
+        }
         print(json.dumps(child(args.child, args.born, args.workloads, options)))
         return
     results = {}

@@ -56,7 +56,8 @@ FORMS = {
     "schema, free strings": StructuredOutputsParams(json=unbounded(), disable_any_whitespace=True),
     "the same, white space": StructuredOutputsParams(json=unbounded()),
     "any JSON object": StructuredOutputsParams(json_object=True),
-    "regex": StructuredOutputsParams(regex=r"([a-z]{3,9} [0-9]+(\.[0-9]{2})? )*")}
+    "regex": StructuredOutputsParams(regex=r"([a-z]{3,9} [0-9]+(\.[0-9]{2})? )*"),
+}
 
 
 class Stopwatch:
@@ -83,7 +84,9 @@ class Wire:
         ring = create_ring(1)
         self._writer, self._reader = RingWriter(ring), RingReader(ring, 0)
         slots = np.arange(count, dtype=np.int32)
-        self._step = replace(StepBuilder(0, block_size=16).build()[0], slots=slots, num_tokens=np.ones_like(slots))
+        self._step = replace(
+            StepBuilder(0, block_size=16).build()[0], slots=slots, num_tokens=np.ones_like(slots)
+        )
 
     def send(self, masks: StepMasks) -> StepMasks:
         """As the worker reads it."""
@@ -99,8 +102,15 @@ class Wire:
 
 def make_requests(count: int, grammar: Grammar, grammars: Grammars) -> list[Request]:
     """With their matchers."""
-    message = AddRequest(client=0, handle=0, request_id="", prompt_token_ids=pack_ids([1]), sampling=SamplingParams(),
-                         arrival=0.0, grammar=grammar)
+    message = AddRequest(
+        client=0,
+        handle=0,
+        request_id="",
+        prompt_token_ids=pack_ids([1]),
+        sampling=SamplingParams(),
+        arrival=0.0,
+        grammar=grammar,
+    )
     requests = [Request.from_message(message, 1 << 20, frozenset()) for _ in range(count)]
     for request in requests:
         problem = grammars.start(request, grammar)
@@ -111,17 +121,29 @@ def make_requests(count: int, grammar: Grammar, grammars: Grammars) -> list[Requ
     return requests
 
 
-def run(form: StructuredOutputsParams, grammars: Grammars, vocab: int, count: int, steps: int) -> str:
+def run(
+    form: StructuredOutputsParams, grammars: Grammars, vocab: int, count: int, steps: int
+) -> str:
     """A line of the table."""
     grammar, rng = make_grammar(form, {}), np.random.default_rng(0)
-    requests, wire, alone = make_requests(count, grammar, grammars), Wire(vocab, count), Wire(vocab, count)
+    requests, wire, alone = (
+        make_requests(count, grammar, grammars),
+        Wire(vocab, count),
+        Wire(vocab, count),
+    )
     watch, allowed, tokens = Stopwatch(), dict[bytes, Int32](), [0] * count
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
             watch.times.clear()
         if step:
             with watch("follow"):
-                grammars.advance([(r.matcher, token) for r, token in zip(requests, tokens, strict=True) if r.matcher])
+                grammars.advance(
+                    [
+                        (r.matcher, token)
+                        for r, token in zip(requests, tokens, strict=True)
+                        if r.matcher
+                    ]
+                )
         for i, request in enumerate(requests):
             if request.matcher is not None and request.matcher.is_stopped():
                 requests[i] = make_requests(1, grammar, grammars)[0]
@@ -139,25 +161,38 @@ def run(form: StructuredOutputsParams, grammars: Grammars, vocab: int, count: in
         for i, mask in enumerate(masks):
             key = mask.tobytes()
             if key not in allowed:
-                allowed[key] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).astype(np.int32)
+                allowed[key] = np.flatnonzero(
+                    np.unpackbits(mask.view(np.uint8), bitorder="little")
+                ).astype(np.int32)
             tokens[i] = int(rng.choice(allowed[key]))
-    columns = (f"{np.mean(watch.times[part]):7.2f} ({np.percentile(watch.times[part], 90):5.2f})" for part in PARTS)
+    columns = (
+        f"{np.mean(watch.times[part]):7.2f} ({np.percentile(watch.times[part], 90):5.2f})"
+        for part in PARTS
+    )
     total = np.sum([watch.times[part] for part in PARTS[:-1]], axis=0)
-    return "".join(columns) + f"{total.mean():7.2f} ({np.percentile(total, 90):5.2f}){len(allowed):11}"
+    return (
+        "".join(columns) + f"{total.mean():7.2f} ({np.percentile(total, 90):5.2f}){len(allowed):11}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        grammars = Grammars(write_tokenizer(folder, args.vocab), args.vocab, (0,), time.monotonic, num_workers=1)
+        grammars = Grammars(
+            write_tokenizer(folder, args.vocab), args.vocab, (0,), time.monotonic, num_workers=1
+        )
         start = time.thread_time()
         grammars.load()
-    print(f"tokenizer read in {time.thread_time() - start:.1f} s; {args.requests} requests; milliseconds a step")
+    print(
+        f"tokenizer read in {time.thread_time() - start:.1f} s; {args.requests} requests; milliseconds a step"
+    )
     print(" " * 24 + "".join(f"{part:>15}" for part in (*PARTS, "sum but this")) + "  different")
     for name, form in FORMS.items():
         print(f"{name:24}" + run(form, grammars, args.vocab, args.requests, args.steps), flush=True)

@@ -38,7 +38,17 @@ from sidestep.ipc.sampling_params import RequestOutputKind
 from sidestep.ipc.shm_ring import RingReader, RingWriter, create_ring
 from sidestep.ipc.step import StepInput, StepOutput
 
-COLUMNS = ("schedule", "update", "record", "encode", "ring", "decode", "message", "detokenise", "deliver")
+COLUMNS = (
+    "schedule",
+    "update",
+    "record",
+    "encode",
+    "ring",
+    "decode",
+    "message",
+    "detokenise",
+    "deliver",
+)
 PROMPT = 64
 
 
@@ -57,20 +67,42 @@ class Stopwatch:
 
 def params(max_tokens: int) -> SamplingParams:
     """What every request asks for."""
-    return SamplingParams(temperature=0, max_tokens=max_tokens, seed=0, ignore_eos=True,
-                          output_kind=RequestOutputKind.DELTA)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        seed=0,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
 
 
 def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
     """The core's and the worker's part; returns the messages for the frontend."""
-    config = SchedulerConfig(max_num_seqs=requests, max_num_batched_tokens=max(2048, PROMPT * requests))
-    scheduler = Scheduler(config, config.limits("fake"), KVCacheManager(requests * 64, 16), max_model_len=1024,
-                          eos_token_ids=(), grammars=Grammars("", 4096, (), time.monotonic), clock=time.monotonic)
+    config = SchedulerConfig(
+        max_num_seqs=requests, max_num_batched_tokens=max(2048, PROMPT * requests)
+    )
+    scheduler = Scheduler(
+        config,
+        config.limits("fake"),
+        KVCacheManager(requests * 64, 16),
+        max_model_len=1024,
+        eos_token_ids=(),
+        grammars=Grammars("", 4096, (), time.monotonic),
+        clock=time.monotonic,
+    )
     rng = random.Random(0)
     for handle in range(requests):
         prompt = [rng.randrange(4000) for _ in range(PROMPT)]
-        scheduler.add(AddRequest(client=0, handle=handle, request_id=str(handle), prompt_token_ids=pack_ids(prompt),
-                                 sampling=params(steps + 9), arrival=0.0))
+        scheduler.add(
+            AddRequest(
+                client=0,
+                handle=handle,
+                request_id=str(handle),
+                prompt_token_ids=pack_ids(prompt),
+                sampling=params(steps + 9),
+                arrival=0.0,
+            )
+        )
     recorder = FlightRecorder(time.monotonic)
     spec = create_ring(1)
     writer, reader = RingWriter(spec), RingReader(spec, 0)
@@ -120,8 +152,16 @@ async def frontend_side(requests: int, messages: list[bytes], watch: Stopwatch) 
     processor = OutputProcessor(lambda handles: None)
     states = []
     for handle in range(requests):
-        request = ProcessedRequest(prompt=None, prompt_token_ids=[1] * PROMPT, sampling=params(9999), arrival=0.0,
-                                   priority=0, cache_salt=None, num_public_tokens=0, deadline=None)
+        request = ProcessedRequest(
+            prompt=None,
+            prompt_token_ids=[1] * PROMPT,
+            sampling=params(9999),
+            arrival=0.0,
+            priority=0,
+            cache_salt=None,
+            num_public_tokens=0,
+            deadline=None,
+        )
         states.append(RequestState(handle, str(handle), request, tokenizer))
         processor.add(states[-1])
     readers = [asyncio.create_task(read(state, len(messages))) for state in states]
@@ -154,20 +194,30 @@ async def read(state: RequestState, steps: int) -> list[RequestOutput]:
 
 def main() -> None:
     """Prints a line for each number of requests."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     print("microseconds per request-step ('deliver' is without detokenising)")
-    print(f"{'requests':>8}" + "".join(f"{name:>12}" for name in COLUMNS) + f"{'sched+upd':>12}{'all':>8}")
+    print(
+        f"{'requests':>8}"
+        + "".join(f"{name:>12}" for name in COLUMNS)
+        + f"{'sched+upd':>12}{'all':>8}"
+    )
     for requests in args.requests:
         watch = Stopwatch()
         messages = engine_side(requests, args.steps, watch)
         asyncio.run(frontend_side(requests, messages, watch))
         cost = {name: watch.seconds[name] / args.steps / requests * 1e6 for name in COLUMNS}
         cost["deliver"] -= cost["detokenise"]
-        print(f"{requests:>8}" + "".join(f"{cost[name]:>12.2f}" for name in COLUMNS)
-              + f"{cost['schedule'] + cost['update']:>12.2f}{sum(cost.values()):>8.2f}", flush=True)
+        print(
+            f"{requests:>8}"
+            + "".join(f"{cost[name]:>12.2f}" for name in COLUMNS)
+            + f"{cost['schedule'] + cost['update']:>12.2f}{sum(cost.values()):>8.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

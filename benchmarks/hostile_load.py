@@ -32,8 +32,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 _MB = 1 << 20
 _TEXT = "def add(a, b):\n    return a + b\n"
-_GRAMMAR = {"prompt": [1, 5, 9], "max_tokens": 40, "best_of": 128,
-            "structured_outputs": {"grammar": 'start: start start | "a"'}}
+_GRAMMAR = {
+    "prompt": [1, 5, 9],
+    "max_tokens": 40,
+    "best_of": 128,
+    "structured_outputs": {"grammar": 'start: start start | "a"'},
+}
 _IDLE = 400
 
 
@@ -47,21 +51,29 @@ class Delays:
 
     def row(self, name: str) -> str:
         """Return the table's row."""
+
         def worst(values: list[float]) -> str:
             return f"{max(values, default=float('nan')) * 1e3:10.0f}"
 
-        return (f"{name:24}{worst(self.health)}{worst(self.gaps)}{len(self.health):8}{len(self.gaps):9}"
-                f"{len(self.failures):9}")
+        return (
+            f"{name:24}{worst(self.health)}{worst(self.gaps)}{len(self.health):8}{len(self.gaps):9}"
+            f"{len(self.failures):9}"
+        )
 
 
 def post_large(url: str, until: float) -> None:
     """Post 16 MB to one route after the other."""
-    text = (_TEXT * (16 * _MB // len(_TEXT)))[:16 * _MB - 200]
-    bodies = [("/v1/completions", {"prompt": text, "max_tokens": 1}),
-              ("/v1/completions", {"prompt": "a" * len(text), "max_tokens": 1}),
-              ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 1}),
-              ("/tokenize", {"prompt": text}),
-              ("/v1/responses", {"input": text, "max_output_tokens": 16})]
+    text = (_TEXT * (16 * _MB // len(_TEXT)))[: 16 * _MB - 200]
+    bodies = [
+        ("/v1/completions", {"prompt": text, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a" * len(text), "max_tokens": 1}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
+        ),
+        ("/tokenize", {"prompt": text}),
+        ("/v1/responses", {"input": text, "max_output_tokens": 16}),
+    ]
     encoded = [(path, json.dumps(body).encode()) for path, body in bodies]
     repeat(url, until, encoded)
 
@@ -120,7 +132,9 @@ def read_streams(url: str, until: float, delays: Delays, tokens: int) -> None:
 def measure(url: str, seconds: float, tokens: int) -> Delays:
     """Run the honest clients for some seconds, and return their delays."""
     delays, until = Delays(), time.monotonic() + seconds
-    work: list[tuple[Callable[..., None], tuple[object, ...]]] = [(watch_health, (url, until, delays))]
+    work: list[tuple[Callable[..., None], tuple[object, ...]]] = [
+        (watch_health, (url, until, delays))
+    ]
     work += [(read_streams, (url, until, delays, tokens))] * 4
     threads = [threading.Thread(target=target, args=args) for target, args in work]
     for thread in threads:
@@ -132,12 +146,19 @@ def measure(url: str, seconds: float, tokens: int) -> Delays:
 
 def stop_a_worker(server: subprocess.Popen[str], url: str) -> psutil.Process:
     """Stop the second replica's worker, and wait until the server has noticed."""
-    cores = [child for child in psutil.Process(server.pid).children() if child.cmdline()[-1] == "engine core"]
+    cores = [
+        child
+        for child in psutil.Process(server.pid).children()
+        if child.cmdline()[-1] == "engine core"
+    ]
     (worker,) = [child for child in cores[1].children() if child.cmdline()[-1].startswith("worker")]
     worker.suspend()
     with httpx2.Client(base_url=url, timeout=60) as http:
         for number in range(8):  # the first ones of the stuck replica end by their deadline
-            http.post("/v1/completions", json={"prompt": [5 + number] * 40, "max_tokens": 2, "deadline_ms": 4000})
+            http.post(
+                "/v1/completions",
+                json={"prompt": [5 + number] * 40, "max_tokens": 2, "deadline_ms": 4000},
+            )
         while "stalled_replicas" not in http.get("/health").json():
             time.sleep(0.1)
     return worker
@@ -145,17 +166,32 @@ def stop_a_worker(server: subprocess.Popen[str], url: str) -> psutil.Process:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--device", default="fake")
     parser.add_argument("--step-ms", default="5")
     parser.add_argument("--tokens", type=int, default=400)
     args = parser.parse_args()
-    command = [sys.executable, "-m", "sidestep", "serve", "--port", "0", "-dp", "2", "--device", args.device]
+    command = [
+        sys.executable,
+        "-m",
+        "sidestep",
+        "serve",
+        "--port",
+        "0",
+        "-dp",
+        "2",
+        "--device",
+        args.device,
+    ]
     command += ["--fake-step-ms", args.step_ms] if args.device == "fake" else []
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stderr is not None
-    url = next(found[1] for line in server.stderr if (found := re.match(r"serving \S+ at (\S+)", line)))
+    url = next(
+        found[1] for line in server.stderr if (found := re.match(r"serving \S+ at (\S+)", line))
+    )
     threading.Thread(target=server.stderr.read, daemon=True).start()
     spawn = multiprocessing.get_context("spawn")
     try:
@@ -163,8 +199,10 @@ def main() -> None:
         print(measure(url, args.seconds / 2, args.tokens).row("honest clients alone"), flush=True)
         worker = stop_a_worker(server, url)
         until = time.monotonic() + args.seconds + 2
-        hostile = [spawn.Process(target=target, args=(url, until))
-                   for target in (post_large, post_grammars, post_grammars, hold_connections)]
+        hostile = [
+            spawn.Process(target=target, args=(url, until))
+            for target in (post_large, post_grammars, post_grammars, hold_connections)
+        ]
         for process in hostile:
             process.start()
         time.sleep(2)

@@ -1,6 +1,6 @@
 """What an idle engine costs: CPU time of all its processes together, with a model loaded and no request.
 
-    python benchmarks/idle.py [--seconds 30]
+python benchmarks/idle.py [--seconds 30]
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from sidestep import AsyncLLM, EngineArgs, SamplingParams
 def cpu_seconds() -> dict[str, float]:
     """CPU time so far of this process and its children."""
     own = psutil.Process()
-    return {f"{p.pid} {p.cmdline()[-1][:30]}": sum(p.cpu_times()[:2]) for p in (own, *own.children(recursive=True))}
+    return {
+        f"{p.pid} {p.cmdline()[-1][:30]}": sum(p.cpu_times()[:2])
+        for p in (own, *own.children(recursive=True))
+    }
 
 
 async def measure(seconds: float) -> dict[str, float]:
@@ -32,7 +35,9 @@ async def measure(seconds: float) -> dict[str, float]:
 
 def main() -> None:
     """Prints a line for each process and the sum."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=30.0)
     args = parser.parse_args()
     shares = asyncio.run(measure(args.seconds))

@@ -34,7 +34,9 @@ CODE = "def get_name(self, value):\n    return self.values[value] + 12345\n"
 
 def filled(before: str, unit: str, after: str, size: int) -> bytes:
     """Return a body of about `size` bytes: `before`, then `unit` repeated, then `after`."""
-    return (before + unit * ((size - len(before) - len(after)) // len(unit.encode())) + after).encode()
+    return (
+        before + unit * ((size - len(before) - len(after)) // len(unit.encode())) + after
+    ).encode()
 
 
 def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
@@ -49,16 +51,39 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield "token ids", "/v1/completions", filled('{"prompt":[', "1,", "1]}", size)
     yield "lists of ids", "/v1/completions", filled('{"prompt":[', "[1],", "[1]]}", size)
     yield "chat", "/v1/chat/completions", filled(message, code, end, size)
-    yield "messages", "/v1/chat/completions", filled(
-        '{"messages":[', '{"role":"user","content":"a"},', '{"role":"user","content":"a"}]}', size)
-    yield "long messages", "/v1/chat/completions", filled(
-        '{"messages":[', '{"role":"user","content":"' + code * 2 + '"},',
-        '{"role":"user","content":"a"}]}', size)
+    yield (
+        "messages",
+        "/v1/chat/completions",
+        filled(
+            '{"messages":[',
+            '{"role":"user","content":"a"},',
+            '{"role":"user","content":"a"}]}',
+            size,
+        ),
+    )
+    yield (
+        "long messages",
+        "/v1/chat/completions",
+        filled(
+            '{"messages":[',
+            '{"role":"user","content":"' + code * 2 + '"},',
+            '{"role":"user","content":"a"}]}',
+            size,
+        ),
+    )
     tool = '{"type":"function","function":{"name":"a","description":"' + code * 2 + '"}}'
-    yield "tools", "/v1/chat/completions", filled(
-        '{"messages":[{"role":"user","content":"a"}],"tools":[', tool + ",", tool + "]}", size)
-    yield "variables", "/v1/chat/completions", filled(
-        message + '"}],"chat_template_kwargs":{"a":[', "[],", "[]]}}", size)
+    yield (
+        "tools",
+        "/v1/chat/completions",
+        filled(
+            '{"messages":[{"role":"user","content":"a"}],"tools":[', tool + ",", tool + "]}", size
+        ),
+    )
+    yield (
+        "variables",
+        "/v1/chat/completions",
+        filled(message + '"}],"chat_template_kwargs":{"a":[', "[],", "[]]}}", size),
+    )
     yield "responses", "/v1/responses", filled('{"input":"', code, '"}', size)
     yield "tokenize", "/tokenize", filled('{"prompt":"', code, '"}', size)
     yield "tokenize chat", "/tokenize", filled(message, code, '"}]}', size)
@@ -71,9 +96,26 @@ class Server:
 
     def __init__(self, model: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sidestep", "serve", model, "--device", "fake", "--fake-step-ms", "5",
-             "--port", "0", "--num-kv-blocks", "50000", "--tool-call-parser", "hermes"],
-            stderr=subprocess.PIPE, text=True)
+            [
+                sys.executable,
+                "-m",
+                "sidestep",
+                "serve",
+                model,
+                "--device",
+                "fake",
+                "--fake-step-ms",
+                "5",
+                "--port",
+                "0",
+                "--num-kv-blocks",
+                "50000",
+                "--tool-call-parser",
+                "hermes",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if (found := re.search(r"at http://127.0.0.1:(\d+)", line)) is not None:
@@ -158,8 +200,11 @@ def measure(server: Server, name: str, path: str, body: bytes) -> None:
         status = post(server, path, body) if body else 0
         took = time.perf_counter() - begin - 0.5
         time.sleep(0.5)
-    print(f"{name:14} {path:21} {status:6} {took:8.2f} {watch.health:11.3f} {watch.gap:8.3f} "
-          f"{watch.peak - before:+9.0f} {server.megabytes() - before:+7.0f}", flush=True)
+    print(
+        f"{name:14} {path:21} {status:6} {took:8.2f} {watch.health:11.3f} {watch.gap:8.3f} "
+        f"{watch.peak - before:+9.0f} {server.megabytes() - before:+7.0f}",
+        flush=True,
+    )
 
 
 def longer_model(length: int, folder: Path) -> str:
@@ -181,8 +226,10 @@ def main() -> None:
     wanted = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for length in wanted.max_model_len:
-            print(f"max_model_len {length}\n{'body':14} {'route':21} {'status':>6} {'answer s':>8} "
-                  f"{'health max s':>11} {'gap s':>8} {'peak MB':>9} {'left MB':>7}")
+            print(
+                f"max_model_len {length}\n{'body':14} {'route':21} {'status':>6} {'answer s':>8} "
+                f"{'health max s':>11} {'gap s':>8} {'peak MB':>9} {'left MB':>7}"
+            )
             server = Server(longer_model(length, Path(folder)))
             try:
                 measure(server, "calm", "", b"")

@@ -51,7 +51,9 @@ ORDERS: dict[str, Order] = {
 }
 
 
-def run(load: list[Request], chunk: int, token_s: float, order: Order) -> tuple[list[float], list[float]]:
+def run(
+    load: list[Request], chunk: int, token_s: float, order: Order
+) -> tuple[list[float], list[float]]:
     """Seconds to each request's first token, and all gaps after."""
     now, waiting, running = 0.0, list[Request](), list[Request]()
     ttft, gaps = list[float](), list[float]()
@@ -73,14 +75,20 @@ def run(load: list[Request], chunk: int, token_s: float, order: Order) -> tuple[
         first = [request for request in waiting if not request.prompt_left]
         ttft += [now - request.at for request in first]
         for request in running + first:
-            request.last, request.length, request.output_left = now, request.length + 1, request.output_left - 1
+            request.last, request.length, request.output_left = (
+                now,
+                request.length + 1,
+                request.output_left - 1,
+            )
         running = [request for request in running + first if request.output_left]
         waiting = [request for request in waiting if request.prompt_left]
     return ttft, gaps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=50)
     parser.add_argument("--seconds", type=float, default=12)
     parser.add_argument("--us-per-token", nargs="+", type=float, default=[19, 21, 23, 25])
@@ -91,10 +99,15 @@ def main() -> None:
     for cost in args.us_per_token:
         for chunk, order in itertools.product(args.chunk, args.order):
             load = [Request(at, len(prompt), length, len(prompt)) for at, prompt, length in planned]
-            ttft, gaps = ([value * 1e3 for value in values] for values in run(load, chunk, cost / 1e6, ORDERS[order]))
-            print(f"{cost:g} us a token, chunks of {chunk}, {order}: TTFT p50/p99 {percentile(ttft, 50):.0f}/"
-                  f"{percentile(ttft, 99):.0f} ms, ITL p50/p99 {percentile(gaps, 50):.1f}/"
-                  f"{percentile(gaps, 99):.1f} ms")
+            ttft, gaps = (
+                [value * 1e3 for value in values]
+                for values in run(load, chunk, cost / 1e6, ORDERS[order])
+            )
+            print(
+                f"{cost:g} us a token, chunks of {chunk}, {order}: TTFT p50/p99 {percentile(ttft, 50):.0f}/"
+                f"{percentile(ttft, 99):.0f} ms, ITL p50/p99 {percentile(gaps, 50):.1f}/"
+                f"{percentile(gaps, 99):.1f} ms"
+            )
 
 
 if __name__ == "__main__":

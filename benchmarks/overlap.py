@@ -22,7 +22,14 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from sidestep import DEFAULT_MODEL, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
+from sidestep import (
+    DEFAULT_MODEL,
+    AsyncLLM,
+    EngineArgs,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from sidestep.frontend.load_report import percentile
 from sidestep.frontend.request_state import RequestState
 
@@ -62,9 +69,9 @@ def one_by_one() -> Iterator[None]:
 
     def take_one(state: RequestState) -> RequestOutput:
         tokens, finish = state._token_ids, state._finish_reason
-        later = tokens[state._taken_tokens + 1:]
+        later = tokens[state._taken_tokens + 1 :]
         if later:
-            del tokens[state._taken_tokens + 1:]
+            del tokens[state._taken_tokens + 1 :]
             state._finish_reason = None
         output = take(state)
         tokens += later
@@ -81,13 +88,29 @@ def one_by_one() -> Iterator[None]:
 async def run_load(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[int]]]:
     """All streams at once, each of the same length."""
     fake = {"fake_step_ms": args.step_ms} if args.device == "fake" else {}
-    engine_args = EngineArgs(**{
-        "model": args.model, "load_format": args.load_format, "tokenizer": args.tokenizer, "device": args.device,
-        "max_num_seqs": args.streams, "max_num_batched_tokens": max(2048, args.streams), **fake, **variant.options})
-    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=1, temperature=1.0, detokenize=False,
-                            output_kind=RequestOutputKind.DELTA)
+    engine_args = EngineArgs(
+        **{
+            "model": args.model,
+            "load_format": args.load_format,
+            "tokenizer": args.tokenizer,
+            "device": args.device,
+            "max_num_seqs": args.streams,
+            "max_num_batched_tokens": max(2048, args.streams),
+            **fake,
+            **variant.options,
+        }
+    )
+    params = SamplingParams(
+        max_tokens=args.tokens,
+        ignore_eos=True,
+        seed=1,
+        temperature=1.0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
     gaps: list[float] = []
     async with AsyncLLM.from_engine_args(engine_args) as llm:
+
         async def stream(index: int) -> list[int]:
             tokens, times = [], []
             async for out in llm.generate([10 + index, 11, 12], params):
@@ -103,9 +126,13 @@ async def run_load(args: argparse.Namespace, variant: Variant) -> tuple[Result, 
         wall, after = time.perf_counter() - start, await llm.get_stats()
     busy = after["device_busy_s"] - before["device_busy_s"]
     idle = after["device_idle_s"] - before["device_idle_s"]
-    return Result(variant=variant.name, device_busy=busy / (busy + idle),
-                  tokens_per_s=sum(map(len, tokens)) / wall, step_ms=wall / args.tokens * 1e3,
-                  itl_ms_p99=percentile(gaps, 99) * 1e3), tokens
+    return Result(
+        variant=variant.name,
+        device_busy=busy / (busy + idle),
+        tokens_per_s=sum(map(len, tokens)) / wall,
+        step_ms=wall / args.tokens * 1e3,
+        itl_ms_p99=percentile(gaps, 99) * 1e3,
+    ), tokens
 
 
 def run(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[int]]]:
@@ -118,7 +145,9 @@ def run(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[i
 
 def main() -> int:
     """Runs all, prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="fake", choices=("fake", "cpu", "cuda"))
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--tokenizer")
@@ -127,16 +156,22 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--json", help="also write the results to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 unless overlap does its work")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 unless overlap does its work"
+    )
     args = parser.parse_args()
     variants = [ALL, NO_OVERLAP, *([NO_GRAPHS] if args.device == "cuda" else []), NOT_MERGED]
     runs = {variant.name: run(args, variant) for variant in variants}
-    device = f"fake device with steps of {args.step_ms} ms" if args.device == "fake" else args.device
+    device = (
+        f"fake device with steps of {args.step_ms} ms" if args.device == "fake" else args.device
+    )
     print(f"{args.streams} streams x {args.tokens} tokens, {device}")
     print(f"{'':>20} {'device busy':>12} {'tokens/s':>10} {'step ms':>9} {'p99 ITL ms':>11}")
     for result, _ in runs.values():
-        print(f"{result.variant:>20} {result.device_busy:>12.1%} {result.tokens_per_s:>10.0f} {result.step_ms:>9.2f} "
-              f"{result.itl_ms_p99:>11.2f}")
+        print(
+            f"{result.variant:>20} {result.device_busy:>12.1%} {result.tokens_per_s:>10.0f} {result.step_ms:>9.2f} "
+            f"{result.itl_ms_p99:>11.2f}"
+        )
     same = all(tokens == runs[ALL.name][1] for _, tokens in runs.values())
     print(f"tokens equal in all: {same}")
     if args.json:

@@ -29,7 +29,11 @@ def conversations(num_tokens: int, count: int) -> list[bytes]:
     rng = np.random.default_rng(num_tokens)
     prompts: list[bytes] = []
     for _ in range(count):
-        known = random.Random(len(prompts)).choice(prompts)[:num_tokens * 2] if len(prompts) > 32 else b""
+        known = (
+            random.Random(len(prompts)).choice(prompts)[: num_tokens * 2]
+            if len(prompts) > 32
+            else b""
+        )
         fresh = rng.integers(0, 100_000, num_tokens - len(known) // 4, np.int32)
         prompts.append(known + fresh.tobytes())
     return prompts
@@ -37,7 +41,9 @@ def conversations(num_tokens: int, count: int) -> list[bytes]:
 
 def microseconds(name: str, num_replicas: int, prompts: list[bytes]) -> float:
     """The mean of a request."""
-    router: Router = registry.load(registry.ROUTERS[name])(dict.fromkeys(range(num_replicas), CACHE_BLOCKS), BLOCK)
+    router: Router = registry.load(registry.ROUTERS[name])(
+        dict.fromkeys(range(num_replicas), CACHE_BLOCKS), BLOCK
+    )
     filler = np.random.default_rng(0).integers(0, 100_000, 1024 * BLOCK, np.int32)
     for i in range(CACHE_BLOCKS // 1024 * num_replicas):
         router.choose(RoutedRequest(-1 - i, np.roll(filler, i).tobytes()))
@@ -54,7 +60,9 @@ def microseconds(name: str, num_replicas: int, prompts: list[bytes]) -> float:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 8192, 65536])
     parser.add_argument("--requests", type=int, default=2000)

@@ -26,9 +26,13 @@ import psutil
 async def read_stream(port: int, number: int, tokens: int) -> int:
     """One client; the number of events it got."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps({"prompt": [number + 1, 2, 3], "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                 b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    body = json.dumps(
+        {"prompt": [number + 1, 2, 3], "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    ).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
     events = 0
     while data := await reader.read(1 << 16):
         events += data.count(b"data: ")
@@ -59,14 +63,25 @@ def serve_bare(step_ms: float) -> None:
                 del left[client]
 
 
-async def measure(clients: int, step_ms: float, tokens: int, bare: bool = False) -> dict[str, float]:
+async def measure(
+    clients: int, step_ms: float, tokens: int, bare: bool = False
+) -> dict[str, float]:
     """One load on a fresh server."""
-    words = [__file__, "--serve-bare"] if bare else ["-m", "sidestep", "serve", "--port", "0", "--device", "fake",
-                                                     "--fake-step-ms"]
-    server = subprocess.Popen([sys.executable, *words, str(step_ms)], stderr=subprocess.PIPE, text=True)
+    words = (
+        [__file__, "--serve-bare"]
+        if bare
+        else ["-m", "sidestep", "serve", "--port", "0", "--device", "fake", "--fake-step-ms"]
+    )
+    server = subprocess.Popen(
+        [sys.executable, *words, str(step_ms)], stderr=subprocess.PIPE, text=True
+    )
     assert server.stderr is not None
     try:
-        port = next(int(found[1]) for line in server.stderr if (found := re.match(r"serving .*:(\d+)", line)))
+        port = next(
+            int(found[1])
+            for line in server.stderr
+            if (found := re.match(r"serving .*:(\d+)", line))
+        )
         process = psutil.Process(server.pid)
         await asyncio.gather(*(read_stream(port, i, 20) for i in range(clients)))
         before, start = process.cpu_times(), time.perf_counter()
@@ -76,13 +91,22 @@ async def measure(clients: int, step_ms: float, tokens: int, bare: bool = False)
         server.terminate()
         server.wait()
     made = clients * tokens
-    own, system = ((end - begin) / made * 1e6 for begin, end in zip(before[:2], after[:2], strict=True))
-    return {"tokens/s": made / seconds, "tokens/event": made / events, "us/token": own + system, "system": system}
+    own, system = (
+        (end - begin) / made * 1e6 for begin, end in zip(before[:2], after[:2], strict=True)
+    )
+    return {
+        "tokens/s": made / seconds,
+        "tokens/event": made / events,
+        "us/token": own + system,
+        "system": system,
+    }
 
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64, 192])
     parser.add_argument("--step-ms", type=float, nargs="+", default=[2.0, 20.0])
     parser.add_argument("--tokens", type=int, default=400)
@@ -91,12 +115,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve_bare is not None:
         serve_bare(args.serve_bare)
-    print(f"{'clients':>8}{'step ms':>9}{'tokens/s':>10}{'tokens/event':>14}{'us/token':>10}{'of it system':>14}")
+    print(
+        f"{'clients':>8}{'step ms':>9}{'tokens/s':>10}{'tokens/event':>14}{'us/token':>10}{'of it system':>14}"
+    )
     for step_ms in args.step_ms:
         for clients in args.clients:
             row = asyncio.run(measure(clients, step_ms, args.tokens, args.bare))
-            print(f"{clients:8}{step_ms:9.1f}{row['tokens/s']:10.0f}{row['tokens/event']:14.2f}{row['us/token']:10.1f}"
-                  f"{row['system']:14.1f}")
+            print(
+                f"{clients:8}{step_ms:9.1f}{row['tokens/s']:10.0f}{row['tokens/event']:14.2f}{row['us/token']:10.1f}"
+                f"{row['system']:14.1f}"
+            )
 
 
 if __name__ == "__main__":

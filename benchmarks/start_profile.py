@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PARTS = {"_make_tables": "tables", "_make_buffers": "buffers of the host", "_load_model": "model",
-         "_make_attention": "attention and its cache", "_launch_all": "kernels from the cache, or given to threads",
-         "_working_bytes": "largest steps", "_capture": "graphs"}
+PARTS = {
+    "_make_tables": "tables",
+    "_make_buffers": "buffers of the host",
+    "_load_model": "model",
+    "_make_attention": "attention and its cache",
+    "_launch_all": "kernels from the cache, or given to threads",
+    "_working_bytes": "largest steps",
+    "_capture": "graphs",
+}
 
 
 def worker_args(model: str, folder: str) -> WorkerArgs:
@@ -39,9 +45,15 @@ def worker_args(model: str, folder: str) -> WorkerArgs:
 
     path = write_model(model, folder)
     spec = load_model_spec(path)
-    return WorkerArgs(rank=0, spec=spec, model=ModelConfig(model=path, load_format="dummy"), cache=CacheConfig(),
-                      parallel=ParallelConfig(), scheduler=SchedulerConfig(),
-                      max_model_len=spec.max_position_embeddings)
+    return WorkerArgs(
+        rank=0,
+        spec=spec,
+        model=ModelConfig(model=path, load_format="dummy"),
+        cache=CacheConfig(),
+        parallel=ParallelConfig(),
+        scheduler=SchedulerConfig(),
+        max_model_len=spec.max_position_embeddings,
+    )
 
 
 class Laps:
@@ -66,7 +78,9 @@ class Laps:
         self.add(name, seconds - self._inner.pop())
         self._inner[-1] += seconds
 
-    def around(self, function: Callable[..., Any], name: str, synchronize: Callable[[], object]) -> Callable[..., Any]:
+    def around(
+        self, function: Callable[..., Any], name: str, synchronize: Callable[[], object]
+    ) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.part(name, synchronize):
                 return function(*args, **kwargs)
@@ -90,8 +104,12 @@ def run_worker(model: str, born: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = worker_args(model, folder)
         compiled, compiling = os.pipe()
-        compiler = spawn("kernel compiler", "sidestep.executor.kernel_compiler:main",
-                         CompilerArgs(worker=args, num_processes=available_cores()), pass_fds=(compiling,))
+        compiler = spawn(
+            "kernel compiler",
+            "sidestep.executor.kernel_compiler:main",
+            CompilerArgs(worker=args, num_processes=available_cores()),
+            pass_fds=(compiling,),
+        )
         ended: list[float] = []
         compiler.on_death(lambda cause: ended.append(time.time() - born))
         os.close(compiling)
@@ -116,15 +134,21 @@ def run_worker(model: str, born: float) -> None:
         decoder: Any = DecoderForCausalLM
         decoder.warm_up = laps.around(decoder.warm_up, "products of all sizes once", wait)
         waiting: Any = gpu_runner
-        waiting.wait_for_compiler = laps.around(waiting.wait_for_compiler, "waiting for the compiler", wait)
+        waiting.wait_for_compiler = laps.around(
+            waiting.wait_for_compiler, "waiting for the compiler", wait
+        )
         found: list[tuple[str, bool]] = []
-        triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append((src.name, cache_hit))
+        triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append(
+            (src.name, cache_hit)
+        )
         with laps.part("rest of loading, with what threads compile", wait):
             runner(args_with(args, compiled)).load()
         laps.print()
     missing = sorted(name for name, cached in found if not cached)
-    print(f"    the compiler's process ended after {', '.join(f'{s:.2f} s' for s in ended) or 'the worker'}; of "
-          f"{len(found)} kernels this process compiled {len(missing)}: {', '.join(missing) or 'none'}")
+    print(
+        f"    the compiler's process ended after {', '.join(f'{s:.2f} s' for s in ended) or 'the worker'}; of "
+        f"{len(found)} kernels this process compiled {len(missing)}: {', '.join(missing) or 'none'}"
+    )
 
 
 def args_with(args: WorkerArgs, compiled: int) -> WorkerArgs:
@@ -144,7 +168,9 @@ def run_engine(model: str, born: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"])
     parser.add_argument("--child", choices=("engine", "worker"))
     parser.add_argument("--born", type=float)
@@ -157,9 +183,20 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as cache:
                 for state in ("cold", "warm"):
                     print(f"{model}, {child}, {state}", flush=True)
-                    command = [sys.executable, __file__, "--models", model, "--child", child, "--born"]
-                    subprocess.run([*command, repr(time.time())], env={**os.environ, "TRITON_CACHE_DIR": cache},
-                                   check=True)
+                    command = [
+                        sys.executable,
+                        __file__,
+                        "--models",
+                        model,
+                        "--child",
+                        child,
+                        "--born",
+                    ]
+                    subprocess.run(
+                        [*command, repr(time.time())],
+                        env={**os.environ, "TRITON_CACHE_DIR": cache},
+                        check=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -36,13 +36,19 @@ class Count:
     delays_ms: list[float] = field(default_factory=list)
 
 
-async def stream(llm: AsyncLLM, index: int, args: argparse.Namespace, until: float, count: Count) -> None:
+async def stream(
+    llm: AsyncLLM, index: int, args: argparse.Namespace, until: float, count: Count
+) -> None:
     """One request after the other, each of its own prompt."""
     vocab, number = llm.get_tokenizer().vocab_size, 0
     while time.monotonic() < until:
         prompt = [1 + index % 1000, 1 + number % 1000, 1 + (index + number) % 7]
-        params = SamplingParams(max_tokens=args.output_len, ignore_eos=True, seed=index,
-                                output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            max_tokens=args.output_len,
+            ignore_eos=True,
+            seed=index,
+            output_kind=RequestOutputKind.DELTA,
+        )
         tokens: list[int] = []
         async for output in llm.generate(prompt, params):
             tokens += output.outputs[0].token_ids
@@ -55,7 +61,9 @@ async def stream(llm: AsyncLLM, index: int, args: argparse.Namespace, until: flo
         number += 1
 
 
-async def watch(llm: AsyncLLM, args: argparse.Namespace, begin: float, count: Count) -> list[dict[str, float]]:
+async def watch(
+    llm: AsyncLLM, args: argparse.Namespace, begin: float, count: Count
+) -> list[dict[str, float]]:
     """Memory and progress, ten times; the delays of the steps in between."""
     readings: list[dict[str, float]] = []
     seen = told = 0
@@ -68,9 +76,14 @@ async def watch(llm: AsyncLLM, args: argparse.Namespace, begin: float, count: Co
             if step.num_sampled:
                 ends[told] = step.end_ns
                 told += 1
-        count.delays_ms += [(d.end_ns - ends.pop(d.number)) / 1e6 for d in llm.get_deliveries() if d.number in ends]
+        count.delays_ms += [
+            (d.end_ns - ends.pop(d.number)) / 1e6 for d in llm.get_deliveries() if d.number in ends
+        ]
         reading = {"seconds": time.monotonic() - begin, "tokens": float(count.tokens)}
-        reading |= {f"{name}_mb": psutil.Process(pid).memory_info().rss / 1e6 for name, pid in llm.pids.items()}
+        reading |= {
+            f"{name}_mb": psutil.Process(pid).memory_info().rss / 1e6
+            for name, pid in llm.pids.items()
+        }
         readings.append(reading)
         print("  ".join(f"{name} {value:.0f}" for name, value in reading.items()), flush=True)
     return readings
@@ -79,27 +92,47 @@ async def watch(llm: AsyncLLM, args: argparse.Namespace, begin: float, count: Co
 async def run(args: argparse.Namespace) -> dict[str, float]:
     """The whole load."""
     blocks = args.streams * (args.output_len // 16 + 2)
-    engine_args = EngineArgs(device="fake", fake_step_ms=args.step_ms, max_num_seqs=args.streams, num_kv_blocks=blocks,
-                             max_num_batched_tokens=8 * args.streams)
+    engine_args = EngineArgs(
+        device="fake",
+        fake_step_ms=args.step_ms,
+        max_num_seqs=args.streams,
+        num_kv_blocks=blocks,
+        max_num_batched_tokens=8 * args.streams,
+    )
     count = Count()
     async with AsyncLLM.from_engine_args(engine_args) as llm:
         begin = time.monotonic()
         watching = asyncio.create_task(watch(llm, args, begin, count))
-        await asyncio.gather(*(stream(llm, i, args, begin + args.seconds, count) for i in range(args.streams)))
+        await asyncio.gather(
+            *(stream(llm, i, args, begin + args.seconds, count) for i in range(args.streams))
+        )
         seconds = time.monotonic() - begin
         readings, stats = await watching, await llm.get_stats()
         left = [r for r in await llm.get_request_records() if r.status != "finished"]
     busy, idle = stats["device_busy_s"], stats["device_idle_s"]
-    growth = {f"{name}_growth": value - readings[1][name] for name, value in readings[-1].items()
-              if name.endswith("_mb")}
-    return {"streams": args.streams, "seconds": seconds, "requests": count.requests, "wrong": count.wrong,
-            "left": len(left), "tokens_per_s": count.tokens / seconds, "device_idle_share": idle / (busy + idle),
-            **{f"delivery_delay_ms_p{q}": percentile(count.delays_ms, q) for q in (50, 99)}, **growth}
+    growth = {
+        f"{name}_growth": value - readings[1][name]
+        for name, value in readings[-1].items()
+        if name.endswith("_mb")
+    }
+    return {
+        "streams": args.streams,
+        "seconds": seconds,
+        "requests": count.requests,
+        "wrong": count.wrong,
+        "left": len(left),
+        "tokens_per_s": count.tokens / seconds,
+        "device_idle_share": idle / (busy + idle),
+        **{f"delivery_delay_ms_p{q}": percentile(count.delays_ms, q) for q in (50, 99)},
+        **growth,
+    }
 
 
 def main() -> int:
     """Prints a table; the exit status is 1 if a request was lost or wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--streams", type=int, default=1024)
     parser.add_argument("--step-ms", type=float, default=20.0)

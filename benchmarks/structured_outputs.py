@@ -30,11 +30,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.workloads import MODELS, prompts, write_model
 from sidestep import DEFAULT_MODEL, LLM, SamplingParams, StepRecord, StructuredOutputsParams
 
-ITEM = {"type": "object", "additionalProperties": False, "required": ["name", "age", "tags", "address"], "properties": {
-    "name": {"type": "string", "maxLength": 40}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
-    "address": {"type": "object", "additionalProperties": False, "required": ["street", "zip"], "properties": {
-        "street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}}}}
+ITEM = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name", "age", "tags", "address"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        "address": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["street", "zip"],
+            "properties": {
+                "street": {"type": "string"},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+            },
+        },
+    },
+}
 SCHEMA: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": 1000}
 """No output is complete before its limit of tokens, so both loads have the same number of them."""
 
@@ -73,23 +87,37 @@ def print_parts(records: list[StepRecord]) -> None:
     """Microseconds, the median and what nine of ten steps stay below. Steps of most rows count, after such steps; in
     the order of a way: `before` and `after` are a step's neighbours."""
     most = max(record.num_rows for record in records)
-    threes = [three for three in zip(records, records[1:], records[2:], strict=False)
-              if all(r.num_rows == r.num_tokens == most for r in three)]
+    threes = [
+        three
+        for three in zip(records, records[1:], records[2:], strict=False)
+        if all(r.num_rows == r.num_tokens == most for r in three)
+    ]
     parts: dict[str, Callable[[StepRecord, StepRecord, StepRecord], int]] = {
         "the device ran": lambda before, step, after: step.end_ns - step.start_ns,
         "it stood still before": lambda before, step, after: step.idle_ns,
         "from its end to the core": lambda before, step, after: step.taken_ns - step.end_ns,
-        "until the step after next was scheduled": lambda before, step, after: after.schedule_ns - before.taken_ns,
+        "until the step after next was scheduled": lambda before, step, after: (
+            after.schedule_ns - before.taken_ns
+        ),
         "scheduling": lambda before, step, after: step.submit_ns - step.schedule_ns,
-        "from the result before to launched": lambda before, step, after: step.launched_ns - before.taken_ns,
-        "from received to launched": lambda before, step, after: step.launched_ns - step.received_ns}
+        "from the result before to launched": lambda before, step, after: (
+            step.launched_ns - before.taken_ns
+        ),
+        "from received to launched": lambda before, step, after: (
+            step.launched_ns - step.received_ns
+        ),
+    }
     for name, part in parts.items():
         ordered = sorted(part(*three) for three in threes)
-        print(f"    {name:42}{statistics.median(ordered) / 1e3:8.0f}{ordered[len(ordered) * 9 // 10] / 1e3:8.0f}")
+        print(
+            f"    {name:42}{statistics.median(ordered) / 1e3:8.0f}{ordered[len(ordered) * 9 // 10] / 1e3:8.0f}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=list(MODELS))
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
@@ -98,16 +126,25 @@ def main() -> None:
     parser.add_argument("--free", action="store_true")
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
-    options: dict[str, Any] = {name: json.loads(value) for name, _, value in (o.partition("=") for o in args.option)}
+    options: dict[str, Any] = {
+        name: json.loads(value) for name, _, value in (o.partition("=") for o in args.option)
+    }
     with tempfile.TemporaryDirectory() as root:
         path, size = DEFAULT_MODEL, 4096
         if args.model:
             path, size = write_model(args.model, root), MODELS[args.model]["vocab_size"]
             options |= {"tokenizer": write_tokenizer(root, size), "load_format": "dummy"}
-        plain = SamplingParams(temperature=1, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
-        held = SamplingParams(temperature=1, max_tokens=args.tokens, detokenize=False,
-                              structured_outputs=StructuredOutputsParams(
-                                  json=unbounded() if args.free else SCHEMA, disable_any_whitespace=True))
+        plain = SamplingParams(
+            temperature=1, max_tokens=args.tokens, ignore_eos=True, detokenize=False
+        )
+        held = SamplingParams(
+            temperature=1,
+            max_tokens=args.tokens,
+            detokenize=False,
+            structured_outputs=StructuredOutputsParams(
+                json=unbounded() if args.free else SCHEMA, disable_any_whitespace=True
+            ),
+        )
         load = prompts(args.requests, lambda rng: rng.randrange(64, 129), size - 100, seed=1)
         with LLM(path, **options) as llm:
             rates: dict[str, list[float]] = {"plain": [], "held": []}

@@ -36,8 +36,11 @@ class Load:
         while self.num_left:
             self.num_left -= 1
             prompt = [self._rng.randrange(3, vocab) for _ in range(self._rng.randint(1, 60))]
-            params = SamplingParams(max_tokens=self._rng.randint(1, 16), ignore_eos=True,
-                                    output_kind=RequestOutputKind.FINAL_ONLY)
+            params = SamplingParams(
+                max_tokens=self._rng.randint(1, 16),
+                ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             async for output in self._llm.generate(prompt, params):
                 self.num_tokens += len(output.outputs[0].token_ids)
             self.num_done += 1
@@ -45,34 +48,52 @@ class Load:
     async def watch(self, every: int) -> None:
         """Print a line after each `every` requests."""
         processes = {name: psutil.Process(pid) for name, pid in self._llm.pids.items()}
-        print(f"{'requests':>9}" + "".join(f"{name:>10}" for name in processes) + "  requests/s  tokens/s")
+        print(
+            f"{'requests':>9}"
+            + "".join(f"{name:>10}" for name in processes)
+            + "  requests/s  tokens/s"
+        )
         done, tokens, since = 0, 0, time.monotonic()
         while True:
             await asyncio.sleep(0.05)
             if self.num_done - done < every and self.num_left:
                 continue
             now = time.monotonic()
-            sizes = "".join(f"{process.memory_info().rss / 1e6:10.0f}" for process in processes.values())
-            print(f"{self.num_done:9}{sizes}{(self.num_done - done) / (now - since):12.0f}"
-                  f"{(self.num_tokens - tokens) / (now - since):10.0f}", flush=True)
+            sizes = "".join(
+                f"{process.memory_info().rss / 1e6:10.0f}" for process in processes.values()
+            )
+            print(
+                f"{self.num_done:9}{sizes}{(self.num_done - done) / (now - since):12.0f}"
+                f"{(self.num_tokens - tokens) / (now - since):10.0f}",
+                flush=True,
+            )
             done, tokens, since = self.num_done, self.num_tokens, now
             if not self.num_left:
                 return
 
 
 async def run(args: argparse.Namespace) -> None:
-    options = {name: json.loads(value) for name, _, value in (option.partition("=") for option in args.option)}
+    options = {
+        name: json.loads(value)
+        for name, _, value in (option.partition("=") for option in args.option)
+    }
     async with AsyncLLM.from_engine_args(EngineArgs(**({"device": "cpu"} | options))) as llm:
         load = Load(llm, args.requests)
-        await asyncio.gather(load.watch(args.every), *(load.serve() for _ in range(args.concurrency)))
+        await asyncio.gather(
+            load.watch(args.every), *(load.serve() for _ in range(args.concurrency))
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=30_000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--every", type=int, default=3_000)
-    parser.add_argument("--option", action="append", default=[], help="name=value, for the engine; values are JSON")
+    parser.add_argument(
+        "--option", action="append", default=[], help="name=value, for the engine; values are JSON"
+    )
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(run(args))

@@ -15,19 +15,55 @@ from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
-        "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
-        "bos_token_id": 151643, "eos_token_id": 151645, "use_sliding_window": False, "sliding_window": None},
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
     "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
-        "vocab_size": 128256, "tie_word_embeddings": False, "rope_theta": 500000.0,
-        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False,
-        "mlp_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001},
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
 }
 
 
@@ -49,18 +85,26 @@ def write_model(name: str, root: str) -> str:
     return path
 
 
-def prompts(count: int, length: Callable[[random.Random], int], vocab_size: int, seed: int) -> list[list[int]]:
+def prompts(
+    count: int, length: Callable[[random.Random], int], vocab_size: int, seed: int
+) -> list[list[int]]:
     """Random token ids."""
     rng = random.Random(seed)
-    return [[rng.randrange(10, min(vocab_size, 100000)) for _ in range(length(rng))] for _ in range(count)]
+    return [
+        [rng.randrange(10, min(vocab_size, 100000)) for _ in range(length(rng))]
+        for _ in range(count)
+    ]
 
 
 def offline(name: str, vocab_size: int) -> Workload:
     """The named workload."""
     rng = random.Random(7)
     if name == "mixed256":  # 100 to 1024 tokens in, as many out
-        return Workload(prompts(256, lambda r: r.randint(100, 1024), vocab_size, 0),
-                        [rng.randint(100, 1024) for _ in range(256)], 0.6)
+        return Workload(
+            prompts(256, lambda r: r.randint(100, 1024), vocab_size, 0),
+            [rng.randint(100, 1024) for _ in range(256)],
+            0.6,
+        )
     if name == "fixed512":
         return Workload(prompts(512, lambda r: 1024, vocab_size, 1), [256] * 512, 0.0)
     if name == "single":  # decode latency
@@ -70,7 +114,9 @@ def offline(name: str, vocab_size: int) -> Workload:
     raise KeyError(name)
 
 
-def online(rate: float, count: int, vocab_size: int, seed: int = 11) -> list[tuple[float, list[int], int]]:
+def online(
+    rate: float, count: int, vocab_size: int, seed: int = 11
+) -> list[tuple[float, list[int], int]]:
     """Poisson arrivals: (seconds, prompt, max_tokens)."""
     rng = random.Random(seed)
     now, arrivals = 0.0, []

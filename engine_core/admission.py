@@ -17,8 +17,16 @@ from sidestep.ipc.records import WaitReason
 class Admission:
     """Lets them in, and says of those outside what they wait for."""
 
-    def __init__(self, roster: Roster, kv: KVCacheManager, max_num_seqs: int, outboxes: Outboxes,
-                 clock: Callable[[], float], *, by_priority: bool) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        kv: KVCacheManager,
+        max_num_seqs: int,
+        outboxes: Outboxes,
+        clock: Callable[[], float],
+        *,
+        by_priority: bool,
+    ) -> None:
         self._roster = roster
         self._kv = kv
         self._max_num_seqs = max_num_seqs
@@ -61,8 +69,12 @@ class Admission:
             budget -= count
             self._kv.remember(request)
         if self._by_priority:
-            roster.running = dict.fromkeys(sorted(roster.running, key=lambda r: (r.priority, r.arrival)))
-        return reason or ("max_num_batched_tokens" if seats and roster.free_slots else "max_num_seqs")
+            roster.running = dict.fromkeys(
+                sorted(roster.running, key=lambda r: (r.priority, r.arrival))
+            )
+        return reason or (
+            "max_num_batched_tokens" if seats and roster.free_slots else "max_num_seqs"
+        )
 
     def waits_for(self, request: Request) -> WaitReason | None:
         """See RequestRecord.waiting_for."""
@@ -86,5 +98,10 @@ class Admission:
         request.was_started = True
         request.num_cached_tokens = num_cached
         request.scheduled = self._clock()
-        self._outboxes.of(request.client).started.append(Started(
-            handle=request.handle, num_cached_tokens=request.num_cached_tokens, scheduled=request.scheduled))
+        self._outboxes.of(request.client).started.append(
+            Started(
+                handle=request.handle,
+                num_cached_tokens=request.num_cached_tokens,
+                scheduled=request.scheduled,
+            )
+        )

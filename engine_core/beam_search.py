@@ -57,16 +57,22 @@ class BeamSearch:
         """The best first."""
 
     def __repr__(self) -> str:
-        return f"BeamSearch({len(self.scores)} beams of {self.length} tokens, {len(self.ended)} ended)"
+        return (
+            f"BeamSearch({len(self.scores)} beams of {self.length} tokens, {len(self.ended)} ended)"
+        )
 
-    def advance(self, candidates: Sequence[Candidates], outputs: Sequence[list[int]]) -> list[Chosen]:
+    def advance(
+        self, candidates: Sequence[Candidates], outputs: Sequence[list[int]]
+    ) -> list[Chosen]:
         """One step: candidates for each beam, and its tokens so far, without the prompt. Returns the beams of the next
         step, or nothing if the search is over."""
         width = self._params.beam_width
-        totals = np.concatenate([score + c.logprobs for score, c in zip(self.scores, candidates, strict=True)])
+        totals = np.concatenate(
+            [score + c.logprobs for score, c in zip(self.scores, candidates, strict=True)]
+        )
         tokens = np.concatenate([c.token_ids for c in candidates])
         parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates])
-        best = np.argsort(-totals, kind="stable")[:self._num_candidates]
+        best = np.argsort(-totals, kind="stable")[: self._num_candidates]
         self.length += 1
         ends = np.isin(tokens[best], self._eos) | (self.length >= self._max_tokens)
         for place in best[:width][ends[:width]].tolist():
@@ -75,14 +81,19 @@ class BeamSearch:
         if not len(going) or self._is_over(float(totals[going[0]])):
             return []
         self.scores = totals[going]
-        return [Chosen(parent, token) for parent, token in zip(parents[going].tolist(), tokens[going].tolist(),
-                                                               strict=True)]
+        return [
+            Chosen(parent, token)
+            for parent, token in zip(parents[going].tolist(), tokens[going].tolist(), strict=True)
+        ]
 
     def best(self, outputs: Sequence[list[int]]) -> list[Ended]:
         """What to answer when the search must stop here: what has ended, filled up with what has not."""
-        running = [Ended(self._score(float(score), max(1, self.length)), float(score), list(tokens))
-                   for score, tokens in zip(self.scores, outputs, strict=True) if tokens]
-        return (self.ended + sorted(running, reverse=True))[:self._params.beam_width]
+        running = [
+            Ended(self._score(float(score), max(1, self.length)), float(score), list(tokens))
+            for score, tokens in zip(self.scores, outputs, strict=True)
+            if tokens
+        ]
+        return (self.ended + sorted(running, reverse=True))[: self._params.beam_width]
 
     def _score(self, logprob: float, length: int) -> float:
         return float(logprob / length**self._params.length_penalty)
@@ -90,7 +101,7 @@ class BeamSearch:
     def _end(self, logprob: float, token_ids: list[int]) -> None:
         self.ended.append(Ended(self._score(logprob, self.length), logprob, token_ids))
         self.ended.sort(key=lambda e: -e.score)
-        del self.ended[self._params.beam_width:]
+        del self.ended[self._params.beam_width :]
 
     def _is_over(self, best_running: float) -> bool:
         """Whether as many have ended as are wanted, and no running one is expected to become better."""
@@ -100,4 +111,7 @@ class BeamSearch:
         if stopping is True:
             return True
         longest = stopping == "never" and self._params.length_penalty > 0
-        return self._score(best_running, self._max_tokens if longest else self.length) <= self.ended[-1].score
+        return (
+            self._score(best_running, self._max_tokens if longest else self.length)
+            <= self.ended[-1].score
+        )

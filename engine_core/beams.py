@@ -87,20 +87,32 @@ class BeamGroup(Group):
         return [_told(ended, eos_ids) for ended in self.search.best(self._outputs())]
 
     def _outputs(self) -> list[list[int]]:
-        return [r.token_ids[r.num_prompt:] for r in self.beams]
+        return [r.token_ids[r.num_prompt :] for r in self.beams]
 
 
 def _told(ended: Ended, eos_ids: frozenset[int]) -> Beam:
     reason = FinishReason.STOP if ended.token_ids[-1] in eos_ids else FinishReason.LENGTH
-    return Beam(token_ids=pack_ids(ended.token_ids), logprob=ended.logprob, score=ended.score, reason=reason)
+    return Beam(
+        token_ids=pack_ids(ended.token_ids), logprob=ended.logprob, score=ended.score, reason=reason
+    )
 
 
-def make_beams(message: AddRequest, params: BeamSearchParams, max_model_len: int, eos_token_ids: frozenset[int],
-               kv: KVCacheManager) -> list[Request]:
+def make_beams(
+    message: AddRequest,
+    params: BeamSearchParams,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+    kv: KVCacheManager,
+) -> list[Request]:
     """The requests of a message that asks for beam search."""
-    requests = [Request.from_message(message, max_model_len, eos_token_ids) for _ in range(params.beam_width)]
+    requests = [
+        Request.from_message(message, max_model_len, eos_token_ids)
+        for _ in range(params.beam_width)
+    ]
     first = requests[0]
-    controls = encode_controls(Controls(logprobs=params.num_candidates(len(first.eos_ids)), is_beam=True))
+    controls = encode_controls(
+        Controls(logprobs=params.num_candidates(len(first.eos_ids)), is_beam=True)
+    )
     for request in requests:
         request.controls, request.has_past_sent = controls, False
     for other in requests[1:]:
@@ -121,7 +133,11 @@ def candidates_of_beams(column: UInt8, rows: Sequence[Request]) -> dict[Request,
     columns = LogprobColumns.unpack(column)
     ends = np.cumsum(columns.sizes).tolist()
     # A copy: the columns are views over memory that is reused. The first entry is of the token that was sampled.
-    return {rows[row]: Candidates(columns.token_ids[end - size + 1:end].copy(),
-                                  columns.logprobs[end - size + 1:end].copy())
-            for row, size, end in zip(columns.keys.tolist(), columns.sizes.tolist(), ends, strict=True)
-            if isinstance(rows[row].group, BeamGroup)}
+    return {
+        rows[row]: Candidates(
+            columns.token_ids[end - size + 1 : end].copy(),
+            columns.logprobs[end - size + 1 : end].copy(),
+        )
+        for row, size, end in zip(columns.keys.tolist(), columns.sizes.tolist(), ends, strict=True)
+        if isinstance(rows[row].group, BeamGroup)
+    }

@@ -91,7 +91,9 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the books do not balance."""
-        assert all(refs >= 0 for refs in self._refs), "a block was freed more often than it was referenced"
+        assert all(refs >= 0 for refs in self._refs), (
+            "a block was freed more often than it was referenced"
+        )
         free = {block for block, refs in enumerate(self._refs) if refs == 0}
         assert free == set(self._free), "the free list is not the set of blocks without references"
         known = {h: b for b, h in enumerate(self._hash_of) if h is not None}

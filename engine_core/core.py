@@ -21,8 +21,14 @@ from sidestep.ipc.step import StepInput
 class EngineCore:
     """Synchronous: owns no socket and no clock."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, max_steps_in_flight: int,
-                 clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        max_steps_in_flight: int,
+        clock: Callable[[], float],
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self._depth = max_steps_in_flight
@@ -101,7 +107,13 @@ class EngineCore:
         elif call.method == "step_records":
             return Answer(call_id=call.call_id, records=self.recorder.records(call.since))
         elif call.method == "request_records":
-            return Answer(call_id=call.call_id, records=pack_requests(self.scheduler.request_records(call.limit)))
+            return Answer(
+                call_id=call.call_id,
+                records=pack_requests(self.scheduler.request_records(call.limit)),
+            )
         else:
-            return Answer(call_id=call.call_id, error=str(ValidationError("method", f"unknown call {call.method!r}")))
+            return Answer(
+                call_id=call.call_id,
+                error=str(ValidationError("method", f"unknown call {call.method!r}")),
+            )
         return Answer(call_id=call.call_id, result=result)

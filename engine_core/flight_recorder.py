@@ -35,8 +35,12 @@ def idle_before(previous_end: int, work: int, ready: int, submitted: int, start:
     until_ready = min(max(ready, until_work), start)
     until_submitted = min(max(submitted, until_ready), start)
     # The device's times are less exact than the host's: a step may seem to begin before the last one's end.
-    return IdleTime(max(0, until_work - previous_end), max(0, until_ready - until_work),
-                    max(0, until_submitted - until_ready), max(0, start - max(until_submitted, previous_end)))
+    return IdleTime(
+        max(0, until_work - previous_end),
+        max(0, until_ready - until_work),
+        max(0, until_submitted - until_ready),
+        max(0, start - max(until_submitted, previous_end)),
+    )
 
 
 class Situation(NamedTuple):
@@ -109,7 +113,9 @@ class FlightRecorder:
         kind[1] += busy
         idle = _NOT_IDLE
         if self._last_end is not None and output.start_ns > self._last_end:
-            idle = idle_before(self._last_end, flying.work, flying.ready, flying.submit, output.start_ns)
+            idle = idle_before(
+                self._last_end, flying.work, flying.ready, flying.submit, output.start_ns
+            )
             for cause, length in enumerate(idle):
                 self.idle[cause] += length
         self._last_end = output.end_ns
@@ -125,7 +131,9 @@ class FlightRecorder:
 
     def submitted(self, situation: Situation) -> None:
         """The step is on its way."""
-        self._flying.append(_Flying(situation, self._work, self._ready, self._schedule, self._submit))
+        self._flying.append(
+            _Flying(situation, self._work, self._ready, self._schedule, self._submit)
+        )
 
     def turn_ended(self) -> None:
         """What came back is ready to be told; the device has its next steps, or nothing to do."""
@@ -136,9 +144,26 @@ class FlightRecorder:
             for output, (situation, _, ready, schedule, submit), taken, idle in self._taken:
                 rows, tokens, entered, prompts, *around = situation
                 STEP_ROW.pack_into(
-                    self._ring, self._num_rows % self._capacity * STEP_ROW.size, output.step_id, rows, tokens, entered,
-                    prompts, len(output.token_ids), *around, ready, schedule, submit, output.received_ns,
-                    output.launched_ns, output.start_ns, output.end_ns, taken, now, *idle)
+                    self._ring,
+                    self._num_rows % self._capacity * STEP_ROW.size,
+                    output.step_id,
+                    rows,
+                    tokens,
+                    entered,
+                    prompts,
+                    len(output.token_ids),
+                    *around,
+                    ready,
+                    schedule,
+                    submit,
+                    output.received_ns,
+                    output.launched_ns,
+                    output.start_ns,
+                    output.end_ns,
+                    taken,
+                    now,
+                    *idle,
+                )
                 self._num_rows += 1
             self._taken.clear()
 
@@ -151,13 +176,22 @@ class FlightRecorder:
         count = max(0, self._num_rows - oldest)
         first = oldest % self._capacity * STEP_ROW.size
         wanted = count * STEP_ROW.size
-        return bytes(self._ring[first:first + wanted] + self._ring[:max(0, first + wanted - len(self._ring))])
+        return bytes(
+            self._ring[first : first + wanted]
+            + self._ring[: max(0, first + wanted - len(self._ring))]
+        )
 
     def stats(self) -> dict[str, float]:
         """Seconds since the start, and of each kind of step the number and the device's seconds."""
         kinds = {f"{kind}_steps": float(count) for kind, (count, _) in self._steps.items()}
         kinds |= {f"{kind}_step_s": length / 1e9 for kind, (_, length) in self._steps.items()}
         no_work, result, schedule, prepare = (length / 1e9 for length in self.idle)
-        return {"device_busy_s": self.busy_ns / 1e9, "device_idle_s": result + schedule + prepare,
-                "device_idle_result_s": result, "device_idle_schedule_s": schedule, "device_idle_prepare_s": prepare,
-                "device_no_work_s": no_work, **kinds}
+        return {
+            "device_busy_s": self.busy_ns / 1e9,
+            "device_idle_s": result + schedule + prepare,
+            "device_idle_result_s": result,
+            "device_idle_schedule_s": schedule,
+            "device_idle_prepare_s": prepare,
+            "device_no_work_s": no_work,
+            **kinds,
+        }

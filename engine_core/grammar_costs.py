@@ -55,8 +55,10 @@ class MaskAccount:
         self._since = now
         if self._over_s <= self._allowed_s:
             return None
-        return (f"is too expensive to follow: what may come next has taken more than {TOKEN_S * 1e3:g} ms of a "
-                f"processor a token, and {self._allowed_s:g} s in all beyond that, for {self._name}")
+        return (
+            f"is too expensive to follow: what may come next has taken more than {TOKEN_S * 1e3:g} ms of a "
+            f"processor a token, and {self._allowed_s:g} s in all beyond that, for {self._name}"
+        )
 
 
 def share_masks(due: Sequence[Request], budget_s: float) -> Collection[Request]:

@@ -85,7 +85,7 @@ class ForkingGroups:
             if source.num_computed >= source.num_prompt:
                 for request in group.forks:
                     request.parked = False
-                    request.block_hashes = source.block_hashes[:kv.num_shared(request)]
+                    request.block_hashes = source.block_hashes[: kv.num_shared(request)]
                 self.stop(group)
 
     def stop(self, group: Group) -> None:
@@ -98,29 +98,46 @@ class ForkingGroups:
         """Raises AssertionError when the state contradicts itself."""
         for group in self._groups:
             assert group.source is not None and group.forks, "nobody is parked, or for nobody"
-            assert all(r.parked and r.status is Status.RUNNING and not r.num_in_flight for r in group.forks)
-            assert group.source.status is Status.RUNNING or group.source.num_computed >= group.source.num_prompt
+            assert all(
+                r.parked and r.status is Status.RUNNING and not r.num_in_flight for r in group.forks
+            )
+            assert (
+                group.source.status is Status.RUNNING
+                or group.source.num_computed >= group.source.num_prompt
+            )
 
 
-def check_groups(requests: Iterable[Request], queue: Iterable[Request], forking: ForkingGroups) -> None:
+def check_groups(
+    requests: Iterable[Request], queue: Iterable[Request], forking: ForkingGroups
+) -> None:
     """Raises AssertionError when the groups of these requests, all that live, contradict themselves."""
     for request in queue:
-        assert request.group is None or request is request.group.queued, "not who stands for its group"
+        assert request.group is None or request is request.group.queued, (
+            "not who stands for its group"
+        )
     for request in requests:
         if (group := request.group) is None:
             assert not request.parked, f"{request} waits for nobody"
             continue
-        assert group.queued in group.waiting or not group.waiting, "nobody stands for those that wait"
+        assert group.queued in group.waiting or not group.waiting, (
+            "nobody stands for those that wait"
+        )
         assert not group.forks or group in forking, "forks that nobody will unpark"
-        assert request in group.forks or not request.parked or group.parks_after_rows, f"{request} is parked"
+        assert request in group.forks or not request.parked or group.parks_after_rows, (
+            f"{request} is parked"
+        )
 
 
-def make_choices(message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int],
-                 kv: KVCacheManager) -> list[Request]:
+def make_choices(
+    message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int], kv: KVCacheManager
+) -> list[Request]:
     """The request of a message, or all of its choices. Those of a group may become so long that all of them together
     fit in the cache: a group alone can always run to its end, as a request alone can."""
     num = message.sampling.n
-    requests = [Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids) for index in range(num)]
+    requests = [
+        Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids)
+        for index in range(num)
+    ]
     if num > 1:
         join(requests, Group(requests), kv)
     return requests
@@ -137,11 +154,17 @@ def _one_choice(message: AddRequest, index: int) -> AddRequest:
     """The message that asks for one of the choices alone."""
     if message.sampling.n == 1:
         return message
-    return msgspec.structs.replace(message, handle=message.handle + index, request_id=f"{message.request_id}/{index}",
-                                   sampling=message.sampling.for_choice(index))
+    return msgspec.structs.replace(
+        message,
+        handle=message.handle + index,
+        request_id=f"{message.request_id}/{index}",
+        sampling=message.sampling.for_choice(index),
+    )
 
 
-def why_never(requests: Sequence[Request], max_model_len: int, max_num_seqs: int, field: str) -> str | None:
+def why_never(
+    requests: Sequence[Request], max_model_len: int, max_num_seqs: int, field: str
+) -> str | None:
     """Why these can never run, or None if they can. field: what asks for so many."""
     first, num = requests[0], len(requests)
     if not first.num_prompt:

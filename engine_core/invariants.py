@@ -12,14 +12,20 @@ from sidestep.engine_core.step_plan import StepPlan
 from sidestep.ipc.config import StepLimits
 
 
-def check_invariants(roster: Roster, kv: KVCacheManager, plans: Iterable[StepPlan], limits: StepLimits) -> None:
+def check_invariants(
+    roster: Roster, kv: KVCacheManager, plans: Iterable[StepPlan], limits: StepLimits
+) -> None:
     """Raises AssertionError when the state contradicts itself. plans: of all steps in flight."""
     held = [*roster.running, *roster.leaving]
     slots = [r.slot for r in held]
-    assert sorted(slots + roster.free_slots) == list(range(limits.num_slots)), "slots leak or are shared"
+    assert sorted(slots + roster.free_slots) == list(range(limits.num_slots)), (
+        "slots leak or are shared"
+    )
     assert roster.num_taken_seats <= limits.max_num_seqs
     assert len(roster.queue) == len(set(roster.queue)), "the queue's count is wrong"
-    assert not set(roster.queue) & set(roster.compiling), "a request without its grammar is in the queue"
+    assert not set(roster.queue) & set(roster.compiling), (
+        "a request without its grammar is in the queue"
+    )
     in_flight = [r for plan in plans for r in plan.rows]
     for request in {*roster.requests.values(), *held}:
         assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
@@ -27,7 +33,9 @@ def check_invariants(roster: Roster, kv: KVCacheManager, plans: Iterable[StepPla
         assert request.status is Status.RUNNING
         held_blocks = len(request.block_ids) + (request.copy_source >= 0)
         assert request.num_computed <= held_blocks * kv.block_size, f"{request}: too few blocks"
-        assert len(request.token_ids) + request.num_placeholders <= request.max_total, f"{request}: too long"
+        assert len(request.token_ids) + request.num_placeholders <= request.max_total, (
+            f"{request}: too long"
+        )
     roster.forking.check_invariants()
     check_groups([*roster.requests.values(), *roster.running], roster.queue, roster.forking)
     for request in roster.leaving:

@@ -26,7 +26,9 @@ _NEVER = sys.maxsize
 class KVCacheManager:
     """Hands blocks of one pool to requests."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -54,12 +56,18 @@ class KVCacheManager:
         # Of cached tokens nothing would be computed that could be told.
         hits = [] if request.must_tell_of_prompt else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
-        wanted = self.blocks_for(len(request.token_ids)) - len(hits) + sum(map(self._num_own_blocks, others))
+        wanted = (
+            self.blocks_for(len(request.token_ids))
+            - len(hits)
+            + sum(map(self._num_own_blocks, others))
+        )
         if wanted > self.pool.num_free - sum(map(self.pool.is_free, hits)):
             return False
         for block in hits:
             self.pool.share(block)
-        request.block_ids = hits + self.pool.allocate(self.blocks_for(len(request.token_ids)) - len(hits))
+        request.block_ids = hits + self.pool.allocate(
+            self.blocks_for(len(request.token_ids)) - len(hits)
+        )
         request.num_computed = num_hit
         request.num_registered = len(hits) if self.enable_prefix_caching else _NEVER
         # A preempted request finds its own blocks again: that is not a hit anybody asks about.
@@ -116,7 +124,9 @@ class KVCacheManager:
         self.pool.check_invariants()
         refs = [0] * self.pool.num_blocks
         for request in requests:
-            assert len(set(request.block_ids)) == len(request.block_ids), f"{request} holds a block twice"
+            assert len(set(request.block_ids)) == len(request.block_ids), (
+                f"{request} holds a block twice"
+            )
             for block in request.block_ids:
                 refs[block] += 1
             if request.copy_source >= 0:
@@ -139,7 +149,7 @@ class KVCacheManager:
     def _fork(self, source: Request, request: Request) -> None:
         """Blocks for one whose prompt the source computes: the source's full ones, and new ones of its own, of which
         the first must become a copy of what the source has there."""
-        shared = source.block_ids[:self.num_shared(request)]
+        shared = source.block_ids[: self.num_shared(request)]
         for block in shared:
             self.pool.share(block)
         request.block_ids = shared + self.pool.allocate(self._num_own_blocks(request))
@@ -182,7 +192,7 @@ class KVCacheManager:
             parent = hashes[-1] if hashes else b""
             if index == request.num_public_tokens // size:
                 parent = _salted(parent, request.cache_salt)
-            tokens = array("i", request.token_ids[index * size:(index + 1) * size]).tobytes()
+            tokens = array("i", request.token_ids[index * size : (index + 1) * size]).tobytes()
             hashes.append(hashlib.sha256(parent + tokens).digest())
 
 

@@ -76,7 +76,7 @@ class MaskJob:
             begin = time.monotonic()
             if first and begin >= until:
                 return
-            part = self.matchers[first:first + chunk]
+            part = self.matchers[first : first + chunk]
             executor.unsafe_compute_mask_ptr(part, start, size, len(self.masks))
             # The time of each mask is not known, nor the time in which its thread was suspended.
             each = (time.monotonic() - begin) * min(num_threads, len(part)) / len(part)
@@ -104,8 +104,9 @@ class MaskJobs:
     def __repr__(self) -> str:
         return f"MaskJobs({len(self._awaited)} awaited)"
 
-    def compute(self, requests: Sequence[Request], most_late: int, patience_s: float,
-                longest_s: float) -> list[Int32 | None]:
+    def compute(
+        self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
+    ) -> list[Int32 | None]:
         """Return the mask of each request, valid until the next call; None for a request whose mask is late, which a
         later call returns. Until `patience_s` is over wait for all masks, then until at most `most_late` are late, and
         no longer than `longest_s`. Raise what the library raises."""
@@ -119,7 +120,9 @@ class MaskJobs:
                 self._start_threads()
                 self._jobs.put(job)
         for i, job in enumerate(own):
-            if i == 0 or time.monotonic() < start + longest_s:  # the first runs in any case: progress
+            if (
+                i == 0 or time.monotonic() < start + longest_s
+            ):  # the first runs in any case: progress
                 job.run(self._executor, self._num_threads, start + longest_s)
             job.is_done = True
         self._wait(requests, most_late, start + patience_s, start + longest_s)
@@ -135,11 +138,17 @@ class MaskJobs:
         if len(parts) > 1:
             parts.sort(key=lambda part: part[0].mask_s)
         jobs = []
-        for part in (list(chain.from_iterable(parts[i::_MOST_JOBS])) for i in range(min(_MOST_JOBS, len(parts)))):
+        for part in (
+            list(chain.from_iterable(parts[i::_MOST_JOBS]))
+            for i in range(min(_MOST_JOBS, len(parts)))
+        ):
             # Side by side, those that share a compilation are most often one thread's.
             members = sorted(part, key=lambda request: request.matcher_group)
-            job = MaskJob([(r.matcher, i) for i, r in enumerate(members) if r.matcher is not None],
-                          self._memory(len(members)), len(members))
+            job = MaskJob(
+                [(r.matcher, i) for i, r in enumerate(members) if r.matcher is not None],
+                self._memory(len(members)),
+                len(members),
+            )
             for i, request in enumerate(members):
                 request.mask_job, request.mask_row = job, i
             jobs.append(job)
@@ -151,7 +160,9 @@ class MaskJobs:
                 return self._free.pop(i)
         return np.empty((count, self._num_words), np.int32)
 
-    def _wait(self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float) -> None:
+    def _wait(
+        self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float
+    ) -> None:
         """Wait until all masks are there; after `until`, until all but `most_late` are; but not beyond
         `at_most_until`."""
         jobs = [request.mask_job for request in requests]
@@ -161,7 +172,9 @@ class MaskJobs:
             if not self._ended.wait_for(lambda: not self._awaited, until - time.monotonic()):
                 self._is_impatient = True
                 left = None if at_most_until == FOREVER else at_most_until - time.monotonic()
-                self._ended.wait_for(lambda: sum(job in self._awaited for job in jobs) <= most_late, left)
+                self._ended.wait_for(
+                    lambda: sum(job in self._awaited for job in jobs) <= most_late, left
+                )
 
     def _take(self, request: Request) -> Int32 | None:
         job = request.mask_job
@@ -174,7 +187,9 @@ class MaskJobs:
         job.num_left -= 1
         if not job.num_left:
             self._taken.append(job.masks)
-        if request.mask_row >= len(job.seconds):  # not begun in time; it will take as long as the others
+        if request.mask_row >= len(
+            job.seconds
+        ):  # not begun in time; it will take as long as the others
             request.mask_s = max(request.mask_s, sum(job.seconds) / max(1, len(job.seconds)))
             return None
         request.mask_s = job.seconds[request.mask_row]
@@ -193,7 +208,9 @@ class MaskJobs:
             job = self._jobs.get()
             try:
                 job.run(self._executor, self._num_threads)
-            except BaseException as error:  # a panic of the library is one; whoever waits for the job must hear of it
+            except (
+                BaseException
+            ) as error:  # a panic of the library is one; whoever waits for the job must hear of it
                 job.error = error
             with self._ended:
                 job.is_done = True

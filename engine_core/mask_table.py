@@ -29,18 +29,25 @@ class MaskTable:
     def __repr__(self) -> str:
         return f"MaskTable({len(self._masks)} of {self._num_places} places)"
 
-    def message(self, step_id: int, rows: Sequence[int], requests: Sequence[Request],
-                masks: Sequence[Int32]) -> StepMasks:
+    def message(
+        self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
+    ) -> StepMasks:
         """What the workers must know of a step's masks, [words] each, those of requests in these rows."""
-        if len(self._masks) + len(requests) > self._num_places:  # nothing that this step needs may be overwritten
+        if (
+            len(self._masks) + len(requests) > self._num_places
+        ):  # nothing that this step needs may be overwritten
             self._masks.clear()
             self._places.clear()
         first_new = len(self._masks)
         for request, mask in zip(requests, masks, strict=True):
             request.mask_place = self._place(mask.tobytes(), request.mask_place)
-        return StepMasks(step_id, first_new, np.array(rows, np.int32),
-                         np.array([request.mask_place for request in requests], np.int32),
-                         np.frombuffer(b"".join(self._masks[first_new:]), np.int32))
+        return StepMasks(
+            step_id,
+            first_new,
+            np.array(rows, np.int32),
+            np.array([request.mask_place for request in requests], np.int32),
+            np.frombuffer(b"".join(self._masks[first_new:]), np.int32),
+        )
 
     def _place(self, mask: bytes, guess: int) -> int:
         """Where a mask is, if need be from now on. guess: where it may be; to compare is faster than to look it up."""

@@ -20,8 +20,14 @@ class Outbox:
 
     def message(self) -> Outputs:
         """All of it."""
-        return Outputs(handles=pack_ids(self.handles), token_ids=pack_ids(self.tokens), started=self.started,
-                       finished=self.finished, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        return Outputs(
+            handles=pack_ids(self.handles),
+            token_ids=pack_ids(self.tokens),
+            started=self.started,
+            finished=self.finished,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 class Outboxes:

@@ -24,8 +24,7 @@ from sidestep.ipc.shm_ring import SPIN_S
 
 
 def main(args: CoreArgs, executor: Executor) -> None:
-    """The process once its workers start. Whatever ends it, its frontends are told why, and the exit status is not 0.
-    """
+    """The process once its workers start. Whatever ends it, its frontends are told why, and the exit status is not 0."""
     channel = CoreChannel(args.clients)
     try:
         core, ready = start(args.config, executor)
@@ -52,12 +51,27 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     max_model_len = fit_model_len(config, worker)
     kv = KVCacheManager(worker.num_kv_blocks, worker.block_size, config.cache.enable_prefix_caching)
     limits = config.scheduler.limits(worker.device_type, config.parallel.pipeline_parallel_size)
-    scheduler = Scheduler(config.scheduler, limits, kv, max_model_len=max_model_len,
-                          eos_token_ids=spec.eos_token_ids, grammars=grammars, clock=time.monotonic)
+    scheduler = Scheduler(
+        config.scheduler,
+        limits,
+        kv,
+        max_model_len=max_model_len,
+        eos_token_ids=spec.eos_token_ids,
+        grammars=grammars,
+        clock=time.monotonic,
+    )
     loading.join()
-    core = EngineCore(scheduler, executor, max_steps_in_flight=limits.max_steps_in_flight, clock=time.monotonic)
-    ready = Ready(max_model_len=max_model_len, num_kv_blocks=worker.num_kv_blocks, block_size=worker.block_size,
-                  device=worker.device, core_pid=os.getpid(), worker_pids=executor.worker_pids())
+    core = EngineCore(
+        scheduler, executor, max_steps_in_flight=limits.max_steps_in_flight, clock=time.monotonic
+    )
+    ready = Ready(
+        max_model_len=max_model_len,
+        num_kv_blocks=worker.num_kv_blocks,
+        block_size=worker.block_size,
+        device=worker.device,
+        core_pid=os.getpid(),
+        worker_pids=executor.worker_pids(),
+    )
     return core, ready
 
 
@@ -72,7 +86,8 @@ def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
     raise EngineStartError(
         f"max_model_len: {config.max_model_len} tokens do not fit in the KV cache, which holds "
         f"{room}; set it to {room} or less, leave it out to have it fitted, or give the cache "
-        f"{blocks} blocks in the place of {worker.num_kv_blocks}, by num_kv_blocks or kv_cache_memory_bytes")
+        f"{blocks} blocks in the place of {worker.num_kv_blocks}, by num_kv_blocks or kv_cache_memory_bytes"
+    )
 
 
 def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
@@ -87,7 +102,11 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
             core.scheduler.abort_client(client)
         while messages := channel.receive():
             for message in messages:
-                answer = _connect(message, channel, ready) if isinstance(message, Connect) else core.handle(message)
+                answer = (
+                    _connect(message, channel, ready)
+                    if isinstance(message, Connect)
+                    else core.handle(message)
+                )
                 if answer is not None:
                     channel.send(message.client, answer)
         # 2. Take what came back, keep the pipeline full, send the tokens on.

@@ -49,7 +49,12 @@ class PromptBudget:
 
     def tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
         """Of prompts, in the next step, beside so many decodes. num_waiting_tokens: of prompts that have not begun."""
-        if not self._target or not self._token or not num_decodes or num_waiting_tokens > self._most:
+        if (
+            not self._target
+            or not self._token
+            or not num_decodes
+            or num_waiting_tokens > self._most
+        ):
             return self._most
         wanted = int((self._target - self._decode) / self._token)
         filled = (num_decodes + wanted) // _PADDING * _PADDING - num_decodes

@@ -111,12 +111,16 @@ class Request:
     """When it came, was first scheduled and got its first token, on the scheduler's clock."""
 
     def __repr__(self) -> str:
-        return (f"Request({self.request_id!r}, {self.status.name.lower()}, slot={self.slot}, "
-                f"tokens={len(self.token_ids)}/{self.max_total}, computed={self.num_computed}, "
-                f"in_flight={self.num_in_flight}, blocks={len(self.block_ids)})")
+        return (
+            f"Request({self.request_id!r}, {self.status.name.lower()}, slot={self.slot}, "
+            f"tokens={len(self.token_ids)}/{self.max_total}, computed={self.num_computed}, "
+            f"in_flight={self.num_in_flight}, blocks={len(self.block_ids)})"
+        )
 
     @classmethod
-    def from_message(cls, message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int]) -> Self:
+    def from_message(
+        cls, message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int]
+    ) -> Self:
         """A waiting request."""
         prompt, outputs = unpack_ids(message.prompt_token_ids), unpack_ids(message.output_token_ids)
         tokens: list[int] = [*prompt.tolist(), *outputs.tolist()]
@@ -124,13 +128,24 @@ class Request:
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
         wanted = max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
         return cls(
-            client=message.client, handle=message.handle, request_id=message.request_id, token_ids=tokens,
-            num_prompt=len(prompt), sampling=sampling, max_total=min(wanted, max_model_len),
-            stop_ids=eos | frozenset(sampling.stop_token_ids or ()), eos_ids=eos, arrival=message.arrival,
-            priority=message.priority, cache_salt=message.cache_salt,
-            num_public_tokens=message.num_public_tokens, deadline=message.deadline, controls=message.controls,
+            client=message.client,
+            handle=message.handle,
+            request_id=message.request_id,
+            token_ids=tokens,
+            num_prompt=len(prompt),
+            sampling=sampling,
+            max_total=min(wanted, max_model_len),
+            stop_ids=eos | frozenset(sampling.stop_token_ids or ()),
+            eos_ids=eos,
+            arrival=message.arrival,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            num_public_tokens=message.num_public_tokens,
+            deadline=message.deadline,
+            controls=message.controls,
             has_past_sent=bool(message.controls),
-            grammar_field="" if message.grammar is None else message.grammar.field)
+            grammar_field="" if message.grammar is None else message.grammar.field,
+        )
 
     @property
     def num_outputs(self) -> int:
@@ -146,8 +161,9 @@ class Request:
     def will_be_complete(self) -> bool:
         """Whether the tokens in flight are its last: it stops by length when they come back. A beam does not: it waits
         for the others of its search, which may be in steps to come."""
-        return len(self.token_ids) + self.num_placeholders >= self.max_total \
-            and not (self.group is not None and self.group.parks_after_rows)
+        return len(self.token_ids) + self.num_placeholders >= self.max_total and not (
+            self.group is not None and self.group.parks_after_rows
+        )
 
     def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Appends a sampled token; says why the request ends with it, if it does."""
@@ -159,22 +175,40 @@ class Request:
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
         detection = self.sampling.repetition_detection
-        if detection is not None and self.num_outputs >= self.sampling.min_tokens \
-                and detection.found_in(self.token_ids, self.num_prompt):
+        if (
+            detection is not None
+            and self.num_outputs >= self.sampling.min_tokens
+            and detection.found_in(self.token_ids, self.num_prompt)
+        ):
             return FinishReason.REPETITION, None
         return None
 
 
-def make_record(request: Request, *, waiting_for: WaitReason | None = None, finished: float | None = None,
-                reason: str | None = None) -> RequestRecord:
+def make_record(
+    request: Request,
+    *,
+    waiting_for: WaitReason | None = None,
+    finished: float | None = None,
+    reason: str | None = None,
+) -> RequestRecord:
     """What people are told of a request."""
+
     def nanoseconds(time: float | None) -> int | None:
         return None if time is None else int(time * 1e9)
 
     return RequestRecord(
-        request_id=request.request_id, client=request.client, status=request.status.name.lower(),
-        waiting_for=waiting_for, num_prompt_tokens=request.num_prompt, num_cached_tokens=request.num_cached_tokens,
-        num_output_tokens=request.num_outputs, num_preemptions=request.num_preemptions,
-        arrival_ns=int(request.arrival * 1e9), queued_ns=int(request.queued * 1e9),
-        scheduled_ns=nanoseconds(request.scheduled), first_token_ns=nanoseconds(request.first_token),
-        finished_ns=nanoseconds(finished), finish_reason=reason)
+        request_id=request.request_id,
+        client=request.client,
+        status=request.status.name.lower(),
+        waiting_for=waiting_for,
+        num_prompt_tokens=request.num_prompt,
+        num_cached_tokens=request.num_cached_tokens,
+        num_output_tokens=request.num_outputs,
+        num_preemptions=request.num_preemptions,
+        arrival_ns=int(request.arrival * 1e9),
+        queued_ns=int(request.queued * 1e9),
+        scheduled_ns=nanoseconds(request.scheduled),
+        first_token_ns=nanoseconds(request.first_token),
+        finished_ns=nanoseconds(finished),
+        finish_reason=reason,
+    )

@@ -94,8 +94,12 @@ class FcfsQueue(RequestQueue):
         """The clients that have a queue, the next one first."""
 
     def __iter__(self) -> Iterator[Request]:
-        return (r for queue in (self._preempted, *self._queues.values()) for r in queue
-                if r.status is not Status.FINISHED)
+        return (
+            r
+            for queue in (self._preempted, *self._queues.values())
+            for r in queue
+            if r.status is not Status.FINISHED
+        )
 
     def _insert(self, request: Request, *, back: bool) -> None:
         if not back:

@@ -33,7 +33,9 @@ class Room:
         """New blocks for a running request, preempting less important ones if need be. None: not in this step."""
         roster = self._roster
         while (blocks := self._kv.grow(request, num_tokens)) is None:
-            wanted = self._kv.blocks_for(num_tokens) - len(request.block_ids) - self._kv.pool.num_free
+            wanted = (
+                self._kv.blocks_for(num_tokens) - len(request.block_ids) - self._kv.pool.num_free
+            )
             if self._num_coming is None:
                 self._num_coming = roster.num_blocks_coming_back()
             if wanted <= self._num_coming:
@@ -52,7 +54,11 @@ class Room:
         few."""
         roster = self._roster
         urgent = roster.queue.peek()
-        if urgent is None or not roster.running or next(reversed(roster.running)).priority <= urgent.priority:
+        if (
+            urgent is None
+            or not roster.running
+            or next(reversed(roster.running)).priority <= urgent.priority
+        ):
             return
         together = entering_with(urgent)
         seats = self._max_num_seqs - roster.num_taken_seats - len(together)

@@ -29,8 +29,14 @@ _REMEMBERED = 4096
 class Roster:
     """All requests that have not ended, by the place where each is."""
 
-    def __init__(self, queue: RequestQueue, num_slots: int, kv: KVCacheManager, outboxes: Outboxes,
-                 clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        queue: RequestQueue,
+        num_slots: int,
+        kv: KVCacheManager,
+        outboxes: Outboxes,
+        clock: Callable[[], float],
+    ) -> None:
         self._kv = kv
         self._outboxes = outboxes
         self._clock = clock
@@ -70,8 +76,11 @@ class Roster:
 
     def awaits_grammar(self, request: Request) -> bool:
         """Whether it waits, outside of the queue, for its grammar or that of one that enters with it."""
-        return bool(self.compiling) and request.status is Status.WAITING \
+        return (
+            bool(self.compiling)
+            and request.status is Status.WAITING
             and any(r in self.compiling for r in entering_with(request))
+        )
 
     def take_compiled(self, compiled: Iterable[tuple[Request, str | None]]) -> None:
         """Those whose grammar is ready join the queue; those that have a problem end with it."""
@@ -120,8 +129,11 @@ class Roster:
         keeping some blocks would leave several requests each too short of blocks to go on."""
         group = request.group
         # A choice whose last token is on its way ends by itself.
-        together = [request] if group is None else [
-            r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
+        together = (
+            [request]
+            if group is None
+            else [r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
+        )
         for one in together:
             del self.running[one]
             one.status = Status.PREEMPTED
@@ -139,12 +151,27 @@ class Roster:
 
     # Ending.
 
-    def end(self, request: Request, reason: FinishReason, *, error: str | None = None, field: str | None = None,
-            stop_reason: int | str | None = None, completes_grammar: bool = False) -> None:
+    def end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        field: str | None = None,
+        stop_reason: int | str | None = None,
+        completes_grammar: bool = False,
+    ) -> None:
         """Ends a request wherever it is, and tells its frontend why."""
-        word = Finished(handle=request.handle, reason=reason, error=error, field=field, stop_reason=stop_reason,
-                        num_preemptions=request.num_preemptions, completes_grammar=completes_grammar,
-                        beams=found_by(request))
+        word = Finished(
+            handle=request.handle,
+            reason=reason,
+            error=error,
+            field=field,
+            stop_reason=stop_reason,
+            num_preemptions=request.num_preemptions,
+            completes_grammar=completes_grammar,
+            beams=found_by(request),
+        )
         self.forget(request, reason)
         self._outboxes.of(request.client).finished.append(word)
 

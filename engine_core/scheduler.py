@@ -60,8 +60,17 @@ The time of a step contains that wait, so the share is small."""
 class Scheduler:
     """Decides what each step runs, and keeps every request's state."""
 
-    def __init__(self, config: SchedulerConfig, limits: StepLimits, kv: KVCacheManager, *, max_model_len: int,
-                 eos_token_ids: Iterable[int], grammars: Grammars, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: StepLimits,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        grammars: Grammars,
+        clock: Callable[[], float],
+    ) -> None:
         self._config = config
         self._limits = limits
         self.kv = kv
@@ -72,11 +81,19 @@ class Scheduler:
         self._clock = clock
         self._outboxes = Outboxes()
         self._by_priority = config.scheduling_policy == "priority"
-        self._roster = Roster(QUEUES[config.scheduling_policy](), limits.num_slots, kv, self._outboxes, clock)
+        self._roster = Roster(
+            QUEUES[config.scheduling_policy](), limits.num_slots, kv, self._outboxes, clock
+        )
         self._requests = self._roster.requests
         self._room = Room(self._roster, kv, limits.max_num_seqs)
-        self._admission = Admission(self._roster, kv, limits.max_num_seqs, self._outboxes, clock,
-                                    by_priority=self._by_priority)
+        self._admission = Admission(
+            self._roster,
+            kv,
+            limits.max_num_seqs,
+            self._outboxes,
+            clock,
+            by_priority=self._by_priority,
+        )
         self._results = StepResults(self._roster, kv, grammars, self._outboxes, clock)
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
         self._plans: deque[StepPlan] = deque()
@@ -100,8 +117,10 @@ class Scheduler:
         if message.beam_search is None:
             requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
         else:
-            requests, field = make_beams(
-                message, message.beam_search, self._max_model_len, self._eos, self.kv), "beam_width"
+            requests, field = (
+                make_beams(message, message.beam_search, self._max_model_len, self._eos, self.kv),
+                "beam_width",
+            )
         told = requests if message.beam_search is None else requests[:1]
         problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
         if problem is not None:
@@ -126,7 +145,10 @@ class Scheduler:
         for request in requests:
             request.status = Status.FINISHED
             self._outboxes.of(request.client).finished.append(
-                Finished(handle=request.handle, reason=FinishReason.ERROR, error=problem, field=field))
+                Finished(
+                    handle=request.handle, reason=FinishReason.ERROR, error=problem, field=field
+                )
+            )
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
@@ -151,7 +173,11 @@ class Scheduler:
         # A step may be as many beats ahead of the oldest in flight as there may be steps; with nothing in flight all
         # tokens are known to the first stage within one round of beats.
         limits = self._limits
-        end = self._plans[0].beat + limits.max_steps_in_flight if self._plans else self._next_beat + limits.num_stages
+        end = (
+            self._plans[0].beat + limits.max_steps_in_flight
+            if self._plans
+            else self._next_beat + limits.num_stages
+        )
         for beat in range(self._next_beat, end):
             step = StepBuilder(self._next_step, self.kv.block_size, beat, limits.num_stages)
             self._fill(step, beat)
@@ -171,8 +197,11 @@ class Scheduler:
         budget, prompts, seats = self._schedule_running(step, beat)
         # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
         if roster.queue:
-            roster.waits.reason = self._admission.admit(step, min(budget, prompts), seats) \
-                if roster.num_preemptions == num_preemptions else "kv_cache"
+            roster.waits.reason = (
+                self._admission.admit(step, min(budget, prompts), seats)
+                if roster.num_preemptions == num_preemptions
+                else "kv_cache"
+            )
 
     def _launch(self, step: StepBuilder, beat: int) -> StepInput:
         """Remembers what is in flight."""
@@ -190,7 +219,11 @@ class Scheduler:
         self._roster.forking.unpark(self.kv)
         # Not those whose last token is on its way: they need no row any more, so their seats are free already. (See
         # Request.will_be_complete; beams are parked then.)
-        live = [r for r in self._roster.running if len(r.token_ids) + r.num_placeholders < r.max_total or r.parked]
+        live = [
+            r
+            for r in self._roster.running
+            if len(r.token_ids) + r.num_placeholders < r.max_total or r.parked
+        ]
         due, waiting = pick_due(live, beat, self._limits.num_stages), self._roster.queue.num_tokens
         decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in due)
         prompts = self._prompt_budget.tokens(len(due) if decodes else 0, waiting)
@@ -202,7 +235,9 @@ class Scheduler:
             if request.status is not Status.RUNNING or request.parked or request in left_out:
                 continue  # preempted while this loop made room for another; or its prompt is being computed
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
-            if count > 1:  # Each request after this one can count on a token: prompts never starve those that decode.
+            if (
+                count > 1
+            ):  # Each request after this one can count on a token: prompts never starve those that decode.
                 count = min(count, budget - later, prompts)
             if count <= 0:
                 continue
@@ -231,7 +266,9 @@ class Scheduler:
         """Gives the oldest step's tokens to the grammars of their requests, so that `take_masks` knows what the next
         step waits for. `update` must come next."""
         plan = self._followed = self._plans.popleft()
-        assert plan.step_id == output.step_id, f"output of step {output.step_id} came for step {plan.step_id}"
+        assert plan.step_id == output.step_id, (
+            f"output of step {output.step_id} came for step {plan.step_id}"
+        )
         if plan.masked:
             self._results.follow_grammars(plan, output)
         return plan
@@ -240,7 +277,9 @@ class Scheduler:
         """Takes the oldest step's tokens; returns what each frontend must be told."""
         plan = self._followed or self.follow(output)
         self._followed = None
-        self._prompt_budget.learn(plan.num_tokens - len(plan.rows), (output.end_ns - output.start_ns) / 1e9)
+        self._prompt_budget.learn(
+            plan.num_tokens - len(plan.rows), (output.end_ns - output.start_ns) / 1e9
+        )
         self._results.take(plan, output)
         return self.take_outputs()
 
@@ -253,28 +292,44 @@ class Scheduler:
         """What the newest step in flight may sample, if it waits for that: once, and before the next `schedule`. All
         that it depends on has come back when that is so of the steps whose tokens are its inputs."""
         plan = self._plans[-1] if self._plans else None
-        if plan is None or not plan.masked or plan.step_id == self._last_masked \
-                or self._plans[0].beat <= plan.beat - self._limits.num_stages:
+        if (
+            plan is None
+            or not plan.masked
+            or plan.step_id == self._last_masked
+            or self._plans[0].beat <= plan.beat - self._limits.num_stages
+        ):
             return None
         self._last_masked = plan.step_id
         # The token of a request that has ended in the meantime is dropped, whatever it is.
         requests = [request for _, request in plan.masked if request.status is not Status.FINISHED]
         masks = self._masks_in_time(plan, requests)
         there = [(row, request) for row, request in plan.masked if request in masks]
-        return self._masks.message(plan.step_id, [row for row, _ in there], [request for _, request in there],
-                                   [masks[request] for _, request in there])
+        return self._masks.message(
+            plan.step_id,
+            [row for row, _ in there],
+            [request for _, request in there],
+            [masks[request] for _, request in there],
+        )
 
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
         """Of the newest step; those whose masks are late do not sample in it."""
-        most_late, longest_s = max(len(plan.rows) // _LATE_SHARE, min(1, len(plan.rows) - 1)), self._longest_s
+        most_late, longest_s = (
+            max(len(plan.rows) // _LATE_SHARE, min(1, len(plan.rows) - 1)),
+            self._longest_s,
+        )
         if self._limits.num_stages > 1:  # later stages' steps have been planned with all rows
             most_late, longest_s = 0, FOREVER
         found = self.grammars.masks(requests, most_late, self._patience_s, longest_s)
-        masks = {request: mask for request, mask in zip(requests, found, strict=True) if mask is not None}
+        masks = {
+            request: mask for request, mask in zip(requests, found, strict=True) if mask is not None
+        }
         for request in requests:
             if request not in masks:
                 self._postpone(plan, request)
-            elif request.mask_s > COUNTED_S and (problem := self.grammars.charge(request)) is not None:
+            elif (
+                request.mask_s > COUNTED_S
+                and (problem := self.grammars.charge(request)) is not None
+            ):
                 self._roster.fail(request, problem)
         return masks
 
@@ -307,7 +362,9 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """When a turn must be taken at the latest, on the given clock."""
         own, compiling = self._roster.next_deadline(), self.grammars.next_deadline()
-        return min((deadline for deadline in (own, compiling) if deadline is not None), default=None)
+        return min(
+            (deadline for deadline in (own, compiling) if deadline is not None), default=None
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -322,17 +379,30 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Counts for people and metrics. Prefix-cache counts are in tokens."""
         return {
-            "num_running": len(self._roster.running), "num_waiting": self.num_waiting, "num_steps": self._next_step,
-            "num_preemptions": self._roster.num_preemptions, "num_postponed_tokens": self._num_postponed,
-            "kv_cache_usage": self.kv.usage, "kv_cache_cached_blocks": self.kv.pool.num_cached,
-            "prefix_cache_queries": self.kv.num_queried_tokens, "prefix_cache_hits": self.kv.num_hit_tokens,
-            **self._roster.waits.stats()}
+            "num_running": len(self._roster.running),
+            "num_waiting": self.num_waiting,
+            "num_steps": self._next_step,
+            "num_preemptions": self._roster.num_preemptions,
+            "num_postponed_tokens": self._num_postponed,
+            "kv_cache_usage": self.kv.usage,
+            "kv_cache_cached_blocks": self.kv.pool.num_cached,
+            "prefix_cache_queries": self.kv.num_queried_tokens,
+            "prefix_cache_hits": self.kv.num_hit_tokens,
+            **self._roster.waits.stats(),
+        }
 
     def situation(self) -> Situation:
         """Of the step just scheduled, for the flight recorder."""
         plan, roster = self._plans[-1], self._roster
-        return Situation(len(plan.rows), plan.num_tokens, plan.num_entered, plan.num_prompts, len(roster.running),
-                         len(roster.queue) + len(roster.compiling), self.kv.pool.num_free)
+        return Situation(
+            len(plan.rows),
+            plan.num_tokens,
+            plan.num_entered,
+            plan.num_prompts,
+            len(roster.running),
+            len(roster.queue) + len(roster.compiling),
+            self.kv.pool.num_free,
+        )
 
     def request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not; with a limit at most so many that
@@ -341,8 +411,11 @@ class Scheduler:
         if limit is None:
             return [*roster.ended, *map(self._record, self._requests.values())]
         ended = islice(reversed(roster.ended), limit)
-        return [*reversed(list(ended)), *map(self._record, islice(roster.running, limit)),
-                *map(self._record, self._first_waiting(limit))]
+        return [
+            *reversed(list(ended)),
+            *map(self._record, islice(roster.running, limit)),
+            *map(self._record, self._first_waiting(limit)),
+        ]
 
     def _first_waiting(self, limit: int) -> Iterable[Request]:
         head = self._roster.queue.peek()

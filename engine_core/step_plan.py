@@ -86,7 +86,9 @@ class StepBuilder:
         """The first row of a request that has just got its slot and blocks, with the block that it goes on from."""
         num_cached = request.num_computed
         if request.copy_source >= 0:
-            self._copies.append((request.copy_source, request.block_ids[num_cached // self._block_size]))
+            self._copies.append(
+                (request.copy_source, request.block_ids[num_cached // self._block_size])
+            )
             request.copy_source = -1
         rows = self.add(request, num_tokens, request.block_ids)
         rows.entering.append(request)
@@ -109,10 +111,19 @@ class StepBuilder:
         first, then = self._single, self._chunks
         rows = first.requests + then.requests
         samples = first.samples + then.samples
-        sampling = rows if all(samples) else [r for r, yes in zip(rows, samples, strict=True) if yes]
+        sampling = (
+            rows if all(samples) else [r for r, yes in zip(rows, samples, strict=True) if yes]
+        )
         new = first.entering + then.entering
-        masked = [(i, r) for i, (r, yes) in enumerate(zip(rows, samples, strict=True))
-                  if yes and r.matcher is not None] if self._has_grammars else []
+        masked = (
+            [
+                (i, r)
+                for i, (r, yes) in enumerate(zip(rows, samples, strict=True))
+                if yes and r.matcher is not None
+            ]
+            if self._has_grammars
+            else []
+        )
         message = StepInput(
             step_id=self._step_id,
             slots=np.array([r.slot for r in rows], np.int32),
@@ -120,22 +131,33 @@ class StepBuilder:
             num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
             block_ids=np.array(first.block_ids + then.block_ids, np.int32),
             copy_sources=np.array(self.copied, np.int32) if self._copies else _NONE,
-            copy_targets=np.array([target for _, target in self._copies], np.int32) if self._copies else _NONE,
-            forced_slots=np.array([slot for slot, _ in first.forced], np.int32) if first.forced else _NONE,
-            forced_tokens=np.array([token for _, token in first.forced], np.int32) if first.forced else _NONE,
+            copy_targets=np.array([target for _, target in self._copies], np.int32)
+            if self._copies
+            else _NONE,
+            forced_slots=np.array([slot for slot, _ in first.forced], np.int32)
+            if first.forced
+            else _NONE,
+            forced_tokens=np.array([token for _, token in first.forced], np.int32)
+            if first.forced
+            else _NONE,
             awaits_masks=int(bool(masked)),
             beat=self._beat,
-            **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW))
+            **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW),
+        )
         num_tokens = len(first.requests) + sum(then.num_tokens)
         num_prompts = len(first.entering) + len(then.requests)
-        return message, StepPlan(self._step_id, self._beat, rows, sampling, num_tokens, len(new), num_prompts,
-                                 masked)
+        return message, StepPlan(
+            self._step_id, self._beat, rows, sampling, num_tokens, len(new), num_prompts, masked
+        )
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
     """The `new_` columns of a StepInput."""
     # A hit may be of a hundred thousand tokens, and a beam forks in most steps.
-    sent = [r.token_ids if r.has_past_sent else r.token_ids[cached:] for r, cached in zip(new, num_cached, strict=True)]
+    sent = [
+        r.token_ids if r.has_past_sent else r.token_ids[cached:]
+        for r, cached in zip(new, num_cached, strict=True)
+    ]
     stops = [sorted(r.stop_ids) if r.sampling.min_tokens > 0 else [] for r in new]
     return {
         "new_slots": np.array([r.slot for r in new], np.int32),
@@ -153,7 +175,8 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
         "new_num_stop_ids": np.array([len(s) for s in stops], np.int32),
         "new_stop_ids": np.fromiter(chain.from_iterable(stops), np.int32),
         "new_control_sizes": np.array([len(r.controls) for r in new], np.int32),
-        "new_controls": np.frombuffer(b"".join(r.controls for r in new), np.uint8)}
+        "new_controls": np.frombuffer(b"".join(r.controls for r in new), np.uint8),
+    }
 
 
 _NONE = np.empty(0, np.int32)

@@ -21,8 +21,14 @@ from sidestep.ipc.step import StepOutput
 class StepResults:
     """Takes the outputs of steps, the oldest first."""
 
-    def __init__(self, roster: Roster, kv: KVCacheManager, grammars: Grammars, outboxes: Outboxes,
-                 clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        kv: KVCacheManager,
+        grammars: Grammars,
+        outboxes: Outboxes,
+        clock: Callable[[], float],
+    ) -> None:
         self._roster = roster
         self._kv = kv
         self._grammars = grammars
@@ -36,9 +42,13 @@ class StepResults:
         """Takes a step's tokens into the matchers of their requests, before `take`. One that cannot go on ends its
         request before the token is told."""
         tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
-        followed = [(request, request.matcher, token) for request, token in tokens
-                    if request.matcher is not None and request.status is not Status.FINISHED
-                    and request not in plan.late]
+        followed = [
+            (request, request.matcher, token)
+            for request, token in tokens
+            if request.matcher is not None
+            and request.status is not Status.FINISHED
+            and request not in plan.late
+        ]
         self._grammars.advance([(matcher, token) for _, matcher, token in followed])
         for request, matcher, _ in followed:
             if (problem := problem_of(matcher)) is not None:
@@ -51,7 +61,9 @@ class StepResults:
             self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
             self._outboxes.of(client).prompt_logprobs = told
-        candidates = candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
+        candidates = (
+            candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
+        )
         # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
         for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
             if request in plan.late:
@@ -77,13 +89,20 @@ class StepResults:
             request.first_token = self._clock()
         finish = request.finish_of(token)
         # A block that has become full can be shared from now on.
-        if min(request.num_computed, len(request.token_ids)) // self._kv.block_size > request.num_registered \
-                and request.status is Status.RUNNING:
+        if (
+            min(request.num_computed, len(request.token_ids)) // self._kv.block_size
+            > request.num_registered
+            and request.status is Status.RUNNING
+        ):
             self._kv.remember(request)
         if finish is not None:
             reason, stop_reason = finish
-            self._roster.end(request, reason, stop_reason=stop_reason,
-                             completes_grammar=reason is FinishReason.STOP and token not in request.stop_ids)
+            self._roster.end(
+                request,
+                reason,
+                stop_reason=stop_reason,
+                completes_grammar=reason is FinishReason.STOP and token not in request.stop_ids,
+            )
 
     def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
         """What may follow a beam. With the last of them the search goes on, or ends."""

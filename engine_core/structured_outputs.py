@@ -37,7 +37,11 @@ computed one after the other, so that with more requests there are more compilat
 _CHEAP_S = 0.05
 """Seconds of compiling beyond which all share one."""
 _STRING = r'[^"\\\x00-\x1F\x7F]'
-_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)), f"{_STRING}+"]
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)),
+    f"{_STRING}+",
+]
 """Kinds of tokens that the library looks at as one where all of a kind may follow. A string that may go on for n
 characters allows all shorter tokens, so that with many lengths few of the tokens are looked at one by one."""
 _ACCOUNTS = 1024
@@ -107,9 +111,15 @@ class _Bell:
 class Grammars:
     """Matchers of requests with a grammar."""
 
-    def __init__(self, folder: str | None, vocab_size: int, eos_token_ids: Sequence[int],
-                 clock: Callable[[], float], num_threads: int = 2,
-                 num_workers: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float],
+        num_threads: int = 2,
+        num_workers: int | None = None,
+    ) -> None:
         """folder: folder of the tokenizer's files; None if there is none. num_threads: threads that compile.
         num_workers: threads that compute masks; None: as many as the cores allow. Call `load` before the first
         request."""
@@ -152,12 +162,18 @@ class Grammars:
             return
         try:
             file = Path(self._folder) / "tokenizer.json"
-            self._tokenizer = LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=self._vocab_size,
-                                          eos_token=self._eos, slices=_SLICES)
+            self._tokenizer = LLTokenizer(
+                file.read_text(encoding="utf-8"),
+                n_vocab=self._vocab_size,
+                eos_token=self._eos,
+                slices=_SLICES,
+            )
             # With one thread there is nothing to share out, and to wake it takes longer than most masks.
             if self._num_workers > 1:
                 self._executor = LLExecutor(self._num_workers)
-                self._masks = MaskJobs(-(-self._vocab_size // 32), self._executor, self._num_workers)
+                self._masks = MaskJobs(
+                    -(-self._vocab_size // 32), self._executor, self._num_workers
+                )
         except Exception as error:  # the library raises nothing more special
             self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
 
@@ -182,7 +198,9 @@ class Grammars:
         there can be none."""
         if self._tokenizer is None:
             return self._problem
-        if (known := self._accounts.get(grammar.text)) is not None and (problem := known.problem()) is not None:
+        if (known := self._accounts.get(grammar.text)) is not None and (
+            problem := known.problem()
+        ) is not None:
             return problem
         if self._use(grammar.text, request):
             return None
@@ -217,7 +235,9 @@ class Grammars:
                 ended += [(w.request, compilation.error) for w in waiting]
                 waiting = []
             ended += [(w.request, None) for w in waiting if self._use(compilation.text, w.request)]
-            if left := [w for w in waiting if w.waits]:  # too many for one, or nobody waited when its turn came
+            if left := [
+                w for w in waiting if w.waits
+            ]:  # too many for one, or nobody waited when its turn came
                 self._give(replace(compilation, waiting=left, matcher=None))
             else:
                 del self._compiling[compilation.text]
@@ -243,7 +263,7 @@ class Grammars:
         request.grammar_text, request.mask_s = least.text, least.mask_s
         request.grammar_account = self._account_of(text)
         if request.num_outputs:  # given by a replica that has died
-            request.matcher.consume_tokens(request.token_ids[request.num_prompt:])
+            request.matcher.consume_tokens(request.token_ids[request.num_prompt :])
         least.uses += 1
         self._cache.move_to_end(text)
         if least.uses >= _USES:
@@ -255,8 +275,14 @@ class Grammars:
     def _remember(self, compilation: _Compilation, matcher: LLMatcher) -> None:
         self._num_compiled += 1
         self._cache.setdefault(compilation.text, []).append(
-            _Compiled(compilation.text, matcher, self._num_compiled, compilation.seconds < _CHEAP_S,
-                      compilation.mask_s))
+            _Compiled(
+                compilation.text,
+                matcher,
+                self._num_compiled,
+                compilation.seconds < _CHEAP_S,
+                compilation.mask_s,
+            )
+        )
         if len(self._cache) > _CACHED:
             self._cache.popitem(last=False)
 
@@ -264,8 +290,12 @@ class Grammars:
         if not self._has_threads:
             self._has_threads = True
             for i in range(self._num_threads):
-                threading.Thread(target=_compile_all, name=f"grammar {i}", daemon=True,
-                                 args=(self._tokenizer, self._jobs, self._done, self._bell)).start()
+                threading.Thread(
+                    target=_compile_all,
+                    name=f"grammar {i}",
+                    daemon=True,
+                    args=(self._tokenizer, self._jobs, self._done, self._bell),
+                ).start()
 
     # Time of the masks.
 
@@ -276,7 +306,9 @@ class Grammars:
     def _account_of(self, text: str) -> MaskAccount:
         account = self._accounts.get(text)
         if account is None:
-            account = self._accounts[text] = MaskAccount("all requests with this grammar", GRAMMAR_S, self._clock)
+            account = self._accounts[text] = MaskAccount(
+                "all requests with this grammar", GRAMMAR_S, self._clock
+            )
             if len(self._accounts) > _ACCOUNTS:
                 self._accounts.popitem(last=False)
         self._accounts.move_to_end(text)
@@ -292,8 +324,9 @@ class Grammars:
         for matcher, token in tokens:
             matcher.consume_token(token)
 
-    def masks(self, requests: Sequence[Request], most_late: int, patience_s: float,
-              longest_s: float) -> list[Int32 | None]:
+    def masks(
+        self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
+    ) -> list[Int32 | None]:
         """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)]: a bit a token, the
         lowest first. None for a request whose mask was not computed in time; a later call returns it. At most
         `most_late` masks are late after `patience_s`, and any number after `longest_s`."""
@@ -317,8 +350,12 @@ def problem_of(matcher: LLMatcher) -> str | None:
     return first_line(matcher.get_error())
 
 
-def _compile_all(tokenizer: LLTokenizer, jobs: queue.SimpleQueue[_Compilation],
-                 done: queue.SimpleQueue[_Compilation], bell: _Bell) -> None:
+def _compile_all(
+    tokenizer: LLTokenizer,
+    jobs: queue.SimpleQueue[_Compilation],
+    done: queue.SimpleQueue[_Compilation],
+    bell: _Bell,
+) -> None:
     """A compiling thread's work, until the process ends."""
     while True:
         job = jobs.get()

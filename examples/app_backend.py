@@ -32,7 +32,9 @@ app = FastAPI(lifespan=lifespan)
 @app.post("/complete")
 async def complete(wanted: Completion) -> StreamingResponse:
     try:
-        params = SamplingParams(temperature=0.3, max_tokens=wanted.max_tokens, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            temperature=0.3, max_tokens=wanted.max_tokens, output_kind=RequestOutputKind.DELTA
+        )
         outputs = app.state.llm.generate(wanted.prompt, params)
         first = await anext(outputs)  # a prompt that is refused is an answer of its own
     except ValidationError as error:

@@ -15,7 +15,9 @@ while True:
     except EOFError:
         break
     answer = ""
-    with client.chat.completions.create(model=model, messages=messages, max_tokens=48, stream=True) as stream:
+    with client.chat.completions.create(
+        model=model, messages=messages, max_tokens=48, stream=True
+    ) as stream:
         for chunk in stream:
             piece = chunk.choices[0].delta.content or ""
             print(piece, end="", flush=True)

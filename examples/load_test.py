@@ -13,7 +13,11 @@ import time
 
 from openai import AsyncOpenAI
 
-PROMPTS = ["Write a function that returns the larger of two numbers.", "What is a stack?", "class Queue:"]
+PROMPTS = [
+    "Write a function that returns the larger of two numbers.",
+    "What is a stack?",
+    "class Queue:",
+]
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str) -> list[float]:
@@ -21,7 +25,8 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str) -> list[float]:
     begin, times = time.perf_counter(), []
     messages = [{"role": "user", "content": prompt}]
     async with await client.chat.completions.create(
-            model=model, messages=messages, max_tokens=32, stream=True) as stream:
+        model=model, messages=messages, max_tokens=32, stream=True
+    ) as stream:
         async for chunk in stream:
             if chunk.choices and chunk.choices[0].delta.content:
                 times.append(time.perf_counter() - begin)
@@ -29,21 +34,28 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str) -> list[float]:
 
 
 def describe(name: str, seconds: list[float]) -> str:
-    cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
+    cuts = (
+        statistics.quantiles(seconds, n=100, method="inclusive")
+        if len(seconds) > 1
+        else seconds * 99
+    )
     return f"{name}: p50 {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms"
 
 
 async def main(url: str, count: int, rate: float) -> int:
     # Sent once: a request that is tried again would count as one that waited.
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"),
-                           max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=0
+    ) as client:
         model = (await client.models.list()).data[0].id
         asking = []
         for number in range(count):
             asking.append(asyncio.create_task(ask(client, model, PROMPTS[number % len(PROMPTS)])))
             await asyncio.sleep(random.expovariate(rate))
         answers = await asyncio.gather(*asking, return_exceptions=True)
-    failures = [answer for answer in answers if isinstance(answer, BaseException)]  # refused, or broken off
+    failures = [
+        answer for answer in answers if isinstance(answer, BaseException)
+    ]  # refused, or broken off
     times = [answer for answer in answers if isinstance(answer, list) and answer]
     print(f"{count} requests, {len(failures)} failed")
     for failure in failures[:3]:
@@ -56,5 +68,5 @@ async def main(url: str, count: int, rate: float) -> int:
 
 
 if __name__ == "__main__":
-    words = [*sys.argv[1:], *["http://127.0.0.1:8000", "50", "10"][len(sys.argv) - 1:]]
+    words = [*sys.argv[1:], *["http://127.0.0.1:8000", "50", "10"][len(sys.argv) - 1 :]]
     sys.exit(asyncio.run(main(words[0], int(words[1]), float(words[2]))))

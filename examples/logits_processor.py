@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from sidestep import LLM, SamplingParams
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
+from sidestep.executor.logits_processor import (
+    EnteringRequest,
+    LogitsProcessor,
+    ProcessorSetup,
+    Slots,
+)
 
 
 class TokenRamp(LogitsProcessor):
@@ -54,8 +59,12 @@ def main() -> None:
     with LLM(logits_processors=["examples.logits_processor:TokenRamp"]) as llm:
         end = llm.get_tokenizer().encode("\n", add_special_tokens=False)[0]
         plain = SamplingParams(temperature=0, max_tokens=30, stop=["\n"])
-        urged = SamplingParams(temperature=0, max_tokens=30, stop=["\n"],
-                               extra_args={"TokenRamp": {"token": end, "step": 0.5}})
+        urged = SamplingParams(
+            temperature=0,
+            max_tokens=30,
+            stop=["\n"],
+            extra_args={"TokenRamp": {"token": end, "step": 0.5}},
+        )
         for output in llm.generate(["# This function"] * 2, [plain, urged], use_tqdm=False):
             print(repr(output.outputs[0].text))
 

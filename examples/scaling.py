@@ -39,19 +39,31 @@ async def main() -> None:
     async with AsyncLLM.from_engine_args(EngineArgs()) as llm:
         params = SamplingParams(temperature=0.9, seed=1, max_tokens=64, stop="\n\n\n")
         found = await best_of_n(llm, PROMPT, 8, parses, params)
-        print(f"best_of_n: 8 completions parse to {sum(found.scores) / 8:.0%} on average, the best to "
-              f"{max(found.scores):.0%}")
+        print(
+            f"best_of_n: 8 completions parse to {sum(found.scores) / 8:.0%} on average, the best to "
+            f"{max(found.scores):.0%}"
+        )
 
         params = SamplingParams(temperature=0.7, seed=1, max_tokens=48)
-        vote = await self_consistency(llm, QUESTION, 9, lambda text: text.split(".")[0].strip() or None, params)
-        print(f"self_consistency: {vote.votes.most_common(1)[0][1]} of {vote.votes.total()} say {vote.answer!r}; "
-              f"{vote.num_stopped} were stopped early")
+        vote = await self_consistency(
+            llm, QUESTION, 9, lambda text: text.split(".")[0].strip() or None, params
+        )
+        print(
+            f"self_consistency: {vote.votes.most_common(1)[0][1]} of {vote.votes.total()} say {vote.answer!r}; "
+            f"{vote.num_stopped} were stopped early"
+        )
 
         before = await llm.get_stats()
-        made = await critique_and_revise(llm, QUESTION, sampling_params=SamplingParams(temperature=0, max_tokens=48))
+        made = await critique_and_revise(
+            llm, QUESTION, sampling_params=SamplingParams(temperature=0, max_tokens=48)
+        )
         after = await llm.get_stats()
-        hits, asked = (after[name] - before[name] for name in ("prefix_cache_hits", "prefix_cache_queries"))
-        print(f"critique_and_revise: {len(made.drafts)} drafts, {hits / asked:.0%} of their prompts were cached")
+        hits, asked = (
+            after[name] - before[name] for name in ("prefix_cache_hits", "prefix_cache_queries")
+        )
+        print(
+            f"critique_and_revise: {len(made.drafts)} drafts, {hits / asked:.0%} of their prompts were cached"
+        )
 
 
 asyncio.run(main())

@@ -74,8 +74,10 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     """Up to how many tokens a step with prompts has a graph: as many as the device computes in twice the time that the
     host takes to launch their kernels one by one."""
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
-    layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads) \
+    layer = (
+        2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
         + 3 * spec.hidden_size * spec.intermediate_size
+    )
     return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer))
 
 
@@ -90,8 +92,10 @@ class CudaGraphs:
         self._mixed: list[StepGraph] = []
 
     def __repr__(self) -> str:
-        return f"CudaGraphs(decode {[g.sizes.rows for g in self._decode]}, mixed " \
-               f"{[(g.sizes.rows, g.sizes.tokens) for g in self._mixed]})"
+        return (
+            f"CudaGraphs(decode {[g.sizes.rows for g in self._decode]}, mixed "
+            f"{[(g.sizes.rows, g.sizes.tokens) for g in self._mixed]})"
+        )
 
     def capture(self, sizes: StepSizes) -> None:
         """Adds a graph. All kernels it launches must have run before, so that nothing is compiled in between."""

@@ -36,7 +36,9 @@ def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
 
 def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[float, int]]:
     """The best tokens to follow a context, for a search: what stands for their logprobs, and the tokens."""
-    rated = ((-(chain(context_hash, token) % 1_000_003) / 100_000, token) for token in range(vocab_size))
+    rated = (
+        (-(chain(context_hash, token) % 1_000_003) / 100_000, token) for token in range(vocab_size)
+    )
     return sorted(rated, reverse=True)[:count]
 
 
@@ -60,11 +62,19 @@ class FakeMasks:
 
     def take(self, step: StepInput, masks: StepMasks) -> dict[int, Int64]:
         """What the slots that have a mask may sample in a step."""
-        assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
+        assert masks.step_id == step.step_id, (
+            f"masks of step {masks.step_id} came for step {step.step_id}"
+        )
         for place, words in enumerate(masks.words.reshape(-1, self._num_words), masks.first_new):
-            self._table[place] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        return {slot: self._table[place]
-                for slot, place in zip(step.slots[masks.rows].tolist(), masks.places.tolist(), strict=True)}
+            self._table[place] = np.flatnonzero(
+                np.unpackbits(words.view(np.uint8), bitorder="little")
+            )
+        return {
+            slot: self._table[place]
+            for slot, place in zip(
+                step.slots[masks.rows].tolist(), masks.places.tolist(), strict=True
+            )
+        }
 
 
 class FakeDevice:
@@ -136,14 +146,24 @@ class FakeRunner(Runner):
         self._masks = FakeMasks(self._vocab_size)
 
     def load(self) -> WorkerReady:
-        return WorkerReady(num_kv_blocks=self._num_blocks, block_size=self._block_size, device_type="fake",
-                           device="fake")
+        return WorkerReady(
+            num_kv_blocks=self._num_blocks,
+            block_size=self._block_size,
+            device_type="fake",
+            device="fake",
+        )
 
-    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
-        for source, target in zip(step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True):
+    def execute(
+        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
+    ) -> PendingOutput:
+        for source, target in zip(
+            step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True
+        ):
             self._cache[target] = self._cache[source].copy()
         self._enter(step)
-        for slot, token in zip(step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True):
+        for slot, token in zip(
+            step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True
+        ):
             self._last_sampled[slot] = token
             self._known_from[slot] = step.beat
         start, end = self._device.launch(step.beat)
@@ -160,42 +180,68 @@ class FakeRunner(Runner):
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
     def _enter(self, step: StepInput) -> None:
-        ends, controls = np.cumsum(step.new_num_sent).tolist(), np.cumsum(step.new_control_sizes).tolist()
+        ends, controls = (
+            np.cumsum(step.new_num_sent).tolist(),
+            np.cumsum(step.new_control_sizes).tolist(),
+        )
         for i, (slot, end) in enumerate(zip(step.new_slots.tolist(), ends, strict=True)):
             known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
-            self._known[slot] = [-1] * (known - sent) + step.new_token_ids[end - sent:end].tolist()
+            self._known[slot] = [-1] * (known - sent) + step.new_token_ids[
+                end - sent : end
+            ].tolist()
             self._num_computed[slot] = int(step.new_num_computed[i])
             self._seed[slot] = int(step.new_seed[i])
-            control = step.new_controls[controls[i] - int(step.new_control_sizes[i]):controls[i]].tobytes()
+            control = step.new_controls[
+                controls[i] - int(step.new_control_sizes[i]) : controls[i]
+            ].tobytes()
             self._num_logprobs[slot] = max(0, decode_controls(control).logprobs)
             self._blocks[slot] = []
 
     def _logprobs(self, states: dict[int, int]) -> UInt8:
         """Of those that ask for the most probable tokens; states: slots that sample, and the hashes of contexts."""
-        rows = [(row, self._last_sampled[slot], candidates(state, self._num_logprobs[slot], self._vocab_size))
-                for row, (slot, state) in enumerate(states.items()) if self._num_logprobs[slot]]
+        rows = [
+            (
+                row,
+                self._last_sampled[slot],
+                candidates(state, self._num_logprobs[slot], self._vocab_size),
+            )
+            for row, (slot, state) in enumerate(states.items())
+            if self._num_logprobs[slot]
+        ]
         count = len(rows)
         return LogprobColumns(
-            keys=np.array([row for row, _, _ in rows], np.int32), positions=np.zeros(count, np.int32),
-            sizes=np.array([1 + len(best) for _, _, best in rows], np.int32), ranks=np.ones(count, np.int32),
-            token_ids=np.array([t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32),
-            logprobs=np.array([v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32)).pack()
+            keys=np.array([row for row, _, _ in rows], np.int32),
+            positions=np.zeros(count, np.int32),
+            sizes=np.array([1 + len(best) for _, _, best in rows], np.int32),
+            ranks=np.ones(count, np.int32),
+            token_ids=np.array(
+                [t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32
+            ),
+            logprobs=np.array(
+                [v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32
+            ),
+        ).pack()
 
     def _run_rows(self, step: StepInput, allowed: dict[int, Int64]) -> dict[int, int]:
         """For each slot that samples, in the order of rows, the hash of its context."""
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
-            self._blocks[slot] += block_ids[used:used + new_blocks]
+            self._blocks[slot] += block_ids[used : used + new_blocks]
             used += new_blocks
         # A row may read a block that another row of the same step writes. A model computes all rows layer by layer;
         # here the one that begins at the lower position goes first, since the other begins after what it writes.
-        rows = sorted(zip(slots, step.num_tokens.tolist(), strict=True), key=lambda row: self._num_computed[row[0]])
+        rows = sorted(
+            zip(slots, step.num_tokens.tolist(), strict=True),
+            key=lambda row: self._num_computed[row[0]],
+        )
         sampled: dict[int, int] = {}
         for slot, count in rows:
             state = self._compute(slot, count, step.beat)
             if self._num_computed[slot] >= len(self._known[slot]):
                 tokens = allowed.get(slot)
-                token = next_token(state, self._seed[slot], self._vocab_size if tokens is None else len(tokens))
+                token = next_token(
+                    state, self._seed[slot], self._vocab_size if tokens is None else len(tokens)
+                )
                 self._last_sampled[slot] = token if tokens is None else int(tokens[token])
                 self._known_from[slot] = step.beat + self._num_stages
                 sampled[slot] = state
@@ -207,7 +253,9 @@ class FakeRunner(Runner):
         first = self._num_computed[slot]
         state = self._cache[blocks[(first - 1) // size]][(first - 1) % size] if first else 0
         for position in range(first, first + count):
-            assert position < len(known) or self._known_from[slot] <= beat, "the first stage has not got its token"
+            assert position < len(known) or self._known_from[slot] <= beat, (
+                "the first stage has not got its token"
+            )
             token = known[position] if position < len(known) else self._last_sampled[slot]
             state = chain(state, token)
             self._cache[blocks[position // size]][position % size] = state

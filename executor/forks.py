@@ -48,7 +48,9 @@ class Forks(Executor):
         files = [line for line in lines if os.path.isabs(line)]
         if len(files) != self._num_submitted:
             problems = [line for line in lines if line not in files] or ["killed"]
-            raise RuntimeError(f"{self._num_submitted - len(files)} of {self._num_submitted} failed: {problems[0]}")
+            raise RuntimeError(
+                f"{self._num_submitted - len(files)} of {self._num_submitted} failed: {problems[0]}"
+            )
         return files
 
     def _wait_for_one(self) -> None:
@@ -59,9 +61,15 @@ class Forks(Executor):
         try:
             threading.Thread(target=end_with_parent, daemon=True).start()
             kernel = self._locks.with_launcher(compilation())
-            (file,) = (path for path in kernel.metadata_group.values() if path.endswith(f"{kernel.name}.json"))
+            (file,) = (
+                path
+                for path in kernel.metadata_group.values()
+                if path.endswith(f"{kernel.name}.json")
+            )
             os.write(self._results, f"{os.path.abspath(file)}\n".encode())
         except BaseException as error:
-            os.write(self._results, f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode())
+            os.write(
+                self._results, f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode()
+            )
         finally:
             os._exit(0)

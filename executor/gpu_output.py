@@ -28,8 +28,16 @@ class SpecialOutput:
 class GpuOutput(PendingOutput):
     """A step on the device, or behind others in its queue."""
 
-    def __init__(self, step_id: int, ids: Int32, samples: npt.NDArray[np.bool_], special: SpecialOutput | None,
-                 started: torch.cuda.Event, done: torch.cuda.Event, clock: DeviceClock) -> None:
+    def __init__(
+        self,
+        step_id: int,
+        ids: Int32,
+        samples: npt.NDArray[np.bool_],
+        special: SpecialOutput | None,
+        started: torch.cuda.Event,
+        done: torch.cuda.Event,
+        clock: DeviceClock,
+    ) -> None:
         self._step_id = step_id
         self._ids = ids
         self._samples = samples
@@ -45,9 +53,15 @@ class GpuOutput(PendingOutput):
     def wait(self) -> StepOutput:
         self._done.synchronize()
         start, end = self._clock.times(self._started, self._done, time.monotonic_ns())
-        ids, special = self._ids[:len(self._samples)], self._special
+        ids, special = self._ids[: len(self._samples)], self._special
         if special is None:
             return StepOutput(self._step_id, start, end, ids[self._samples])
         ids[special.rows] = special.ids
-        return StepOutput(self._step_id, start, end, ids[self._samples], logprobs=encode_logprobs(special.logprobs),
-                          prompt_logprobs=encode_logprobs(special.prompt_logprobs))
+        return StepOutput(
+            self._step_id,
+            start,
+            end,
+            ids[self._samples],
+            logprobs=encode_logprobs(special.logprobs),
+            prompt_logprobs=encode_logprobs(special.prompt_logprobs),
+        )

@@ -23,7 +23,13 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, StepBatch
 from sidestep.executor.base import WorkerReady
-from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes, decode_ladder, mixed_ladder, worthwhile_tokens
+from sidestep.executor.cuda_graphs import (
+    CudaGraphs,
+    StepSizes,
+    decode_ladder,
+    mixed_ladder,
+    worthwhile_tokens,
+)
 from sidestep.executor.device_clock import DeviceClock
 from sidestep.executor.gpu_output import GpuOutput, SpecialOutput
 from sidestep.executor.input_batch import Apart, HostBatch, make_batch
@@ -31,7 +37,13 @@ from sidestep.executor.kernel_compiler import wait_for_compiler
 from sidestep.executor.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.largest_step import ALL_CONTROLS, largest_step
 from sidestep.executor.logprobs import Logprobs
-from sidestep.executor.model_loading import load_model, load_rotary, pick_attention, pick_device, pick_dtype
+from sidestep.executor.model_loading import (
+    load_model,
+    load_rotary,
+    pick_attention,
+    pick_device,
+    pick_dtype,
+)
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel_state import Parallel
 from sidestep.executor.pipeline import Pipeline
@@ -48,7 +60,14 @@ from sidestep.ipc.step import Int64, StepInput, StepMasks
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.mask_logits_triton import mask_logits
-from sidestep.kernels.prepare_step_triton import HEADER, MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
+from sidestep.kernels.prepare_step_triton import (
+    HEADER,
+    MASKED,
+    SAMPLING,
+    SlotTables,
+    StepLayout,
+    prepare_step,
+)
 from sidestep.kernels.sampling_triton import sample_tokens, scratch_size
 from sidestep.kernels.token_masks import mask_tokens
 
@@ -66,8 +85,14 @@ class GpuRunner(Runner):
     def __init__(self, args: WorkerArgs) -> None:
         self._prepare(args, pick_device(args))
         torch.cuda.set_device(self._device)
-        self._parallel = Parallel(args.rank_in_stage, args.parallel.tensor_parallel_size, stage=self._stage.index,
-                                  num_stages=self._stage.count, rendezvous=args.rendezvous, cuda=True)
+        self._parallel = Parallel(
+            args.rank_in_stage,
+            args.parallel.tensor_parallel_size,
+            stage=self._stage.index,
+            num_stages=self._stage.count,
+            rendezvous=args.rendezvous,
+            cuda=True,
+        )
 
     def _prepare(self, args: WorkerArgs, device: torch.device) -> None:
         """What needs no GPU."""
@@ -77,7 +102,9 @@ class GpuRunner(Runner):
         self._dtype = pick_dtype(args, device)
         self._block_size = args.cache.block_size or _BLOCK_SIZE
         if self._block_size % 16:
-            raise EngineStartError(f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}")
+            raise EngineStartError(
+                f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}"
+            )
         self._limits = args.scheduler.limits("cuda", self._stage.count)
         self._rotation = self._limits.max_steps_in_flight + 2
         self._num_steps = 0
@@ -102,15 +129,24 @@ class GpuRunner(Runner):
             raise EngineStartError(
                 f"gpu_memory_utilization: the GPU has too little memory: {str(error).splitlines()[0]} Lower "
                 "kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, stop other programs on this GPU, or "
-                "use a larger tensor_parallel_size or pipeline_parallel_size") from None
+                "use a larger tensor_parallel_size or pipeline_parallel_size"
+            ) from None
         torch.cuda.synchronize()
-        return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cuda",
-                           device=torch.cuda.get_device_name(self._device))
+        return WorkerReady(
+            num_kv_blocks=num_blocks,
+            block_size=self._block_size,
+            device_type="cuda",
+            device=torch.cuda.get_device_name(self._device),
+        )
 
     def _open_peer_sums(self) -> None:
         if not self._args.parallel.disable_custom_all_reduce:
-            self._parallel.open_peer_sums(self._args.spec.hidden_size, self._dtype,
-                                          self._limits.max_num_batched_tokens, self._device)
+            self._parallel.open_peer_sums(
+                self._args.spec.hidden_size,
+                self._dtype,
+                self._limits.max_num_batched_tokens,
+                self._device,
+            )
 
     def _load_model(self) -> None:
         self._model = load_model(self._args, self._parallel, self._dtype, self._device)
@@ -123,13 +159,18 @@ class GpuRunner(Runner):
         slots = limits.num_slots
         max_blocks = -(-args.max_model_len // self._block_size)
         self._layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._message = torch.zeros(message_size(self._layout, max_blocks), dtype=torch.int32, device=device)
+        self._message = torch.zeros(
+            message_size(self._layout, max_blocks), dtype=torch.int32, device=device
+        )
         self._tables = SlotTables(
             block_tables=torch.zeros(slots, max_blocks, dtype=torch.int32, device=device),
             last_sampled=torch.zeros(slots, dtype=torch.int32, device=device),
-            temperature=torch.zeros(slots, device=device), top_p=torch.ones(slots, device=device),
-            min_p=torch.zeros(slots, device=device), top_k=torch.zeros(slots, dtype=torch.int32, device=device),
-            seed=torch.zeros(slots, dtype=torch.int64, device=device))
+            temperature=torch.zeros(slots, device=device),
+            top_p=torch.ones(slots, device=device),
+            min_p=torch.zeros(slots, device=device),
+            top_k=torch.zeros(slots, dtype=torch.int32, device=device),
+            seed=torch.zeros(slots, dtype=torch.int64, device=device),
+        )
         tokens = limits.max_num_batched_tokens if self._stage.count > 1 else 0
         self._hidden = torch.zeros(tokens, args.spec.hidden_size, dtype=self._dtype, device=device)
         """The residual stream, as it comes from the stage before and goes to the next."""
@@ -138,21 +179,33 @@ class GpuRunner(Runner):
 
     def _make_sampler(self) -> None:
         args, limits, device = self._args, self._limits, self._device
-        self._scratch = torch.empty(scratch_size(limits.max_num_seqs, args.spec.vocab_size), dtype=torch.int32,
-                                    device=device)
-        self._out_ids, self._special_ids, self._pinned_marks = (self._pinned(limits.max_num_seqs) for _ in range(3))
+        self._scratch = torch.empty(
+            scratch_size(limits.max_num_seqs, args.spec.vocab_size),
+            dtype=torch.int32,
+            device=device,
+        )
+        self._out_ids, self._special_ids, self._pinned_marks = (
+            self._pinned(limits.max_num_seqs) for _ in range(3)
+        )
 
     def _pinned(self, count: int) -> Tensor:
         """int32 [rotation, count] in memory of the host that the GPU reads and writes too."""
-        where: dict[str, Any] = {"pin_memory": True} if self._device.type == "cuda" else {"device": self._device}
+        where: dict[str, Any] = (
+            {"pin_memory": True} if self._device.type == "cuda" else {"device": self._device}
+        )
         return torch.zeros(self._rotation, count, dtype=torch.int32, **where)
 
     def _make_buffers(self) -> None:
         """What lies in the host's memory, and what only a GPU has."""
         args, limits, device = self._args, self._limits, self._device
         self._packer = StepPacker(self._layout, self._tables.block_tables.shape[1], self._rotation)
-        self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
-                        for _ in range(self._rotation)]
+        self._events = [
+            (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True, blocking=True),
+            )
+            for _ in range(self._rotation)
+        ]
         self._clock = DeviceClock()
         self._pipeline = Pipeline(args, self._tables.last_sampled, limits.max_steps_in_flight)
         if not self._stage.is_last:
@@ -163,14 +216,24 @@ class GpuRunner(Runner):
         self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
 
     def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
-        return backend(AttentionSetup(
-            shape=attention_shape(self._args.spec, self._parallel, self._stage), num_blocks=num_blocks,
-            block_size=self._block_size, dtype=self._dtype, device=self._device, rotary=self._rotary,
-            norm_eps=self._args.spec.rms_norm_eps, max_rows=self._limits.max_num_seqs))
+        return backend(
+            AttentionSetup(
+                shape=attention_shape(self._args.spec, self._parallel, self._stage),
+                num_blocks=num_blocks,
+                block_size=self._block_size,
+                dtype=self._dtype,
+                device=self._device,
+                rotary=self._rotary,
+                norm_eps=self._args.spec.rms_norm_eps,
+                max_rows=self._limits.max_num_seqs,
+            )
+        )
 
     def _reset(self) -> None:
         """No request has been seen."""
-        self._state = RequestState(self._limits.num_slots, self._args.max_model_len, self._block_size)
+        self._state = RequestState(
+            self._limits.num_slots, self._args.max_model_len, self._block_size
+        )
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
@@ -188,7 +251,9 @@ class GpuRunner(Runner):
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
         # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
-        controlled, working = (self._working_bytes(controls) for controls in (ALL_CONTROLS, Controls()))
+        controlled, working = (
+            self._working_bytes(controls) for controls in (ALL_CONTROLS, Controls())
+        )
         del self._attention
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -196,8 +261,15 @@ class GpuRunner(Runner):
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
         # One copy of the stream is in `working`; of each further step in flight there may be one more.
         sent = 0 if self._stage.is_last else self._hidden.nbytes * self._limits.max_steps_in_flight
-        blocks = gpu_kv_blocks(self._args, self._limits, shape.bytes_per_token(self._dtype), self._block_size,
-                               free=free, total=total, working=max(controlled, working) + graphs + sent + _MARGIN)
+        blocks = gpu_kv_blocks(
+            self._args,
+            self._limits,
+            shape.bytes_per_token(self._dtype),
+            self._block_size,
+            free=free,
+            total=total,
+            working=max(controlled, working) + graphs + sent + _MARGIN,
+        )
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)
 
@@ -206,15 +278,18 @@ class GpuRunner(Runner):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        step = self.execute(largest_step(self._limits, self._args.max_model_len, self._block_size, controls))
+        step = self.execute(
+            largest_step(self._limits, self._args.max_model_len, self._block_size, controls)
+        )
         self.settle()
         step.wait()
         return torch.cuda.max_memory_allocated() - before
 
     @classmethod
     @torch.inference_mode()
-    def launch_without_gpu(cls, args: WorkerArgs, parallel: Parallel, *, device: str = "meta",
-                           num_blocks: int = 1) -> None:
+    def launch_without_gpu(
+        cls, args: WorkerArgs, parallel: Parallel, *, device: str = "meta", num_blocks: int = 1
+    ) -> None:
         """Launches, within kernels.compiling.compiling_only, what `load` compiles, on any machine: with tensors on a
         device where they stand for those on a GPU (see compile_for there), and a cache of any size. Raises
         EngineStartError where `load` would."""
@@ -251,7 +326,9 @@ class GpuRunner(Runner):
     def _launch_masks(self) -> None:
         """Of the model's own logits, and of those of special rows."""
         vocab, device = self._args.spec.vocab_size, self._device
-        mark, words = (torch.zeros(1, n, dtype=torch.int32, device=device) for n in (4, -(-vocab // 32)))
+        mark, words = (
+            torch.zeros(1, n, dtype=torch.int32, device=device) for n in (4, -(-vocab // 32))
+        )
         for logits in (self._logits[:1, :vocab], torch.zeros(1, vocab, device=device)):
             mask_tokens(logits, mark[0], words)
 
@@ -271,7 +348,9 @@ class GpuRunner(Runner):
         limits = self._limits
         graphs = CudaGraphs(self._launch)
         decode = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
-        mixed = mixed_ladder(limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec))
+        mixed = mixed_ladder(
+            limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec)
+        )
         for sizes in [*mixed[-1:], *mixed[:1], *decode]:
             self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
         torch.cuda.synchronize()
@@ -283,7 +362,9 @@ class GpuRunner(Runner):
     # Steps.
 
     @torch.inference_mode()
-    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
+    def execute(
+        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
+    ) -> PendingOutput:
         position = self._num_steps % self._rotation
         self._num_steps += 1
         # 1. What is new, and how this step's tokens lie.
@@ -291,7 +372,11 @@ class GpuRunner(Runner):
         batch = make_batch(self._state, step, self._block_size)
         apart, prompts = self._find_special(step, batch)
         rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
-        found = self._graphs.find(rows, tokens) if self._graphs is not None and prompts is None else None
+        found = (
+            self._graphs.find(rows, tokens)
+            if self._graphs is not None and prompts is None
+            else None
+        )
         layout = found.layout if found is not None else self._layout
         # 2. One message to the device.
         used = self._packer.pack(position, layout, batch, step, apart)
@@ -310,7 +395,9 @@ class GpuRunner(Runner):
         if found is not None:
             found.graph.replay()
         else:
-            about_prompts = self._launch(self._eager_sizes(rows, tokens, decodes), layout, batch, prompts)
+            about_prompts = self._launch(
+                self._eager_sizes(rows, tokens, decodes), layout, batch, prompts
+            )
         # 5. The other rows, on the logits that the step has left. The device is at work while the masks are made.
         more: SpecialOutput | None = None
         if self._stage.is_last:
@@ -325,22 +412,30 @@ class GpuRunner(Runner):
             self._pipeline.send_stream(self._hidden[:tokens].clone())
         if self._stage.count > 1:
             at = layout.at("slots")
-            self._pipeline.end_step(step.beat, self._message[at:at + rows].long())
-        ids, samples = (self._host_ids[position], batch.samples) if self._stage.is_last else (_NO_IDS, _NO_ROWS)
+            self._pipeline.end_step(step.beat, self._message[at : at + rows].long())
+        ids, samples = (
+            (self._host_ids[position], batch.samples)
+            if self._stage.is_last
+            else (_NO_IDS, _NO_ROWS)
+        )
         return GpuOutput(step.step_id, ids, samples, more, started, done, self._clock)
 
     @torch.inference_mode()
     def settle(self) -> None:
         self._pipeline.settle()
 
-    def _find_special(self, step: StepInput, batch: HostBatch) -> tuple[Apart | None, PromptTokens | None]:
+    def _find_special(
+        self, step: StepInput, batch: HostBatch
+    ) -> tuple[Apart | None, PromptTokens | None]:
         """Rows that are sampled apart, and tokens of prompts that are asked about; both are the last stage's."""
         if not self._stage.is_last:
             return None, None
         self._special.enter(step)
         return self._special.find(batch), self._special.find_prompts(batch)
 
-    def _sample_masked(self, batch: HostBatch, rows: Int64, position: int, layout: StepLayout) -> None:
+    def _sample_masked(
+        self, batch: HostBatch, rows: Int64, position: int, layout: StepLayout
+    ) -> None:
         """Samples plain rows that had to wait for their masks, by what the step's message still says of them: one small
         copy and three kernels. A mark says both which mask a row has and that it samples."""
         count, message = len(batch.slots), self._message
@@ -348,21 +443,31 @@ class GpuRunner(Runner):
         marks[:count] = 0
         marks[rows] = self._special.masks.marks(batch.slots[rows])
         on_device.copy_(self._pinned_marks[position, :count], non_blocking=True)
-        logits = self._logits[:count, :self._args.spec.vocab_size]
+        logits = self._logits[:count, : self._args.spec.vocab_size]
         self._special.masks.mask(logits, on_device)
-        slots, seq_lens = (message[layout.at(name):layout.at(name) + count] for name in ("slots", "seq_lens"))
+        slots, seq_lens = (
+            message[layout.at(name) : layout.at(name) + count] for name in ("slots", "seq_lens")
+        )
         self._sample(logits, message[SAMPLING:], slots, seq_lens, on_device, self._out_ids)
 
-    def _run_special(self, batch: HostBatch, apart: Apart | None, position: int,
-                     about_prompts: list[Logprobs]) -> SpecialOutput | None:
+    def _run_special(
+        self, batch: HostBatch, apart: Apart | None, position: int, about_prompts: list[Logprobs]
+    ) -> SpecialOutput | None:
         rows, logprobs = np.empty(0, np.int64) if apart is None else apart.special, list[Logprobs]()
         if not len(rows) and not about_prompts:
             return None
         if len(rows):
-            logits = self._logits[:len(batch.slots), :self._args.spec.vocab_size]
-            logprobs = self._special.run(logits, batch, rows, rows,
-                                         lambda wide, part: self._sample_special(wide, part, position))
-        return SpecialOutput(rows, self._host_special_ids[position, :len(rows)], logprobs, about_prompts)
+            logits = self._logits[: len(batch.slots), : self._args.spec.vocab_size]
+            logprobs = self._special.run(
+                logits,
+                batch,
+                rows,
+                rows,
+                lambda wide, part: self._sample_special(wide, part, position),
+            )
+        return SpecialOutput(
+            rows, self._host_special_ids[position, : len(rows)], logprobs, about_prompts
+        )
 
     def _sample_special(self, logits: Tensor, part: SpecialBatch, position: int) -> Tensor:
         """Samples special rows as plain ones are sampled."""
@@ -373,10 +478,12 @@ class GpuRunner(Runner):
         header, slots, seq_lens, samples = to_device(columns, self._device)
         masked_rows, masked_tokens = masked_logits(self._state, part.slots, part.seq_lens)
         if len(masked_rows):
-            masked = to_device(np.stack((masked_rows, masked_tokens)).astype(np.int64), self._device)
+            masked = to_device(
+                np.stack((masked_rows, masked_tokens)).astype(np.int64), self._device
+            )
             logits.index_put_((masked[0], masked[1]), logits.new_tensor(-torch.inf))
         # The pinned row of this step, from where the rows of earlier parts end; that is aligned too.
-        self._sample(logits, header, slots, seq_lens, samples, self._special_ids[:, part.first:])
+        self._sample(logits, header, slots, seq_lens, samples, self._special_ids[:, part.first :])
         return self._tables.last_sampled.index_select(0, part.slot_index).long()
 
     def _eager_sizes(self, rows: int, tokens: int, decodes: int) -> StepSizes:
@@ -388,47 +495,91 @@ class GpuRunner(Runner):
         padded = next(size for size in self._decode_sizes() if size >= rows)
         if decodes == tokens:
             return StepSizes(padded, padded, padded, 0)
-        return StepSizes(padded, min(-(-tokens // _PAD) * _PAD, self._layout.tokens), decodes, rows - decodes)
+        return StepSizes(
+            padded, min(-(-tokens // _PAD) * _PAD, self._layout.tokens), decodes, rows - decodes
+        )
 
-    def _launch(self, sizes: StepSizes, layout: StepLayout, host: HostBatch | None = None,
-                prompts: PromptTokens | None = None, *,
-                empty: Callable[..., Tensor] = torch.empty) -> list[Logprobs]:
+    def _launch(
+        self,
+        sizes: StepSizes,
+        layout: StepLayout,
+        host: HostBatch | None = None,
+        prompts: PromptTokens | None = None,
+        *,
+        empty: Callable[..., Tensor] = torch.empty,
+    ) -> list[Logprobs]:
         """Launches every kernel of a step whose message is on the device. prompts: tokens that are asked about; returns
         what is to be told of them. empty: makes what the first kernel writes."""
         message, tables, device = self._message, self._tables, self._device
 
         def column(name: str, extra: int = 0) -> Tensor:
-            return message[layout.at(name):layout.at(name) + sizes.rows + extra]
+            return message[layout.at(name) : layout.at(name) + sizes.rows + extra]
 
-        token_ids, positions, places = (empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3))
+        token_ids, positions, places = (
+            empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3)
+        )
         last_tokens = empty(sizes.rows, dtype=torch.int32, device=device)
-        prepare_step(message, layout, tables, token_ids, positions, places, last_tokens, self._block_size)
+        prepare_step(
+            message, layout, tables, token_ids, positions, places, last_tokens, self._block_size
+        )
         slots, seq_lens = column("slots"), column("seq_lens")
-        self._attention.begin_step(StepBatch(positions=positions, places=places, host=host, rows=DeviceRows(
-            header=message[:HEADER], slots=slots, seq_lens=seq_lens, query_starts=column("query_starts", 1),
-            block_tables=tables.block_tables, max_decode_rows=sizes.max_decode_rows,
-            max_prompt_rows=sizes.max_prompt_rows)))
-        inputs = token_ids if self._stage.is_first else self._hidden[:sizes.tokens]
+        self._attention.begin_step(
+            StepBatch(
+                positions=positions,
+                places=places,
+                host=host,
+                rows=DeviceRows(
+                    header=message[:HEADER],
+                    slots=slots,
+                    seq_lens=seq_lens,
+                    query_starts=column("query_starts", 1),
+                    block_tables=tables.block_tables,
+                    max_decode_rows=sizes.max_decode_rows,
+                    max_prompt_rows=sizes.max_prompt_rows,
+                ),
+            )
+        )
+        inputs = token_ids if self._stage.is_first else self._hidden[: sizes.tokens]
         if not self._stage.is_last:
             hidden = self._model.states(inputs, self._attention, None).hidden
             if hidden.data_ptr() != self._hidden.data_ptr():  # added to in place
-                self._hidden[:sizes.tokens].copy_(hidden)
+                self._hidden[: sizes.tokens].copy_(hidden)
             return []
         rows = None if sizes.decode_only else last_tokens
         if prompts is not None:
             rows = with_prompt_tokens(last_tokens, prompts)
         stream = self._model.states(inputs, self._attention, rows)
-        logits = self._model.logits(stream if prompts is None else stream.part(0, sizes.rows),
-                                    self._logits[:sizes.rows])
+        logits = self._model.logits(
+            stream if prompts is None else stream.part(0, sizes.rows), self._logits[: sizes.rows]
+        )
         mask_logits(logits, message, message[MASKED:])
         self._sample(logits, message[SAMPLING:], slots, seq_lens, column("samples"), self._out_ids)
         return [] if prompts is None else prompt_logprobs(self._model, stream, sizes.rows, prompts)
 
-    def _sample(self, logits: Tensor, header: Tensor, slots: Tensor, seq_lens: Tensor, samples: Tensor,
-                out_ids: Tensor) -> None:
+    def _sample(
+        self,
+        logits: Tensor,
+        header: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        samples: Tensor,
+        out_ids: Tensor,
+    ) -> None:
         """See sample_tokens."""
         tables = self._tables
         sample_tokens(
-            logits, header=header, slots=slots, seq_lens=seq_lens, samples=samples, temperature=tables.temperature,
-            top_k=tables.top_k, top_p=tables.top_p, min_p=tables.min_p, seed=tables.seed, scratch=self._scratch,
-            last_sampled=tables.last_sampled, out_ids=out_ids, pdl=has_pdl(self._device))
+            logits,
+            header=header,
+            slots=slots,
+            seq_lens=seq_lens,
+            samples=samples,
+            temperature=tables.temperature,
+            top_k=tables.top_k,
+            top_p=tables.top_p,
+            min_p=tables.min_p,
+            seed=tables.seed,
+            scratch=self._scratch,
+            last_sampled=tables.last_sampled,
+            out_ids=out_ids,
+            pdl=has_pdl(self._device),
+        )

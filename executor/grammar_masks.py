@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
+from sidestep.executor.logits_processor import (
+    EnteringRequest,
+    LogitsProcessor,
+    ProcessorSetup,
+    Slots,
+)
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.step import Int32, StepInput, StepMasks
 from sidestep.kernels.token_masks import mask_tokens
@@ -32,16 +37,22 @@ class GrammarMasks(LogitsProcessor):
 
     def take(self, step: StepInput, masks: StepMasks) -> None:
         """The masks of the step that is to be sampled, the new ones in one copy to the device."""
-        assert masks.step_id == step.step_id, f"masks of step {masks.step_id} came for step {step.step_id}"
+        assert masks.step_id == step.step_id, (
+            f"masks of step {masks.step_id} came for step {step.step_id}"
+        )
         # The token of a row that gets no mask will be dropped: its request has ended, or it comes again.
         self._marks.fill(0)
         self._marks[step.slots[masks.rows]] = masks.places + 1
         if len(masks.words):
             num_words = self._table.shape[1]
-            new = torch.empty(len(masks.words) // num_words, num_words, dtype=torch.int32,
-                              pin_memory=self.setup.device.type == "cuda")
+            new = torch.empty(
+                len(masks.words) // num_words,
+                num_words,
+                dtype=torch.int32,
+                pin_memory=self.setup.device.type == "cuda",
+            )
             new.numpy().reshape(-1)[:] = masks.words
-            self._table[masks.first_new:masks.first_new + len(new)].copy_(new, non_blocking=True)
+            self._table[masks.first_new : masks.first_new + len(new)].copy_(new, non_blocking=True)
 
     def marks(self, slots: Int32) -> Int32:
         """For `mask`, of the requests in these slots."""

@@ -60,7 +60,9 @@ class HostBatch:
     @cached_property
     def slot_mapping(self) -> Int64:
         """[T] Block id * block size + offset of each token's place in the cache."""
-        blocks = self.state.block_table[self.row_slots, self.positions // self.block_size].astype(np.int64)
+        blocks = self.state.block_table[self.row_slots, self.positions // self.block_size].astype(
+            np.int64
+        )
         return blocks * self.block_size + self.positions % self.block_size
 
     @cached_property
@@ -109,11 +111,22 @@ def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBat
         positions = np.arange(total) - np.repeat(starts[:-1] - first, counts)
         num_decode = int((counts > 1).argmax())
     known = positions < state.num_known[row_slots]
-    token_ids = np.where(known, state.token_ids[row_slots, np.where(known, positions, 0)], np.int32(-1))
+    token_ids = np.where(
+        known, state.token_ids[row_slots, np.where(known, positions, 0)], np.int32(-1)
+    )
     if len(step.forced_slots):
         token_ids[starts[:-1][np.isin(slots, step.forced_slots)]] = step.forced_tokens
     state.num_computed[slots] = seq_lens
     return HostBatch(
-        state=state, block_size=block_size, slots=slots, num_tokens=counts, seq_lens=seq_lens, query_starts=starts,
-        num_decode_rows=num_decode, row_slots=row_slots, positions=positions, token_ids=token_ids,
-        samples=seq_lens >= state.num_known[slots])
+        state=state,
+        block_size=block_size,
+        slots=slots,
+        num_tokens=counts,
+        seq_lens=seq_lens,
+        query_starts=starts,
+        num_decode_rows=num_decode,
+        row_slots=row_slots,
+        positions=positions,
+        token_ids=token_ids,
+        samples=seq_lens >= state.num_known[slots],
+    )

@@ -56,7 +56,10 @@ def main(raw: bytes) -> None:
         if gpu is not None:
             compile_ahead(args.worker, gpu, args.num_processes)
     except Exception as error:
-        tell(f"sidestep: kernels are not compiled ahead: {type(error).__name__}: {error}", logging.WARNING)
+        tell(
+            f"sidestep: kernels are not compiled ahead: {type(error).__name__}: {error}",
+            logging.WARNING,
+        )
 
 
 def wait_for_compiler(compiled: int | None) -> None:
@@ -113,10 +116,23 @@ def cache_folder() -> Path:
 
 def _digest(args: WorkerArgs, gpu: Gpu) -> str:
     """Of what kernels may depend on, or more than that: too little would only have the worker compile."""
-    same = replace(args, rank=0, replica=0, rendezvous=None, compiled=None,
-                   spec=msgspec.structs.replace(args.spec, path=""),
-                   model=replace(args.model, model="", tokenizer=None, revision=None, load_format="auto", dummy_seed=0,
-                                 logits_processors=None))
+    same = replace(
+        args,
+        rank=0,
+        replica=0,
+        rendezvous=None,
+        compiled=None,
+        spec=msgspec.structs.replace(args.spec, path=""),
+        model=replace(
+            args.model,
+            model="",
+            tokenizer=None,
+            revision=None,
+            load_format="auto",
+            dummy_seed=0,
+            logits_processors=None,
+        ),
+    )
     import importlib.metadata  # the core imports this file, and has no time for it
 
     found = hashlib.sha256(msgspec.json.encode((same, gpu, sys.version)))
@@ -154,8 +170,11 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
     """In what they launch. Of a pipeline the last stage, which also samples, the first and one between them; of a stage
     rank 0, which adds what must be added once, and one of the others. What takes longest comes first."""
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return [stage * size + rank for stage in sorted({0, min(1, stages - 1), stages - 1}, reverse=True)
-            for rank in range(min(2, size))]
+    return [
+        stage * size + rank
+        for stage in sorted({0, min(1, stages - 1), stages - 1}, reverse=True)
+        for rank in range(min(2, size))
+    ]
 
 
 def _do_without_dynamo() -> None:

@@ -6,7 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
+from sidestep.executor.logits_processor import (
+    EnteringRequest,
+    LogitsProcessor,
+    ProcessorSetup,
+    Slots,
+)
 from sidestep.executor.transfer import to_device
 
 
@@ -22,8 +27,10 @@ class LogitBias(LogitsProcessor):
         if not bias:
             return False
         device = self.setup.device
-        self._biases[request.slot] = (to_device(np.fromiter(bias, np.int64, len(bias)), device),
-                                      to_device(np.fromiter(bias.values(), np.float32, len(bias)), device))
+        self._biases[request.slot] = (
+            to_device(np.fromiter(bias, np.int64, len(bias)), device),
+            to_device(np.fromiter(bias.values(), np.float32, len(bias)), device),
+        )
         return True
 
     def leave(self, slot: int) -> None:

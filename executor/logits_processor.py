@@ -28,7 +28,9 @@ class ProcessorSetup:
     def to_device(self, values: Sequence[int] | Sequence[float]) -> Tensor:
         """int64 or float32 [n] on the device, without waiting for it."""
         array = np.array(values)
-        return to_device(array.astype(np.float32 if array.dtype.kind == "f" else np.int64), self.device)
+        return to_device(
+            array.astype(np.float32 if array.dtype.kind == "f" else np.int64), self.device
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

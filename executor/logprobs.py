@@ -56,12 +56,16 @@ def encode_logprobs(parts: Sequence[Logprobs]) -> UInt8:
         width = packed.shape[1] // 2
         wanted = np.arange(width) < part.sizes[:, None]
         ranks.append(packed[:, 0])
-        ids.append(packed[:, 1:1 + width][wanted])
-        values.append(np.ascontiguousarray(packed[:, 1 + width:]).view(np.float32)[wanted])
+        ids.append(packed[:, 1 : 1 + width][wanted])
+        values.append(np.ascontiguousarray(packed[:, 1 + width :]).view(np.float32)[wanted])
     return LogprobColumns(
-        keys=_joined([part.keys for part in parts]), positions=_joined([part.positions for part in parts]),
-        sizes=_joined([part.sizes for part in parts]), ranks=_joined(ranks), token_ids=_joined(ids),
-        logprobs=np.concatenate(values)).pack()
+        keys=_joined([part.keys for part in parts]),
+        positions=_joined([part.positions for part in parts]),
+        sizes=_joined([part.sizes for part in parts]),
+        ranks=_joined(ranks),
+        token_ids=_joined(ids),
+        logprobs=np.concatenate(values),
+    ).pack()
 
 
 def _joined(columns: Sequence[Int32 | Int64]) -> Int32:

@@ -33,8 +33,10 @@ def pick_device(args: WorkerArgs) -> torch.device:
     if have < ranks * replicas:
         many = f"{replicas} replicas of {ranks} ranks" if replicas > 1 else f"{ranks} ranks"
         field = "data" if replicas > 1 else "pipeline" if args.stage.count > 1 else "tensor"
-        raise EngineStartError(f"{field}_parallel_size: {many} need as many GPUs, torch sees {have}; use device 'cpu' "
-                               "or fewer of them")
+        raise EngineStartError(
+            f"{field}_parallel_size: {many} need as many GPUs, torch sees {have}; use device 'cpu' "
+            "or fewer of them"
+        )
     return torch.device("cuda", args.gpu_index)
 
 
@@ -57,7 +59,9 @@ def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBack
     return backend
 
 
-def load_model(args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DecoderForCausalLM:
+def load_model(
+    args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device
+) -> DecoderForCausalLM:
     """What this rank has of the model, with its weights. Raises EngineStartError naming what is wrong with them."""
     spec, stage = args.spec, args.stage
     build = model_class(spec.architecture)
@@ -83,13 +87,16 @@ def model_class(architecture: str) -> type[DecoderForCausalLM]:
     try:
         found: type[DecoderForCausalLM] = registry.load(target or "")
     except (ImportError, AttributeError, ValueError) as error:
-        raise EngineStartError(f"model: {target!r}, the class of {architecture}, cannot be imported "
-                               f"by a worker: {error}") from None
+        raise EngineStartError(
+            f"model: {target!r}, the class of {architecture}, cannot be imported "
+            f"by a worker: {error}"
+        ) from None
     return found
 
 
-def tie_as_found(spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *,
-                 tells: bool) -> ModelSpec:
+def tie_as_found(
+    spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *, tells: bool
+) -> ModelSpec:
     """Return the spec of a model with a tied head, changed to fit the head and the embedding of the checkpoint.
 
     As in transformers: a head that differs from the embedding is used; a head that equals the embedding is not; and a
@@ -101,8 +108,10 @@ def tie_as_found(spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *,
         weights.alias(EMBEDDING, HEAD)
     elif stage.is_last and not weights.are_equal(EMBEDDING, HEAD):
         if tells:
-            logger.warning("the checkpoint has an lm_head that differs from the embedding, so the "
-                           "two are not tied as config.json says (tie_word_embeddings)")
+            logger.warning(
+                "the checkpoint has an lm_head that differs from the embedding, so the "
+                "two are not tied as config.json says (tie_word_embeddings)"
+            )
         return msgspec.structs.replace(spec, tie_word_embeddings=False)
     weights.ignore(HEAD)
     return spec

@@ -41,8 +41,13 @@ class ModelRunner(Runner):
         self._stage = args.stage
         self._limits = args.scheduler.limits("cpu", self._stage.count)
         self._block_size = args.cache.block_size or _BLOCK_SIZE
-        self._parallel = Parallel(args.rank_in_stage, args.parallel.tensor_parallel_size, stage=self._stage.index,
-                                  num_stages=self._stage.count, rendezvous=args.rendezvous)
+        self._parallel = Parallel(
+            args.rank_in_stage,
+            args.parallel.tensor_parallel_size,
+            stage=self._stage.index,
+            num_stages=self._stage.count,
+            rendezvous=args.rendezvous,
+        )
 
     @torch.inference_mode()
     def load(self) -> WorkerReady:
@@ -51,21 +56,37 @@ class ModelRunner(Runner):
         shape = attention_shape(args.spec, self._parallel, self._stage)
         # Block ids are common to all ranks, so the rank with the least room decides.
         num_blocks = self._parallel.minimum(
-            cpu_kv_blocks(args, self._limits, shape.bytes_per_token(self._dtype), self._block_size))
-        self._attention = pick_attention(args, _CPU)(AttentionSetup(
-            shape=shape, num_blocks=num_blocks, block_size=self._block_size, dtype=self._dtype, device=_CPU,
-            rotary=load_rotary(args, _CPU), norm_eps=args.spec.rms_norm_eps, max_rows=self._limits.max_num_seqs))
+            cpu_kv_blocks(args, self._limits, shape.bytes_per_token(self._dtype), self._block_size)
+        )
+        self._attention = pick_attention(args, _CPU)(
+            AttentionSetup(
+                shape=shape,
+                num_blocks=num_blocks,
+                block_size=self._block_size,
+                dtype=self._dtype,
+                device=_CPU,
+                rotary=load_rotary(args, _CPU),
+                norm_eps=args.spec.rms_norm_eps,
+                max_rows=self._limits.max_num_seqs,
+            )
+        )
         self._state = RequestState(self._limits.num_slots, args.max_model_len, self._block_size)
         self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
         self._pipeline = Pipeline(args, self._last_sampled, self._limits.max_steps_in_flight)
         if self._stage.is_last:
             self._sampler = Sampler(self._state)
             self._special = make_special_rows(args, self._limits, _CPU)
-        return WorkerReady(num_kv_blocks=num_blocks, block_size=self._block_size, device_type="cpu",
-                           device=self._describe())
+        return WorkerReady(
+            num_kv_blocks=num_blocks,
+            block_size=self._block_size,
+            device_type="cpu",
+            device=self._describe(),
+        )
 
     @torch.inference_mode()
-    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
+    def execute(
+        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
+    ) -> PendingOutput:
         start = time.monotonic_ns()
         # 1. What is new, and how this step's tokens lie.
         self._state.apply(step)
@@ -78,7 +99,8 @@ class ModelRunner(Runner):
             inputs = self._input_ids(batch)
         else:
             inputs = self._pipeline.receive_stream(
-                torch.empty(batch.total_tokens, self._args.spec.hidden_size, dtype=self._dtype))
+                torch.empty(batch.total_tokens, self._args.spec.hidden_size, dtype=self._dtype)
+            )
             start = time.monotonic_ns()  # it has only waited so far
         if self._stage.is_last:
             output = self._compute_tokens(inputs, batch, step, start, receive_masks)
@@ -89,8 +111,14 @@ class ModelRunner(Runner):
         self._pipeline.end_step(step.beat, torch.from_numpy(step.slots.astype(np.int64)))
         return DoneOutput(output)
 
-    def _compute_tokens(self, inputs: Tensor, batch: HostBatch, step: StepInput, start: int,
-                        receive_masks: Callable[[], StepMasks] | None) -> StepOutput:
+    def _compute_tokens(
+        self,
+        inputs: Tensor,
+        batch: HostBatch,
+        step: StepInput,
+        start: int,
+        receive_masks: Callable[[], StepMasks] | None,
+    ) -> StepOutput:
         """The last layers, the head and the sampler."""
         # 1. The model, for the tokens that sample, and those of prompts that are asked about.
         self._special.enter(step)
@@ -100,30 +128,52 @@ class ModelRunner(Runner):
             rows = with_prompt_tokens(torch.from_numpy(batch.logits_tokens), prompts)
         stream = self._forward(inputs, batch, rows)
         logits = self._model.logits(stream if prompts is None else stream.part(0, num_sampled))
-        about_prompts = [] if prompts is None else prompt_logprobs(self._model, stream, num_sampled, prompts)
+        about_prompts = (
+            [] if prompts is None else prompt_logprobs(self._model, stream, num_sampled, prompts)
+        )
         token_ids, logprobs = np.empty(0, np.int32), list[Logprobs]()
         if num_sampled:
             # 2. The tokens, which are the next step's inputs: of plain rows, then of the others.
             apart, sampling = self._special.find(batch), batch.sampling_rows
-            self._sample(logits, batch,
-                         sampling if apart is None else np.setdiff1d(sampling, np.concatenate(apart)))
+            self._sample(
+                logits,
+                batch,
+                sampling if apart is None else np.setdiff1d(sampling, np.concatenate(apart)),
+            )
             if step.awaits_masks and receive_masks is not None:
                 self._special.masks.take(step, receive_masks())
             if apart is not None:
                 self._sample(logits, batch, apart.masked, self._special.masks)
-                logprobs = self._special.run(logits, batch, apart.special, np.searchsorted(sampling, apart.special),
-                                             self._sample_special)
-            token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(np.int32)
-        return StepOutput(step.step_id, start, time.monotonic_ns(), token_ids, logprobs=encode_logprobs(logprobs),
-                          prompt_logprobs=encode_logprobs(about_prompts))
+                logprobs = self._special.run(
+                    logits,
+                    batch,
+                    apart.special,
+                    np.searchsorted(sampling, apart.special),
+                    self._sample_special,
+                )
+            token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(
+                np.int32
+            )
+        return StepOutput(
+            step.step_id,
+            start,
+            time.monotonic_ns(),
+            token_ids,
+            logprobs=encode_logprobs(logprobs),
+            prompt_logprobs=encode_logprobs(about_prompts),
+        )
 
-    def _sample(self, logits: Tensor, batch: HostBatch, rows: Int64, masks: GrammarMasks | None = None) -> None:
+    def _sample(
+        self, logits: Tensor, batch: HostBatch, rows: Int64, masks: GrammarMasks | None = None
+    ) -> None:
         """Some of the rows that sample; logits are of them all."""
         if not len(rows):
             return
         slots = batch.slots[rows]
         if len(rows) < len(logits):
-            logits = logits.index_select(0, torch.from_numpy(np.searchsorted(batch.sampling_rows, rows)))
+            logits = logits.index_select(
+                0, torch.from_numpy(np.searchsorted(batch.sampling_rows, rows))
+            )
         if masks is not None:
             masks.mask(logits, torch.from_numpy(masks.marks(slots)))
         tokens = self._sampler(logits, slots, batch.seq_lens[rows])
@@ -136,16 +186,23 @@ class ModelRunner(Runner):
 
     def _forward(self, inputs: Tensor, batch: HostBatch, rows: Tensor | None) -> Stream:
         """What this rank's last layer gives for the tokens at `rows`, or for all."""
-        self._attention.begin_step(StepBatch(
-            positions=torch.from_numpy(batch.positions), places=torch.from_numpy(batch.slot_mapping), host=batch,
-            rows=None))
+        self._attention.begin_step(
+            StepBatch(
+                positions=torch.from_numpy(batch.positions),
+                places=torch.from_numpy(batch.slot_mapping),
+                host=batch,
+                rows=None,
+            )
+        )
         return self._model.states(inputs, self._attention, rows)
 
     def _input_ids(self, batch: HostBatch) -> Tensor:
         """Known ids from the host, sampled ones from steps before."""
         token_ids = torch.from_numpy(batch.token_ids)
         if len(batch.unknown):
-            sampled = self._last_sampled.index_select(0, torch.from_numpy(batch.row_slots[batch.unknown]))
+            sampled = self._last_sampled.index_select(
+                0, torch.from_numpy(batch.row_slots[batch.unknown])
+            )
             token_ids.index_copy_(0, torch.from_numpy(batch.unknown), sampled.int())
         return token_ids
 

@@ -22,7 +22,14 @@ from sidestep.executor.worker import Failure, Order, Reply, WorkerProcArgs
 from sidestep.ipc.config import EngineConfig, available_cores, exact_products_environment
 from sidestep.ipc.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.process import Child, spawn
-from sidestep.ipc.shm_ring import DEFAULT_SLOTS, RingClosed, RingReader, RingSpec, RingWriter, create_ring
+from sidestep.ipc.shm_ring import (
+    DEFAULT_SLOTS,
+    RingClosed,
+    RingReader,
+    RingSpec,
+    RingWriter,
+    create_ring,
+)
 from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 
 _THREAD_WIDTH = 256
@@ -50,7 +57,9 @@ class MultiprocExecutor(Executor):
 
     def launch(self) -> None:
         # The last stage of a pipeline reads a step long after the first one has.
-        steps = create_ring(self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size)
+        steps = create_ring(
+            self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
         rendezvous = os.path.join(self._folder.name, "store") if self._world > 1 else None
         compiled, compiling = os.pipe()
@@ -66,8 +75,12 @@ class MultiprocExecutor(Executor):
         with self._folder:
             self._wait_ready()
         ready = [self._ready[rank] for rank in range(self._world)]
-        return WorkerReady(num_kv_blocks=min(r.num_kv_blocks for r in ready), block_size=ready[0].block_size,
-                           device_type=ready[0].device_type, device=ready[0].device)
+        return WorkerReady(
+            num_kv_blocks=min(r.num_kv_blocks for r in ready),
+            block_size=ready[0].block_size,
+            device_type=ready[0].device_type,
+            device=ready[0].device,
+        )
 
     def submit(self, step: StepInput) -> None:
         self._send(step, Order.STEP)
@@ -103,11 +116,21 @@ class MultiprocExecutor(Executor):
 
     def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None, compiled: int) -> None:
         replies = create_ring(1)
-        args = WorkerProcArgs(worker=self._worker_args(rank, rendezvous, compiled), steps=steps, reader=rank,
-                              replies=replies, cpu_threads=self._cpu_threads())
-        child = spawn(self._config.parallel.rank_name(rank), "sidestep.executor.worker:main", args,
-                      env=worker_environment(self._cpu_threads()), remove=(self._folder.name,),
-                      pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled))
+        args = WorkerProcArgs(
+            worker=self._worker_args(rank, rendezvous, compiled),
+            steps=steps,
+            reader=rank,
+            replies=replies,
+            cpu_threads=self._cpu_threads(),
+        )
+        child = spawn(
+            self._config.parallel.rank_name(rank),
+            "sidestep.executor.worker:main",
+            args,
+            env=worker_environment(self._cpu_threads()),
+            remove=(self._folder.name,),
+            pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled),
+        )
         for bell in replies.bells_out:
             os.close(bell)  # so that the last writer's end closes with the worker
         self._children.append(child)
@@ -117,16 +140,31 @@ class MultiprocExecutor(Executor):
     def _spawn_compiler(self, compiling: int) -> None:
         """Beside the workers, where there may be a GPU. The end of the process closes this end of the pipe."""
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
-            args = CompilerArgs(worker=self._worker_args(0, None, None), num_processes=available_cores())
-            self._compiler = spawn("kernel compiler", "sidestep.executor.kernel_compiler:main", args,
-                                   env={"OMP_NUM_THREADS": "1"}, pass_fds=(compiling,))
+            args = CompilerArgs(
+                worker=self._worker_args(0, None, None), num_processes=available_cores()
+            )
+            self._compiler = spawn(
+                "kernel compiler",
+                "sidestep.executor.kernel_compiler:main",
+                args,
+                env={"OMP_NUM_THREADS": "1"},
+                pass_fds=(compiling,),
+            )
 
     def _worker_args(self, rank: int, rendezvous: str | None, compiled: int | None) -> WorkerArgs:
         config = self._config
         return WorkerArgs(
-            rank=rank, replica=self._replica, spec=config.spec,
-            model=config.model, cache=config.cache, parallel=config.parallel, scheduler=config.scheduler,
-            max_model_len=config.max_model_len, rendezvous=rendezvous, compiled=compiled)
+            rank=rank,
+            replica=self._replica,
+            spec=config.spec,
+            model=config.model,
+            cache=config.cache,
+            parallel=config.parallel,
+            scheduler=config.scheduler,
+            max_model_len=config.max_model_len,
+            rendezvous=rendezvous,
+            compiled=compiled,
+        )
 
     def _cpu_threads(self) -> int:
         if self._config.parallel.cpu_threads:
@@ -175,7 +213,11 @@ class MultiprocExecutor(Executor):
         """How it began: with a rank that ended without a word, else with the one that spoke first. Empty if nobody
         knows, after some time."""
         until = time.monotonic() + _PATIENCE_S
-        while not self._gone and time.monotonic() < until and not (self._failures and self._world == 1):
+        while (
+            not self._gone
+            and time.monotonic() < until
+            and not (self._failures and self._world == 1)
+        ):
             self._hear_all()
             time.sleep(0.01)
         if self._gone:
@@ -187,7 +229,11 @@ class MultiprocExecutor(Executor):
         rank, failure = min(self._failures.items(), key=lambda item: item[1].at_ns)
         if len(self._ready) == self._world:
             return f"{self._config.parallel.rank_name(rank)} failed: {failure.text}"
-        return failure.text if self._world == 1 else f"{self._config.parallel.rank_name(rank)}: {failure.text}"
+        return (
+            failure.text
+            if self._world == 1
+            else f"{self._config.parallel.rank_name(rank)}: {failure.text}"
+        )
 
 
 def worker_environment(cpu_threads: int) -> dict[str, str]:
@@ -199,7 +245,8 @@ def worker_environment(cpu_threads: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": "100",
         **exact_products_environment(),
         # Keep freed memory. Otherwise each large temporary is mapped, faulted in page by page and unmapped again.
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
         "MALLOC_TOP_PAD_": str(1 << 26),
         # Bound the compiled products that are kept, one for each number of rows: each takes some hundreds of KB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",

@@ -23,8 +23,16 @@ _SOME_ADDRESS = 1 << 46
 class Parallel:
     """One rank's view of those that share its layers. With one rank all collectives are the identity."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, stage: int = 0, num_stages: int = 1,
-                 rendezvous: str | None = None, cuda: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        stage: int = 0,
+        num_stages: int = 1,
+        rendezvous: str | None = None,
+        cuda: bool = False,
+    ) -> None:
         """rank, size: in this stage of the pipeline; all ranks of all stages meet in the file `rendezvous`."""
         self.rank = rank
         self.size = size
@@ -36,11 +44,18 @@ class Parallel:
         if self._has_world:
             import torch.distributed as dist
 
-            dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{rendezvous}",
-                                    rank=stage * size + rank, world_size=size * num_stages, timeout=_TIMEOUT)
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                init_method=f"file://{rendezvous}",
+                rank=stage * size + rank,
+                world_size=size * num_stages,
+                timeout=_TIMEOUT,
+            )
             self._dist = dist if size > 1 else None
             if size > 1 and num_stages > 1:  # each rank takes part in the making of each group
-                groups = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(num_stages)]
+                groups = [
+                    dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(num_stages)
+                ]
                 self._group = groups[stage]
 
     def __repr__(self) -> str:
@@ -69,7 +84,9 @@ class Parallel:
         side_by_side.view(rows, self.size, width).copy_(parts.transpose(0, 1))
         return side_by_side
 
-    def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
+    def open_peer_sums(
+        self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device
+    ) -> None:
         """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none can do so then."""
         if self._dist is None:
             return
@@ -79,11 +96,13 @@ class Parallel:
         memory = self.open_peer_memory(place_bytes, width, dtype, device) if place_bytes else None
         self._peers = None if memory is None else PeerSums(memory, width, dtype)
 
-    def open_peer_memory(self, place_bytes: int, width: int, dtype: torch.dtype,
-                         device: torch.device) -> PeerMemory | None:
+    def open_peer_memory(
+        self, place_bytes: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> PeerMemory | None:
         """See executor.peer_sums."""
-        return open_peer_memory(self.rank, self.size, self._group, place_bytes, width, dtype, device,
-                                self.minimum)
+        return open_peer_memory(
+            self.rank, self.size, self._group, place_bytes, width, dtype, device, self.minimum
+        )
 
     def minimum(self, value: int) -> int:
         """The smallest of all ranks' values, those of other stages too, on every rank."""
@@ -121,17 +140,29 @@ class LoneRank(Parallel):
         super().__init__()
         self.rank, self.size = rank, size
 
-    def open_peer_sums(self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device) -> None:
+    def open_peer_sums(
+        self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device
+    ) -> None:
         from sidestep.kernels.all_reduce_triton import most_place_bytes
-        from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, NUM_COUNTERS, PeerMemory, space_bytes
+        from sidestep.kernels.peer_memory_triton import (
+            MAX_PROGRAMS,
+            NUM_COUNTERS,
+            PeerMemory,
+            space_bytes,
+        )
 
-        place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize) if self.size > 1 else 0
+        place_bytes = (
+            most_place_bytes(self.size, most_rows * width * dtype.itemsize) if self.size > 1 else 0
+        )
         if place_bytes:
             memory = PeerMemory(
-                self.rank, (_SOME_ADDRESS,) * self.size,
+                self.rank,
+                (_SOME_ADDRESS,) * self.size,
                 torch.empty(space_bytes(self.size, place_bytes), dtype=torch.uint8, device=device),
-                torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device), place_bytes,
-                min(MAX_PROGRAMS, num_processors(device)))
+                torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device),
+                place_bytes,
+                min(MAX_PROGRAMS, num_processors(device)),
+            )
             self._peers = PeerSums(memory, width, dtype)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -58,7 +58,9 @@ class Part:
         from sidestep.kernels.all_reduce_triton import sum_parts
 
         hidden = torch.empty_like(self.mine) if residual is None else residual
-        normed = sum_parts(self._memory, self._place, hidden, norm, self._config, add=residual is not None)
+        normed = sum_parts(
+            self._memory, self._place, hidden, norm, self._config, add=residual is not None
+        )
         return Stream(hidden, norm, done=normed)
 
 
@@ -84,11 +86,21 @@ class PeerSums:
             return None
         assert place != self._last, "other ranks may still be reading what was there"
         self._last = place
-        return Part(self._memory.part(place, rows, self._width, self._dtype), self._memory, place, config)
+        return Part(
+            self._memory.part(place, rows, self._width, self._dtype), self._memory, place, config
+        )
 
 
-def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: int, dtype: torch.dtype,
-                     device: torch.device, minimum: Callable[[int], int]) -> PeerMemory | None:
+def open_peer_memory(
+    rank: int,
+    size: int,
+    group: Any,
+    place_bytes: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    minimum: Callable[[int], int],
+) -> PeerMemory | None:
     """Memory that the GPUs of a group share, tried out with rows of this width and type; None, with one line in the
     log, where it cannot be had. All ranks call this, and all get the same.
 
@@ -96,7 +108,12 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
     that all can.
     """
     from sidestep.kernels.launch import num_processors
-    from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, NUM_COUNTERS, PeerMemory, space_bytes
+    from sidestep.kernels.peer_memory_triton import (
+        MAX_PROGRAMS,
+        NUM_COUNTERS,
+        PeerMemory,
+        space_bytes,
+    )
 
     space: Tensor | None = None
     addresses: tuple[int, ...] = ()
@@ -117,8 +134,14 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
         nonlocal memory
         assert space is not None
         programs = minimum(min(MAX_PROGRAMS, num_processors(device)))
-        memory = PeerMemory(rank, addresses, space, torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device),
-                            place_bytes, programs)
+        memory = PeerMemory(
+            rank,
+            addresses,
+            space,
+            torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device),
+            place_bytes,
+            programs,
+        )
         right = try_sums(memory, width, dtype)
         _await_end()
         if not right:
@@ -135,7 +158,10 @@ def open_peer_memory(rank: int, size: int, group: Any, place_bytes: int, width: 
         failed = minimum(size if reason is None else rank)
         if failed < size:
             if failed == rank and reason is not None:  # not of the same number in another stage
-                logger.warning("ranks sum through torch.distributed, not through one another's memory: %s", reason)
+                logger.warning(
+                    "ranks sum through torch.distributed, not through one another's memory: %s",
+                    reason,
+                )
             return None
     return memory
 
@@ -165,7 +191,9 @@ def _exchange(space: Tensor, rank: int, size: int, group: Any) -> tuple[int, ...
 
     whole: Any = dist.group.WORLD
     handle = symmetric_memory.rendezvous(space, whole if group is None else group)
-    addresses = tuple(handle.get_buffer(peer, (space.numel(),), torch.uint8).data_ptr() for peer in range(size))
+    addresses = tuple(
+        handle.get_buffer(peer, (space.numel(),), torch.uint8).data_ptr() for peer in range(size)
+    )
     if addresses[rank] != space.data_ptr() or handle.rank != rank:
         raise RuntimeError("the handle's buffers are not what was allocated")
     _handles.append(handle)
@@ -189,9 +217,13 @@ def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
     # Whole numbers, so that any order gives the same sum; neighbours, rows and ranks have different ones.
     right = torch.ones((), dtype=torch.bool, device=device)
     trials: tuple[tuple[Place, Kind, bool, int], ...] = (
-        (Place.EMBEDDING, "one_shot", False, most), (Place.ATTENTION, "one_shot", True, most),
-        (Place.EMBEDDING, "pushed", False, most_pushed), (Place.ATTENTION, "pushed", True, most_pushed),
-        (Place.EMBEDDING, "two_shot", False, most), (Place.MLP, "two_shot", True, most))
+        (Place.EMBEDDING, "one_shot", False, most),
+        (Place.ATTENTION, "one_shot", True, most),
+        (Place.EMBEDDING, "pushed", False, most_pushed),
+        (Place.ATTENTION, "pushed", True, most_pushed),
+        (Place.EMBEDDING, "two_shot", False, most),
+        (Place.MLP, "two_shot", True, most),
+    )
     for place, kind, add, rows in trials:
         if rows == 0:
             continue
@@ -214,6 +246,8 @@ def _await_end() -> None:
     until = time.monotonic() + _TRIAL_TIMEOUT_S
     while not done.query():
         if time.monotonic() > until:
-            raise EngineStartError("disable_custom_all_reduce: the GPUs do not see what they write to one another's "
-                                   "memory; start with --disable-custom-all-reduce")
+            raise EngineStartError(
+                "disable_custom_all_reduce: the GPUs do not see what they write to one another's "
+                "memory; start with --disable-custom-all-reduce"
+            )
         time.sleep(0.001)

@@ -6,7 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
+from sidestep.executor.logits_processor import (
+    EnteringRequest,
+    LogitsProcessor,
+    ProcessorSetup,
+    Slots,
+)
 from sidestep.executor.transfer import to_device
 
 _PROMPT = 1 << 30
@@ -32,14 +37,20 @@ class Penalties(LogitsProcessor):
 
     def enter(self, request: EnteringRequest) -> bool:
         controls = request.controls
-        penalties = (controls.presence_penalty, controls.frequency_penalty, controls.repetition_penalty)
+        penalties = (
+            controls.presence_penalty,
+            controls.frequency_penalty,
+            controls.repetition_penalty,
+        )
         if penalties == (0, 0, 1):
             return False
         if not self._free:
             self._grow()
         row = self._row_of[request.slot] = self._free.pop()
         self._rows[request.slot] = row
-        self._penalties[:, request.slot] = to_device(np.array(penalties, np.float32), self.setup.device)
+        self._penalties[:, request.slot] = to_device(
+            np.array(penalties, np.float32), self.setup.device
+        )
         self._counts[row] = 0
         outputs, numbers = np.unique(request.output_token_ids, return_counts=True)
         self._add(row, np.unique(request.prompt_token_ids), np.array([_PROMPT]))
@@ -51,7 +62,9 @@ class Penalties(LogitsProcessor):
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
         counts = self._counts.index_select(0, self._rows.index_select(0, slots.on_device))
-        presence, frequency, repetition = self._penalties.index_select(1, slots.on_device)[:, :, None]
+        presence, frequency, repetition = self._penalties.index_select(1, slots.on_device)[
+            :, :, None
+        ]
         factor = torch.where(counts > 0, repetition, 1.0)
         logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
         outputs = counts.bitwise_and_(_PROMPT - 1)
@@ -61,16 +74,25 @@ class Penalties(LogitsProcessor):
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:
         # Each row once: nothing is added twice to one place.
         one = torch.ones(1, dtype=torch.int32, device=self.setup.device)
-        self._counts.index_put_((self._rows.index_select(0, slots.on_device), token_ids), one, accumulate=True)
+        self._counts.index_put_(
+            (self._rows.index_select(0, slots.on_device), token_ids), one, accumulate=True
+        )
 
-    def _add(self, row: int, tokens: np.ndarray[tuple[int], np.dtype[np.int32]],
-             numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    def _add(
+        self,
+        row: int,
+        tokens: np.ndarray[tuple[int], np.dtype[np.int32]],
+        numbers: np.ndarray[tuple[int], np.dtype[np.int64]],
+    ) -> None:
         """tokens: each of them once."""
         if not len(tokens):
             return
         device = self.setup.device
-        self._counts[row].index_add_(0, to_device(tokens.astype(np.int64), device), to_device(
-            np.broadcast_to(numbers, tokens.shape).astype(np.int32), device))
+        self._counts[row].index_add_(
+            0,
+            to_device(tokens.astype(np.int64), device),
+            to_device(np.broadcast_to(numbers, tokens.shape).astype(np.int32), device),
+        )
 
     def _grow(self) -> None:
         old = self._counts.shape[0]

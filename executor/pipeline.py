@@ -80,7 +80,9 @@ class Pipeline:
             self._receive_ids(self._coming.popleft())
 
     def _receive_ids(self, coming: _Coming) -> None:
-        ids = torch.empty(len(coming.slots), dtype=self._last_sampled.dtype, device=self._last_sampled.device)
+        ids = torch.empty(
+            len(coming.slots), dtype=self._last_sampled.dtype, device=self._last_sampled.device
+        )
         self._dist.recv(ids, self._last, self._ids_group)
         self._last_sampled.index_copy_(0, coming.slots, ids)
 

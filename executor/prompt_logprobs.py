@@ -38,13 +38,20 @@ def find_prompt_tokens(batch: HostBatch, numbers: Int32) -> PromptTokens | None:
     if not (numbers[batch.slots] >= 0).any():
         return None
     wanted = numbers[batch.row_slots] >= 0
-    tokens = np.flatnonzero(wanted & (batch.positions + 1 < batch.state.num_prompt[batch.row_slots]))
+    tokens = np.flatnonzero(
+        wanted & (batch.positions + 1 < batch.state.num_prompt[batch.row_slots])
+    )
     if not len(tokens):
         return None
     slots, positions = batch.row_slots[tokens], batch.positions[tokens] + 1
     rows = np.searchsorted(batch.query_starts, tokens, side="right") - 1
-    return PromptTokens(tokens=tokens, rows=rows, positions=positions, numbers=numbers[slots],
-                        next_ids=batch.state.token_ids[slots, positions].astype(np.int64))
+    return PromptTokens(
+        tokens=tokens,
+        rows=rows,
+        positions=positions,
+        numbers=numbers[slots],
+        next_ids=batch.state.token_ids[slots, positions].astype(np.int64),
+    )
 
 
 def with_prompt_tokens(rows: Tensor, prompts: PromptTokens) -> Tensor:
@@ -52,12 +59,18 @@ def with_prompt_tokens(rows: Tensor, prompts: PromptTokens) -> Tensor:
     return torch.cat((rows, to_device(prompts.tokens, rows.device).to(rows.dtype)))
 
 
-def prompt_logprobs(model: DecoderForCausalLM, stream: Stream, first: int, prompts: PromptTokens) -> list[Logprobs]:
+def prompt_logprobs(
+    model: DecoderForCausalLM, stream: Stream, first: int, prompts: PromptTokens
+) -> list[Logprobs]:
     """stream: what the model's last layer gave; the prompts' tokens begin at row `first`. Logits are made for a few
     tokens at a time: those of a whole prompt would take gigabytes."""
     most, next_ids = int(prompts.numbers.max()), to_device(prompts.next_ids, stream.hidden.device)
     packed = []
     for begin in range(0, len(prompts.tokens), MOST_TOKENS):
         end = min(begin + MOST_TOKENS, len(prompts.tokens))
-        packed.append(logprobs_of(model.logits(stream.part(first + begin, first + end)), next_ids[begin:end], most))
+        packed.append(
+            logprobs_of(
+                model.logits(stream.part(first + begin, first + end)), next_ids[begin:end], most
+            )
+        )
     return [make_logprobs(torch.cat(packed), prompts.rows, prompts.positions, prompts.numbers)]

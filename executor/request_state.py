@@ -31,7 +31,9 @@ class RequestState:
         self.top_k = np.zeros(num_slots, np.int32)
         self.seed = np.zeros(num_slots, np.int64)
         self.min_tokens = np.zeros(num_slots, np.int32)
-        self.stop_ids: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = [np.empty(0, np.int32)] * num_slots
+        self.stop_ids: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = [
+            np.empty(0, np.int32)
+        ] * num_slots
 
     def apply(self, step: StepInput) -> None:
         """Lets new requests in and appends new blocks."""
@@ -57,9 +59,13 @@ class RequestState:
         token_ends, stop_ends = np.cumsum(step.new_num_sent), np.cumsum(step.new_num_stop_ids)
         for i, slot in enumerate(slots.tolist()):
             known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
-            self.token_ids[slot, known - sent:known] = step.new_token_ids[token_ends[i] - sent:token_ends[i]]
+            self.token_ids[slot, known - sent : known] = step.new_token_ids[
+                token_ends[i] - sent : token_ends[i]
+            ]
             # A copy: the step's columns are views over memory that is reused.
-            self.stop_ids[slot] = step.new_stop_ids[stop_ends[i] - step.new_num_stop_ids[i]:stop_ends[i]].copy()
+            self.stop_ids[slot] = step.new_stop_ids[
+                stop_ends[i] - step.new_num_stop_ids[i] : stop_ends[i]
+            ].copy()
 
     def _append_blocks(self, step: StepInput) -> None:
         counts = step.num_new_blocks

@@ -92,7 +92,9 @@ class Runner(abc.ABC):
         """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for the user."""
 
     @abc.abstractmethod
-    def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> PendingOutput:
+    def execute(
+        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
+    ) -> PendingOutput:
         """Launches a step. Its columns may be used until this returns. receive_masks: waits for the masks of a step
         that awaits some; called when the model has been launched, since they depend on the step before."""
 

@@ -26,12 +26,18 @@ class Sampler:
         if not temperature.any():
             return logits.argmax(-1)
         logits = logits.float()
-        filtered = np.flatnonzero((temperature > 0) & (
-            (state.top_k[slots] > 0) | (state.top_p[slots] < 1) | (state.min_p[slots] > 0)))
+        filtered = np.flatnonzero(
+            (temperature > 0)
+            & ((state.top_k[slots] > 0) | (state.top_p[slots] < 1) | (state.min_p[slots] > 0))
+        )
         if len(filtered):
             logits = self._filter(logits, filtered, slots[filtered])
-        return sample(logits, _tensor(temperature), _tensor(state.seed[slots]),
-                      _tensor(seq_lens.astype(np.int64)))
+        return sample(
+            logits,
+            _tensor(temperature),
+            _tensor(state.seed[slots]),
+            _tensor(seq_lens.astype(np.int64)),
+        )
 
     def _mask_stops(self, logits: Tensor, slots: Int32, seq_lens: Int32) -> Tensor:
         """-inf for stop tokens of rows that have fewer than min_tokens outputs."""
@@ -42,16 +48,20 @@ class Sampler:
             return logits
         stops = [state.stop_ids[slot] for slot in slots[early].tolist()]
         rows = _tensor(np.repeat(early, [len(s) for s in stops]))
-        return logits.index_put((rows, _tensor(np.concatenate(stops).astype(np.int64))),
-                                logits.new_tensor(-torch.inf))
+        return logits.index_put(
+            (rows, _tensor(np.concatenate(stops).astype(np.int64))), logits.new_tensor(-torch.inf)
+        )
 
     def _filter(self, logits: Tensor, rows: Int64, slots: Int32) -> Tensor:
         state = self._state
         index = _tensor(rows)
         temperature = _tensor(state.temperature[slots])[:, None]
         kept = mask_top_k_top_p_min_p(
-            logits.index_select(0, index) / temperature, _tensor(state.top_k[slots].astype(np.int64)),
-            _tensor(state.top_p[slots]), _tensor(state.min_p[slots]))
+            logits.index_select(0, index) / temperature,
+            _tensor(state.top_k[slots].astype(np.int64)),
+            _tensor(state.top_p[slots]),
+            _tensor(state.min_p[slots]),
+        )
         return logits.index_copy(0, index, kept * temperature)
 
 

@@ -26,7 +26,12 @@ from torch import Tensor
 from sidestep.executor.grammar_masks import GrammarMasks
 from sidestep.executor.input_batch import Apart, HostBatch
 from sidestep.executor.logit_bias import LogitBias
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
+from sidestep.executor.logits_processor import (
+    EnteringRequest,
+    LogitsProcessor,
+    ProcessorSetup,
+    Slots,
+)
 from sidestep.executor.logprobs import Logprobs, logprobs_of, make_logprobs
 from sidestep.executor.penalties import Penalties
 from sidestep.executor.prompt_logprobs import PromptTokens, find_prompt_tokens
@@ -81,7 +86,9 @@ Sample = Callable[[Tensor, SpecialBatch], Tensor]
 def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device) -> SpecialRows:
     """With everything that changes logits, in its order. Raises EngineStartError for a class of the user's that cannot
     be made."""
-    setup = ProcessorSetup(device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots)
+    setup = ProcessorSetup(
+        device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots
+    )
     own = [make_processor(target, setup) for target in args.model.logits_processors or ()]
     processors = [AllowedTokens(setup), BadWords(setup), LogitBias(setup), *own, Penalties(setup)]
     return SpecialRows(processors, GrammarMasks(setup, limits.num_masks), limits.num_slots, device)
@@ -102,8 +109,13 @@ def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
 class SpecialRows:
     """Knows which slots hold such requests, and what is to be done for them."""
 
-    def __init__(self, processors: Sequence[LogitsProcessor], masks: GrammarMasks, num_slots: int,
-                 device: torch.device) -> None:
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessor],
+        masks: GrammarMasks,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
         """processors: in the order in which they change logits; masks: after them, given what rows with a grammar may
         sample before any of these is sampled."""
         self._processors = [*processors, masks]
@@ -130,18 +142,28 @@ class SpecialRows:
         for i, slot in enumerate(step.new_slots.tolist()):
             self._leave(slot)
             if size := int(step.new_control_sizes[i]):
-                tokens = step.new_token_ids[sent[i] - step.new_num_sent[i]:sent[i]].copy()
+                tokens = step.new_token_ids[sent[i] - step.new_num_sent[i] : sent[i]].copy()
                 prompt = int(step.new_num_prompt[i])
-                self._enter(EnteringRequest(
-                    slot=slot, controls=decode_controls(step.new_controls[sizes[i] - size:sizes[i]].tobytes()),
-                    prompt_token_ids=tokens[:prompt], output_token_ids=tokens[prompt:]))
+                self._enter(
+                    EnteringRequest(
+                        slot=slot,
+                        controls=decode_controls(
+                            step.new_controls[sizes[i] - size : sizes[i]].tobytes()
+                        ),
+                        prompt_token_ids=tokens[:prompt],
+                        output_token_ids=tokens[prompt:],
+                    )
+                )
         self._count = int(self._known.sum())
 
     def find(self, batch: HostBatch) -> Apart | None:
         """Rows that sample in this step, but are no plain ones; None if there is none."""
         if not self._count or not self._known[batch.slots].any():
             return None
-        special, masked = (np.flatnonzero(kind[batch.slots] & batch.samples) for kind in (self._special, self._masked))
+        special, masked = (
+            np.flatnonzero(kind[batch.slots] & batch.samples)
+            for kind in (self._special, self._masked)
+        )
         return Apart(special, masked) if len(special) or len(masked) else None
 
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
@@ -150,7 +172,9 @@ class SpecialRows:
             return None
         return find_prompt_tokens(batch, self._num_prompt_logprobs)
 
-    def run(self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample) -> list[Logprobs]:
+    def run(
+        self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample
+    ) -> list[Logprobs]:
         """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`; returns what they ask to
         know."""
         logprobs = []
@@ -173,10 +197,14 @@ class SpecialRows:
             processor.apply(own, slots)
             wide.index_copy_(0, index, own)
 
-    def after_sampling(self, logits: Tensor, token_ids: Tensor, part: SpecialBatch) -> Logprobs | None:
+    def after_sampling(
+        self, logits: Tensor, token_ids: Tensor, part: SpecialBatch
+    ) -> Logprobs | None:
         """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows are meant."""
         for processor, index, slots in part.shares:
-            processor.sampled(token_ids if index is None else token_ids.index_select(0, index), slots)
+            processor.sampled(
+                token_ids if index is None else token_ids.index_select(0, index), slots
+            )
         numbers = self._num_logprobs[part.slots]
         asking = np.flatnonzero(numbers >= 0)
         if not len(asking):
@@ -186,7 +214,9 @@ class SpecialRows:
             index = to_device(asking, self._device)
             places, token_ids = places.index_select(0, index), token_ids.index_select(0, index)
         packed = logprobs_of(logits.index_select(0, places), token_ids, int(numbers.max()))
-        return make_logprobs(packed, part.samples[asking], part.seq_lens[asking].astype(np.int64), numbers)
+        return make_logprobs(
+            packed, part.samples[asking], part.seq_lens[asking].astype(np.int64), numbers
+        )
 
     def _enter(self, request: EnteringRequest) -> None:
         slot = request.slot
@@ -210,14 +240,21 @@ class SpecialRows:
 
     def _parts(self, batch: HostBatch, rows: Int64, places: Int64) -> Iterator[SpecialBatch]:
         for first in range(0, len(rows), MOST_ROWS):
-            some = rows[first:first + MOST_ROWS]
+            some = rows[first : first + MOST_ROWS]
             slots = batch.slots[some]
             place_index, slot_index = to_device(
-                np.stack((places[first:first + MOST_ROWS], slots.astype(np.int64))), self._device)
+                np.stack((places[first : first + MOST_ROWS], slots.astype(np.int64))), self._device
+            )
             yield SpecialBatch(
-                first=first, rows=some, samples=np.searchsorted(batch.sampling_rows, some), slots=slots,
-                seq_lens=batch.seq_lens[some], places=place_index, slot_index=slot_index,
-                shares=list(self._shares(slots, slot_index)))
+                first=first,
+                rows=some,
+                samples=np.searchsorted(batch.sampling_rows, some),
+                slots=slots,
+                seq_lens=batch.seq_lens[some],
+                places=place_index,
+                slot_index=slot_index,
+                shares=list(self._shares(slots, slot_index)),
+            )
 
     def _shares(self, slots: Int32, slot_index: Tensor) -> Iterator[Share]:
         """Of each processor that has rows here."""
@@ -227,4 +264,8 @@ class SpecialRows:
                 yield Share(processor, None, Slots.of(slots.tolist(), slot_index))
             elif len(own):
                 index = to_device(own, self._device)
-                yield Share(processor, index, Slots.of(slots[own].tolist(), slot_index.index_select(0, index)))
+                yield Share(
+                    processor,
+                    index,
+                    Slots.of(slots[own].tolist(), slot_index.index_select(0, index)),
+                )

@@ -31,12 +31,20 @@ class StepPacker:
     def __init__(self, layout: StepLayout, max_blocks: int, num_buffers: int) -> None:
         """max_blocks: of the longest request."""
         size = message_size(layout, max_blocks)
-        self.buffers = [torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-                        for _ in range(num_buffers)]
+        self.buffers = [
+            torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+            for _ in range(num_buffers)
+        ]
         self._words = [buffer.numpy() for buffer in self.buffers]
 
-    def pack(self, position: int, layout: StepLayout, batch: HostBatch, step: StepInput,
-             apart: Apart | None = None) -> int:
+    def pack(
+        self,
+        position: int,
+        layout: StepLayout,
+        batch: HostBatch,
+        step: StepInput,
+        apart: Apart | None = None,
+    ) -> int:
         """Writes the step to buffer number `position`, which is also where its output goes; returns the words used."""
         words, state, rows = self._words[position], batch.state, len(batch.slots)
         samples = on_own_logits = batch.samples
@@ -47,7 +55,7 @@ class StepPacker:
             samples[apart.masked] = False
 
         def put(name: str, values: npt.NDArray[np.generic], count: int = rows) -> None:
-            words[layout.at(name):layout.at(name) + count] = values
+            words[layout.at(name) : layout.at(name) + count] = values
 
         put("slots", batch.slots)
         put("seq_lens", batch.seq_lens)
@@ -56,35 +64,45 @@ class StepPacker:
         put("num_blocks", state.num_blocks[batch.slots] - step.num_new_blocks)
         at = layout.at("block_starts")
         words[at] = 0
-        np.cumsum(step.num_new_blocks, out=words[at + 1:at + 1 + rows])
+        np.cumsum(step.num_new_blocks, out=words[at + 1 : at + 1 + rows])
         put("enters", np.zeros(rows, np.int32))
         if len(step.new_slots):
             self._put_entering(words, layout, batch, step)
-        words[layout.token_ids:layout.token_ids + batch.total_tokens] = batch.token_ids
+        words[layout.token_ids : layout.token_ids + batch.total_tokens] = batch.token_ids
         end = layout.block_ids + len(step.block_ids)
-        words[layout.block_ids:end] = step.block_ids
-        masked_rows, masked_tokens = masked_logits(state, batch.slots, batch.seq_lens, on_own_logits)
+        words[layout.block_ids : end] = step.block_ids
+        masked_rows, masked_tokens = masked_logits(
+            state, batch.slots, batch.seq_lens, on_own_logits
+        )
         count = len(masked_rows)
-        words[:MASKED + 2] = (rows, batch.num_decode_rows, batch.total_tokens, count, end)
-        words[SAMPLING:SAMPLING + 2] = (rows, position)
+        words[: MASKED + 2] = (rows, batch.num_decode_rows, batch.total_tokens, count, end)
+        words[SAMPLING : SAMPLING + 2] = (rows, position)
         if count:
-            words[end:end + count] = masked_rows
-            words[end + count:end + 2 * count] = masked_tokens
+            words[end : end + count] = masked_rows
+            words[end + count : end + 2 * count] = masked_tokens
         return end + 2 * count
 
-    def _put_entering(self, words: Int32, layout: StepLayout, batch: HostBatch, step: StepInput) -> None:
+    def _put_entering(
+        self, words: Int32, layout: StepLayout, batch: HostBatch, step: StepInput
+    ) -> None:
         """What requests that enter bring; they are in the order of their rows."""
         rows = np.flatnonzero(np.isin(batch.slots, step.new_slots))
         seeds = np.ascontiguousarray(step.new_seed).view(np.int32).reshape(-1, 2)
         for name, values in (
-                ("enters", np.ones(len(rows), np.int32)), ("temperature", step.new_temperature.view(np.int32)),
-                ("top_p", step.new_top_p.view(np.int32)), ("min_p", step.new_min_p.view(np.int32)),
-                ("top_k", step.new_top_k), ("seed_low", seeds[:, 0]), ("seed_high", seeds[:, 1])):
+            ("enters", np.ones(len(rows), np.int32)),
+            ("temperature", step.new_temperature.view(np.int32)),
+            ("top_p", step.new_top_p.view(np.int32)),
+            ("min_p", step.new_min_p.view(np.int32)),
+            ("top_k", step.new_top_k),
+            ("seed_low", seeds[:, 0]),
+            ("seed_high", seeds[:, 1]),
+        ):
             words[layout.at(name) + rows] = values
 
 
-def masked_logits(state: RequestState, slots: Int32, seq_lens: Int32,
-                  samples: npt.NDArray[np.bool_] | bool = True) -> tuple[Int32, Int32]:
+def masked_logits(
+    state: RequestState, slots: Int32, seq_lens: Int32, samples: npt.NDArray[np.bool_] | bool = True
+) -> tuple[Int32, Int32]:
     """Rows and tokens of logits that must not be sampled: stop tokens of rows with too few outputs yet."""
     nothing = np.empty(0, np.int32)
     minimum = state.min_tokens[slots]
@@ -92,4 +110,6 @@ def masked_logits(state: RequestState, slots: Int32, seq_lens: Int32,
         return nothing, nothing
     early = np.flatnonzero((seq_lens - state.num_prompt[slots] < minimum) & samples)
     stops = [state.stop_ids[slot] for slot in slots[early].tolist()]
-    return np.repeat(early, [len(s) for s in stops]).astype(np.int32), np.concatenate([nothing, *stops])
+    return np.repeat(early, [len(s) for s in stops]).astype(np.int32), np.concatenate(
+        [nothing, *stops]
+    )

@@ -6,7 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.logits_processor import EnteringRequest, LogitsProcessor, ProcessorSetup, Slots
+from sidestep.executor.logits_processor import (
+    EnteringRequest,
+    LogitsProcessor,
+    ProcessorSetup,
+    Slots,
+)
 from sidestep.executor.transfer import to_device
 from sidestep.ipc.controls import MAX_BAD_WORD_TOKENS
 
@@ -44,7 +49,9 @@ class BadWords(LogitsProcessor):
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
-        self._recent = torch.full((setup.num_slots, _BEFORE), _NONE, dtype=torch.int64, device=setup.device)
+        self._recent = torch.full(
+            (setup.num_slots, _BEFORE), _NONE, dtype=torch.int64, device=setup.device
+        )
         self._words: dict[int, tuple[Tensor, Tensor]] = {}
         """By slot: beginnings [words, _BEFORE], _ANY where a word is shorter; and last tokens [words]."""
 
@@ -55,12 +62,12 @@ class BadWords(LogitsProcessor):
         device = self.setup.device
         beginnings = np.full((len(words), _BEFORE), _ANY, np.int64)
         for row, word in zip(beginnings, words, strict=True):
-            row[_BEFORE - len(word) + 1:] = word[:-1]
+            row[_BEFORE - len(word) + 1 :] = word[:-1]
         last = np.array([word[-1] for word in words], np.int64)
         self._words[request.slot] = (to_device(beginnings, device), to_device(last, device))
         recent = np.full(_BEFORE, _NONE, np.int64)
         known = request.output_token_ids[-_BEFORE:]
-        recent[_BEFORE - len(known):] = known
+        recent[_BEFORE - len(known) :] = known
         self._recent[request.slot] = to_device(recent, device)
         return True
 
@@ -81,4 +88,6 @@ class BadWords(LogitsProcessor):
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:
         recent = self._recent.index_select(0, slots.on_device)
-        self._recent.index_copy_(0, slots.on_device, torch.cat((recent[:, 1:], token_ids[:, None]), 1))
+        self._recent.index_copy_(
+            0, slots.on_device, torch.cat((recent[:, 1:], token_ids[:, None]), 1)
+        )

@@ -14,11 +14,17 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor there; on a CPU it may share the array's memory. A copy from memory that is not pinned
     would wait until the device has done all that was queued before."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, which is whole when the device has done what was queued before."""
     if tensor.device.type == "cpu":
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )

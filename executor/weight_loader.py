@@ -34,7 +34,9 @@ class Weights(abc.ABC):
         self.device = device
 
     @abc.abstractmethod
-    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
         """The named tensor, which has `shape` as a whole, or only some of its rows or columns."""
 
 
@@ -49,7 +51,9 @@ class SafetensorsWeights(Weights):
             try:
                 handle = self._files.enter_context(safe_open(file, framework="pt"))
             except Exception as error:  # the library raises its own and the system's
-                raise EngineStartError(f"model: {file} cannot be read as safetensors: {error}") from None
+                raise EngineStartError(
+                    f"model: {file} cannot be read as safetensors: {error}"
+                ) from None
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 self._handle_of[name] = handle
         self._names: dict[str, str] = {}
@@ -65,7 +69,9 @@ class SafetensorsWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return name in self._handle_of
 
-    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
         handle = self._handle_of.get(name)
         if handle is None:
             raise EngineStartError(f"model: the checkpoint lacks {name}")
@@ -74,12 +80,14 @@ class SafetensorsWeights(Weights):
         part = handle.get_slice(stored)
         found = tuple(part.get_shape())
         if found != shape:
-            raise EngineStartError(f"model: {name} has shape {list(found)} in the checkpoint, config.json wants "
-                                   f"{list(shape)}")
+            raise EngineStartError(
+                f"model: {name} has shape {list(found)} in the checkpoint, config.json wants "
+                f"{list(shape)}"
+            )
         if rows is not None:
-            tensor = part[rows.start:rows.stop]
+            tensor = part[rows.start : rows.stop]
         elif columns is not None:
-            tensor = part[:, columns.start:columns.stop]
+            tensor = part[:, columns.start : columns.stop]
         else:
             tensor = part[:]
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
@@ -96,7 +104,7 @@ class SafetensorsWeights(Weights):
         if shapes[0] != shapes[1] or not shapes[0]:
             return False
         starts = range(0, shapes[0][0], _COMPARED_ROWS)
-        pairs = ([part[row:row + _COMPARED_ROWS] for part in parts] for row in starts)
+        pairs = ([part[row : row + _COMPARED_ROWS] for part in parts] for row in starts)
         return all(torch.equal(first, second) for first, second in pairs)
 
     def ignore(self, *beginnings: str) -> None:
@@ -108,7 +116,9 @@ class SafetensorsWeights(Weights):
         left = sorted(n for n in self._unused if not n.endswith(_IGNORED))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise EngineStartError(f"model: the checkpoint has {left[0]}{more}, which this architecture does not use")
+            raise EngineStartError(
+                f"model: the checkpoint has {left[0]}{more}, which this architecture does not use"
+            )
 
 
 class DummyWeights(Weights):
@@ -118,22 +128,28 @@ class DummyWeights(Weights):
         super().__init__(dtype, device)
         self._seed = seed
 
-    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self.dtype, device=self.device)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02, generator=generator)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(
+            0.0, 0.02, generator=generator
+        )
         if rows is not None:
-            tensor = tensor[rows.start:rows.stop].clone()
+            tensor = tensor[rows.start : rows.stop].clone()
         if columns is not None:
-            tensor = tensor[:, columns.start:columns.stop].clone()
+            tensor = tensor[:, columns.start : columns.stop].clone()
         return tensor
 
 
 class NoWeights(Weights):
     """Shapes alone, for torch's meta device."""
 
-    def get(self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
         if rows is not None:
             shape = (len(rows), *shape[1:])
         if columns is not None:
@@ -148,13 +164,17 @@ def _files_of(folder: Path) -> list[Path]:
         names = _names_in(index)
         missing = [n for n in names if not (folder / n).exists()]
         if missing:
-            raise EngineStartError(f"model: {folder} lacks {', '.join(missing)}, which its index names")
+            raise EngineStartError(
+                f"model: {folder} lacks {', '.join(missing)}, which its index names"
+            )
         return [folder / n for n in names]
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise EngineStartError(f"model: {folder} has no safetensors files (load_format 'dummy' needs none)")
+        raise EngineStartError(
+            f"model: {folder} has no safetensors files (load_format 'dummy' needs none)"
+        )
     return files
 
 
@@ -162,4 +182,6 @@ def _names_in(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise EngineStartError(f"model: {index} does not hold a JSON object with a weight_map") from None
+        raise EngineStartError(
+            f"model: {index} does not hold a JSON object with a weight_map"
+        ) from None

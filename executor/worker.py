@@ -99,7 +99,11 @@ class Drain:
     def send_ready(self) -> bool:
         """Sends what can be sent without waiting; whether there was anything."""
         sent = False
-        while self._looked_at and self._num_left == self._num_waited_for and self._looked_at[0].pending.ready:
+        while (
+            self._looked_at
+            and self._num_left == self._num_waited_for
+            and self._looked_at[0].pending.ready
+        ):
             self._send(self._looked_at.popleft())
             sent = True
         return sent

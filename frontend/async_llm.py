@@ -62,8 +62,9 @@ class AsyncLLM(RefusesVllmMethods):
         self._config = config
         self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
-        self._replicas = ReplicaSet(config, self._outputs, open_channels(config, invitation),
-                                    joins=invitation is not None)
+        self._replicas = ReplicaSet(
+            config, self._outputs, open_channels(config, invitation), joins=invitation is not None
+        )
         self._home = self._replicas.home
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
         try:
@@ -76,10 +77,14 @@ class AsyncLLM(RefusesVllmMethods):
         except BaseException:
             self._finalizer()
             raise
-        self._inputs = InputProcessor(self._tokenizer, vocab_size=config.spec.vocab_size,
-                                      max_model_len=self._replicas.max_model_len,
-                                      processors=config.model.processor_names,
-                                      defaults=config.sampling_defaults, seed=seed_of_frontend(config, invitation))
+        self._inputs = InputProcessor(
+            self._tokenizer,
+            vocab_size=config.spec.vocab_size,
+            max_model_len=self._replicas.max_model_len,
+            processors=config.model.processor_names,
+            defaults=config.sampling_defaults,
+            seed=seed_of_frontend(config, invitation),
+        )
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
         """Requests that are being checked and tokenised: whether they are still wanted."""
@@ -107,17 +112,31 @@ class AsyncLLM(RefusesVllmMethods):
         return Invitation(await self._replicas.seats(addresses), self._config).encode()
 
     def __repr__(self) -> str:
-        state = "dead" if self.errored else "running" if self.is_running else \
-            "shut down" if self._home.is_here else "the parent process's"
+        state = (
+            "dead"
+            if self.errored
+            else "running"
+            if self.is_running
+            else "shut down"
+            if self._home.is_here
+            else "the parent process's"
+        )
         return f"AsyncLLM({state}, {len(self._outputs)} requests, {self.device})"
 
     # Requests.
 
     @takes_vllm_arguments
-    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | Mapping[str, Any] | None = None,
-                       request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
-                       num_public_tokens: int = 0,
-                       deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        num_public_tokens: int = 0,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request, with all its choices.
 
         `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator
@@ -129,8 +148,15 @@ class AsyncLLM(RefusesVllmMethods):
         Raises ValidationError, which names the field; QueueFullError when too much waits already; RequestError when
         the engine refuses it; EngineDeadError.
         """
-        states = await self.start(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
-                                  num_public_tokens=num_public_tokens, deadline_s=deadline_s)
+        states = await self.start(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            num_public_tokens=num_public_tokens,
+            deadline_s=deadline_s,
+        )
         try:
             reader = states[0] if len(states) == 1 else Choices(states)
             finished = False
@@ -143,37 +169,82 @@ class AsyncLLM(RefusesVllmMethods):
             self.leave(*states)
 
     @takes_vllm_arguments
-    def chat(self, messages: Sequence[Mapping[str, Any]],
-             sampling_params: SamplingParams | Mapping[str, Any] | None = None, request_id: str | None = None, *,
-             tools: Sequence[Mapping[str, Any]] | None = None, chat_template: str | None = None,
-             chat_template_kwargs: Mapping[str, Any] | None = None, add_generation_prompt: bool = True,
-             continue_final_message: bool = False, priority: int = 0, cache_salt: str | None = None,
-             deadline_s: float | None = None) -> AsyncGenerator[RequestOutput, None]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to a conversation. ChatPrompt describes the template's arguments, `generate` the other
         arguments and the errors."""
-        prompt = ChatPrompt(messages=messages, tools=tools, chat_template=chat_template,
-                            chat_template_kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
-                            continue_final_message=continue_final_message)
-        return self.generate(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
-                             deadline_s=deadline_s)
+        prompt = ChatPrompt(
+            messages=messages,
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.generate(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline_s=deadline_s,
+        )
 
-    async def beam_search(self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *,
-                          priority: int = 0, cache_salt: str | None = None, num_public_tokens: int = 0,
-                          deadline_s: float | None = None) -> BeamSearchOutput:
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        num_public_tokens: int = 0,
+        deadline_s: float | None = None,
+    ) -> BeamSearchOutput:
         """The `beam_width` best continuations of a prompt. Cancelling the task ends the search; after `deadline_s`
         seconds it gives what it has. Other arguments and errors as of `generate`."""
-        (state,) = await self.start(prompt, self._inputs.for_beam_search(params), request_id, priority=priority,
-                                    cache_salt=cache_salt, num_public_tokens=num_public_tokens, deadline_s=deadline_s,
-                                    beam_search=params)
+        (state,) = await self.start(
+            prompt,
+            self._inputs.for_beam_search(params),
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            num_public_tokens=num_public_tokens,
+            deadline_s=deadline_s,
+            beam_search=params,
+        )
         try:
-            return beam_search_output(await state.next_output(), state.beams, params, self._tokenizer)
+            return beam_search_output(
+                await state.next_output(), state.beams, params, self._tokenizer
+            )
         finally:
             self.leave(state)
 
-    async def start(self, prompt: Prompt, sampling_params: SamplingParams | Mapping[str, Any] | None = None,
-                    request_id: str | None = None, *, priority: int = 0, cache_salt: str | None = None,
-                    num_public_tokens: int = 0, deadline_s: float | None = None,
-                    beam_search: BeamSearchParams | None = None) -> list[RequestState]:
+    async def start(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        num_public_tokens: int = 0,
+        deadline_s: float | None = None,
+        beam_search: BeamSearchParams | None = None,
+    ) -> list[RequestState]:
         """Sends a request whose choices are read one by one, each by its own reader: `next_output` of what this
         returns. Whoever calls it must `leave` each of them in the end. Arguments and errors as of `generate`."""
         self._replicas.attach()
@@ -183,16 +254,32 @@ class AsyncLLM(RefusesVllmMethods):
         self._preparing[request_id] = True
         try:
             request = await self._inputs.process(
-                prompt, sampling_params, priority=priority, cache_salt=cache_salt,
-                num_public_tokens=num_public_tokens, deadline_s=deadline_s)
+                prompt,
+                sampling_params,
+                priority=priority,
+                cache_salt=cache_salt,
+                num_public_tokens=num_public_tokens,
+                deadline_s=deadline_s,
+            )
         finally:
             wanted = self._preparing.pop(request_id)
         self._replicas.attach()
         num = request.sampling.n
-        self._check_queue(num if beam_search is None else beam_search.beam_width, len(request.prompt_token_ids))
+        self._check_queue(
+            num if beam_search is None else beam_search.beam_width, len(request.prompt_token_ids)
+        )
         # One after the other: the engine is told the first's handle alone.
-        states = [RequestState(next(self._handles), request_id, request, self._tokenizer, self._limits.stream_interval,
-                               index) for index in range(num)]
+        states = [
+            RequestState(
+                next(self._handles),
+                request_id,
+                request,
+                self._tokenizer,
+                self._limits.stream_interval,
+                index,
+            )
+            for index in range(num)
+        ]
         for state in states:
             state.share_prompt(states[0])
             self._outputs.add(state)
@@ -225,7 +312,9 @@ class AsyncLLM(RefusesVllmMethods):
         self._home.check()
         await self._inputs.make_grammar(structure)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False) -> list[int]:
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False
+    ) -> list[int]:
         """Return the token ids of a text as `generate` would make them, without blocking the event loop on a long text.
 
         Raises PromptTooLongError, before tokenising, for a text so long that it cannot fit the model; with `must_fit`,
@@ -278,14 +367,21 @@ class AsyncLLM(RefusesVllmMethods):
         the steps in flight of all cores that answer have made no progress for `max_stall_s`.
         """
         answers = await self._replicas.ask_responsive(
-            "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s)
+            "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s
+        )
         if any(_stalled_s(answer) <= max_stall_s for answer in answers.values()):
             return
-        raise EngineStalledError("; ".join(
-            self._replicas.named(
-                replica, f"the steps in flight have made no progress for {_stalled_s(answers[replica]):.1f} s"
-                if replica in answers else f"the engine core has not answered for {timeout_s:g} s")
-            for replica in self._replicas.alive))
+        raise EngineStalledError(
+            "; ".join(
+                self._replicas.named(
+                    replica,
+                    f"the steps in flight have made no progress for {_stalled_s(answers[replica]):.1f} s"
+                    if replica in answers
+                    else f"the engine core has not answered for {timeout_s:g} s",
+                )
+                for replica in self._replicas.alive
+            )
+        )
 
     async def wait_dead(self) -> EngineDeadError:
         """Returns when the engine has died, with what it died of; never after a shutdown. With several replicas: when
@@ -314,16 +410,24 @@ class AsyncLLM(RefusesVllmMethods):
     async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
         """The flight recorder of one replica: the last steps that have come back, from number `since` on, oldest first.
         It holds some thousand; asking stops nothing."""
-        return unpack_steps((await self._replicas.ask(replica, "step_records", since=since,
-                                                      timeout_s=_ANSWER_S)).records)
+        return unpack_steps(
+            (
+                await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
+            ).records
+        )
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not, and what each of them waits for;
         replica by replica. With a limit at most so many of each that have ended, that run and that wait, which bounds
         what asking costs."""
-        answers = await self._replicas.ask_responsive("request_records", limit=limit, timeout_s=_ANSWER_S)
-        return [msgspec.structs.replace(record, replica=replica) if replica else record
-                for replica, answer in answers.items() for record in unpack_requests(answer.records)]
+        answers = await self._replicas.ask_responsive(
+            "request_records", limit=limit, timeout_s=_ANSWER_S
+        )
+        return [
+            msgspec.structs.replace(record, replica=replica) if replica else record
+            for replica, answer in answers.items()
+            for record in unpack_requests(answer.records)
+        ]
 
     def get_deliveries(self) -> list[Delivery]:
         """When this frontend took the last steps' tokens in, oldest first."""
@@ -341,8 +445,12 @@ class AsyncLLM(RefusesVllmMethods):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._home.is_here:  # a forked child that leaves the block ends nothing
             self.shutdown()
 
@@ -411,7 +519,10 @@ class AsyncLLM(RefusesVllmMethods):
             if status.ready is not None:
                 prefix = f"replica_{status.number}_" if len(self.replicas) > 1 else ""
                 pids[f"{prefix}core"] = status.ready.core_pid
-                pids |= {f"{prefix}worker_{rank}": pid for rank, pid in enumerate(status.ready.worker_pids)}
+                pids |= {
+                    f"{prefix}worker_{rank}": pid
+                    for rank, pid in enumerate(status.ready.worker_pids)
+                }
         return pids
 
     def _check_id(self, request_id: str) -> None:
@@ -419,34 +530,62 @@ class AsyncLLM(RefusesVllmMethods):
             raise ValidationError("request_id", f"must be a string, not {request_id!r}")
         check_text("request_id", request_id)
         if request_id in self._outputs or request_id in self._preparing:
-            raise ValidationError("request_id", f"{request_id!r} is in use by a request that has not ended")
+            raise ValidationError(
+                "request_id", f"{request_id!r} is in use by a request that has not ended"
+            )
 
     def _check_priority(self, priority: object) -> None:
         if priority and self._config.scheduler.scheduling_policy != "priority":
-            raise ValidationError("priority", "counts only with the engine's option scheduling_policy='priority'; this "
-                                  "one takes requests in the order in which they come")
+            raise ValidationError(
+                "priority",
+                "counts only with the engine's option scheduling_policy='priority'; this "
+                "one takes requests in the order in which they come",
+            )
 
     def _check_queue(self, num: int, num_tokens: int) -> None:
         """Raises QueueFullError. A request that is larger than the limits by itself may wait alone, or it could never
         run."""
         most, most_tokens = self._limits.max_num_queued_reqs, self._limits.max_num_queued_tokens
         if most is not None and self.num_waiting and self.num_waiting + num > most:
-            raise QueueFullError(f"{self.num_waiting} requests wait already; {most} may (max_num_queued_reqs)")
-        if most_tokens is not None and self.num_waiting and self.num_waiting_tokens + num_tokens > most_tokens:
-            raise QueueFullError(f"prompts of {self.num_waiting_tokens} tokens wait already; with {num_tokens} more "
-                                 f"they would be above {most_tokens} (max_num_queued_tokens)")
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait already; {most} may (max_num_queued_reqs)"
+            )
+        if (
+            most_tokens is not None
+            and self.num_waiting
+            and self.num_waiting_tokens + num_tokens > most_tokens
+        ):
+            raise QueueFullError(
+                f"prompts of {self.num_waiting_tokens} tokens wait already; with {num_tokens} more "
+                f"they would be above {most_tokens} (max_num_queued_tokens)"
+            )
 
-    def _send(self, states: Sequence[RequestState], request: ProcessedRequest,
-              beam_search: BeamSearchParams | None) -> None:
+    def _send(
+        self,
+        states: Sequence[RequestState],
+        request: ProcessedRequest,
+        beam_search: BeamSearchParams | None,
+    ) -> None:
         first = states[0]
         for state in states:  # before the core can have it: its times must come later
             state.queued()
-        self._replicas.add(AddRequest(
-            client=0, handle=first.handle, request_id=first.request_id,
-            prompt_token_ids=pack_ids(request.prompt_token_ids), sampling=request.sampling, arrival=request.arrival,
-            priority=request.priority, cache_salt=request.cache_salt,
-            num_public_tokens=request.num_public_tokens, deadline=request.deadline,
-            controls=request.controls, grammar=request.grammar, beam_search=beam_search))
+        self._replicas.add(
+            AddRequest(
+                client=0,
+                handle=first.handle,
+                request_id=first.request_id,
+                prompt_token_ids=pack_ids(request.prompt_token_ids),
+                sampling=request.sampling,
+                arrival=request.arrival,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                num_public_tokens=request.num_public_tokens,
+                deadline=request.deadline,
+                controls=request.controls,
+                grammar=request.grammar,
+                beam_search=beam_search,
+            )
+        )
         for state in states:
             if request.deadline is not None:
                 self._outputs.end_at(state, request.deadline + _GRACE_S)
@@ -455,9 +594,12 @@ class AsyncLLM(RefusesVllmMethods):
 def _tell_of_length(config: EngineConfig, max_model_len: int) -> None:
     """Log one line where the KV cache holds less than the model could take."""
     if max_model_len < config.max_model_len:
-        logger.warning("max_model_len is %d, which is what the KV cache holds; the model's own "
-                       "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
-                       max_model_len, config.max_model_len)
+        logger.warning(
+            "max_model_len is %d, which is what the KV cache holds; the model's own "
+            "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
+            max_model_len,
+            config.max_model_len,
+        )
 
 
 def _stalled_s(ping: Answer) -> float:

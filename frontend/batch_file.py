@@ -112,7 +112,9 @@ def make_plan(lines: Iterable[bytes], written: Written) -> Plan:
         try:
             request = _read(line)
             if request.custom_id in seen:
-                raise _Broken("duplicate_custom_id", f"custom_id: a line before has {request.custom_id!r} too")
+                raise _Broken(
+                    "duplicate_custom_id", f"custom_id: a line before has {request.custom_id!r} too"
+                )
             seen.add(request.custom_id)
             if (succeeded := written.succeeded.get(request.custom_id)) is None:
                 plan.requests.append(request)
@@ -124,8 +126,11 @@ def make_plan(lines: Iterable[bytes], written: Written) -> Plan:
                 plan.skipped += 1
                 plan.failed_before += 1
             else:
-                plan.broken.append(BatchResult(custom_id=_id_of(line),
-                                               error=BatchError(error.code, str(error), number)))
+                plan.broken.append(
+                    BatchResult(
+                        custom_id=_id_of(line), error=BatchError(error.code, str(error), number)
+                    )
+                )
     return plan
 
 
@@ -145,7 +150,9 @@ def _read(line: bytes) -> BatchRequest:
     except msgspec.DecodeError:
         streamed = None  # the route says what is wrong with the body
     if streamed:
-        raise _Broken("unsupported_field", "body.stream: a line of a batch has one answer, in one piece")
+        raise _Broken(
+            "unsupported_field", "body.stream: a line of a batch has one answer, in one piece"
+        )
     return request
 
 
@@ -182,8 +189,11 @@ def read_output(file: BinaryIO) -> Written:
 
 
 def _not_an_output(file: BinaryIO, number: int) -> ValidationError:
-    return ValidationError("output_file", f"line {number} of {file.name} is not of a batch's output; "
-                           "give a new file, or the output of a run before")
+    return ValidationError(
+        "output_file",
+        f"line {number} of {file.name} is not of a batch's output; "
+        "give a new file, or the output of a run before",
+    )
 
 
 class OutputFile:
@@ -205,7 +215,7 @@ class OutputFile:
         """One more line."""
         line = memoryview(msgspec.json.encode(result) + b"\n")
         while line:
-            line = line[os.write(self._fd, line):]
+            line = line[os.write(self._fd, line) :]
 
     def close(self) -> None:
         """No more lines."""

@@ -50,9 +50,13 @@ class Terminal:
         from prompt_toolkit.styles import Style
 
         self._session: PromptSession[str] = PromptSession(
-            history=_open_history(state_folder), key_bindings=_key_bindings(), multiline=True,
-            prompt_continuation="  ", style=Style.from_dict({"prompt": "bold ansicyan"}),
-            color_depth=None if colours_of_environment() else ColorDepth.DEPTH_1_BIT)
+            history=_open_history(state_folder),
+            key_bindings=_key_bindings(),
+            multiline=True,
+            prompt_continuation="  ",
+            style=Style.from_dict({"prompt": "bold ansicyan"}),
+            color_depth=None if colours_of_environment() else ColorDepth.DEPTH_1_BIT,
+        )
 
     async def ask(self, prompt: str) -> str | None:
         """Return the next message, stripped; None at Ctrl-D. Raises Interrupted."""

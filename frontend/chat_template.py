@@ -48,11 +48,16 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
         return {DEFAULT: given}
     named = given if isinstance(given, list) else [None]
     for one in named:
-        if not isinstance(one, dict) or not isinstance(one.get("name"), str) \
-                or not isinstance(one.get("template"), str):
+        if (
+            not isinstance(one, dict)
+            or not isinstance(one.get("name"), str)
+            or not isinstance(one.get("template"), str)
+        ):
             file = folder / "tokenizer_config.json"
-            raise EngineStartError(f"tokenizer: chat_template in {file} must be text, or a list of "
-                                   "objects with name and template")
+            raise EngineStartError(
+                f"tokenizer: chat_template in {file} must be text, or a list of "
+                "objects with name and template"
+            )
     return {one["name"]: one["template"] for one in given}
 
 
@@ -71,13 +76,21 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            self.variables = frozenset(
+                jinja2.meta.find_undeclared_variables(environment.parse(source))
+            )
             """Names of the variables that the template reads."""
         except jinja2.TemplateError as error:
             raise ValidationError("chat_template", f"is not valid: {error}") from None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool,
-               continue_final_message: bool = False, **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
         """Return the conversation as a prompt. Raises ValidationError when the template refuses the conversation.
 
         continue_final_message: end the prompt where the last message's text ends, for an output that continues it.
@@ -89,26 +102,39 @@ class ChatTemplate:
             return self._render_to_continue(checked, add_generation_prompt, variables)
         return self._render(checked, add_generation_prompt, variables)
 
-    def _render_to_continue(self, messages: list[Message], begins_answer: bool, variables: Mapping[str, Any]) -> str:
+    def _render_to_continue(
+        self, messages: list[Message], begins_answer: bool, variables: Mapping[str, Any]
+    ) -> str:
         *before, last = messages
         if begins_answer:
-            raise ValidationError("continue_final_message", "needs add_generation_prompt=False, for the prompt cannot "
-                                  "end in the last message and begin a new one")
+            raise ValidationError(
+                "continue_final_message",
+                "needs add_generation_prompt=False, for the prompt cannot "
+                "end in the last message and begin a new one",
+            )
         if last.get("tool_calls") or not last.get("content"):
-            raise ValidationError("continue_final_message", "needs a last message with text to go on from")
+            raise ValidationError(
+                "continue_final_message", "needs a last message with text to go on from"
+            )
         # The template may put anything behind the text, so a mark shows where the text ends.
         mark = uuid.uuid4().hex
         marked = {**last, "content": last["content"] + mark}
         prompt, found, _ = self._render([*before, marked], False, variables).rpartition(mark)
         if not found:
-            raise ValidationError("continue_final_message", "the chat template does not show the last message's text")
+            raise ValidationError(
+                "continue_final_message", "the chat template does not show the last message's text"
+            )
         return prompt
 
-    def _render(self, checked: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+    def _render(
+        self, checked: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
         # Templates ask both `tools is defined` and `tools is not none`: the name must be there, and None.
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
-            return self._template.render(messages=checked, add_generation_prompt=add_generation_prompt, **given)
+            return self._template.render(
+                messages=checked, add_generation_prompt=add_generation_prompt, **given
+            )
         except Exception as error:
             raise ValidationError("messages", f"the chat template refuses them: {error}") from None
 
@@ -116,9 +142,13 @@ class ChatTemplate:
 def _check_message(message: object) -> Message:
     """A message as templates expect it. One without a role would be rendered as if it had an empty one."""
     if not isinstance(message, Mapping):
-        raise ValidationError("messages", f"holds {type(message).__name__}, not a dict with role and content")
+        raise ValidationError(
+            "messages", f"holds {type(message).__name__}, not a dict with role and content"
+        )
     if not isinstance(message.get("role"), str):
-        raise ValidationError("messages", f"a message's role must be a string, not {message.get('role')!r}")
+        raise ValidationError(
+            "messages", f"a message's role must be a string, not {message.get('role')!r}"
+        )
     if "content" not in message and "tool_calls" not in message:
         raise ValidationError("messages", f"the {message['role']} message has no content")
     content = message.get("content")
@@ -133,8 +163,14 @@ def _join_parts(content: object) -> str:
         raise ValidationError("messages", f"content must be text, not {type(content).__name__}")
     texts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValidationError("messages", "content may hold only parts of the form {'type': 'text', 'text': ...}")
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ValidationError(
+                "messages", "content may hold only parts of the form {'type': 'text', 'text': ...}"
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -153,10 +189,17 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes for HTML; a prompt is not HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(pattern: str) -> str:
@@ -165,7 +208,10 @@ def _strftime_now(pattern: str) -> str:
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"])
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+    )
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment

@@ -45,17 +45,24 @@ class Choices:
             self._last[state.index] = state.take()
         self._live = [state for state in self._live if not state.is_finished]
         told = news if self._kind is RequestOutputKind.DELTA else self._states
-        completions = [c for state in told for c in (self._last[state.index] or state.take()).outputs]
-        return self._together(completions if self._best_of is None else best(completions, self._best_of))
+        completions = [
+            c for state in told for c in (self._last[state.index] or state.take()).outputs
+        ]
+        return self._together(
+            completions if self._best_of is None else best(completions, self._best_of)
+        )
 
     def _has_news(self) -> bool:
         if self._kind is RequestOutputKind.FINAL_ONLY:
-            return all(state.is_finished for state in self._live) or any(state.has_failed for state in self._live)
+            return all(state.is_finished for state in self._live) or any(
+                state.has_failed for state in self._live
+            )
         return any(state.has_news() for state in self._live)
 
     def _together(self, completions: list[CompletionOutput]) -> RequestOutput:
         first = self._states[0].request_output(
-            completions, is_first=not self._began or self._kind is not RequestOutputKind.DELTA)
+            completions, is_first=not self._began or self._kind is not RequestOutputKind.DELTA
+        )
         self._began = True
         first.finished = not self._live
         first.metrics = _sum([state.metrics for state in self._states])
@@ -64,8 +71,11 @@ class Choices:
 
 def best(completions: Sequence[CompletionOutput], best_of: BestOf) -> list[CompletionOutput]:
     """Those with the highest cumulative logprob, the best first and numbered so."""
-    ranked = sorted(completions, key=lambda c: -(c.cumulative_logprob or 0.0))[:best_of.num]
-    return [replace(c, index=i, logprobs=c.logprobs if best_of.with_logprobs else None) for i, c in enumerate(ranked)]
+    ranked = sorted(completions, key=lambda c: -(c.cumulative_logprob or 0.0))[: best_of.num]
+    return [
+        replace(c, index=i, logprobs=c.logprobs if best_of.with_logprobs else None)
+        for i, c in enumerate(ranked)
+    ]
 
 
 def _sum(each: Sequence[RequestMetrics]) -> RequestMetrics:
@@ -74,7 +84,11 @@ def _sum(each: Sequence[RequestMetrics]) -> RequestMetrics:
     begun = [m.first_token_ts for m in each if m.first_token_ts is not None]
     ended = [m.last_token_ts for m in each if m.last_token_ts is not None]
     return RequestMetrics(
-        arrival_time=first.arrival_time, queued_ts=first.queued_ts, scheduled_ts=first.scheduled_ts,
-        first_token_ts=min(begun, default=None), last_token_ts=max(ended, default=None),
+        arrival_time=first.arrival_time,
+        queued_ts=first.queued_ts,
+        scheduled_ts=first.scheduled_ts,
+        first_token_ts=min(begun, default=None),
+        last_token_ts=max(ended, default=None),
         num_generation_tokens=sum(m.num_generation_tokens for m in each),
-        num_preemptions=max(m.num_preemptions for m in each))
+        num_preemptions=max(m.num_preemptions for m in each),
+    )

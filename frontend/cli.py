@@ -29,12 +29,18 @@ _COMPLETE = "complete"
 
 def make_parser(version: str) -> OptionParser:
     """All commands and their flags."""
-    parser = OptionParser(prog="sidestep", takes_options=False, description="Serves large language models.")
+    parser = OptionParser(
+        prog="sidestep", takes_options=False, description="Serves large language models."
+    )
     parser.add_argument("--version", action="version", version=f"sidestep {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", aliases=[_COMPLETE], help="complete prompts, streaming")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; the lines of standard input if none")
+    generate = commands.add_parser(
+        "generate", aliases=[_COMPLETE], help="complete prompts, streaming"
+    )
+    generate.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompts; the lines of standard input if none"
+    )
     add_url_flags(generate)
     add_engine_flags(generate, positional_model=False, samples=True)
     add_sampling_flags(generate, max_tokens=64)
@@ -55,30 +61,51 @@ def make_parser(version: str) -> OptionParser:
 
     bench = commands.add_parser("bench", takes_options=False, help="measure")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
-    for name, text in (("throughput", "tokens/s of many requests at once"),
-                       ("latency", "seconds for one batch, from the call to its last token")):
+    for name, text in (
+        ("throughput", "tokens/s of many requests at once"),
+        ("latency", "seconds for one batch, from the call to its last token"),
+    ):
         kind = kinds.add_parser(name, help=text)
-        kind.add_argument("--input-len", type=int, default=64, help="tokens in each prompt (default: 64)")
-        kind.add_argument("--output-len", type=int, default=128, help="tokens in each output (default: 128)")
+        kind.add_argument(
+            "--input-len", type=int, default=64, help="tokens in each prompt (default: 64)"
+        )
+        kind.add_argument(
+            "--output-len", type=int, default=128, help="tokens in each output (default: 128)"
+        )
         if name == "throughput":
             kind.add_argument("--num-prompts", type=int, default=64, help="requests (default: 64)")
         else:
-            kind.add_argument("--batch-size", type=int, default=8, help="requests at once (default: 8)")
-            kind.add_argument("--num-iters", type=int, default=5, help="batches that count (default: 5)")
+            kind.add_argument(
+                "--batch-size", type=int, default=8, help="requests at once (default: 8)"
+            )
+            kind.add_argument(
+                "--num-iters", type=int, default=5, help="batches that count (default: 5)"
+            )
         add_json_flag(kind)
         add_engine_flags(kind, positional_model=True)
     serve = kinds.add_parser("serve", help="latencies of a stream of requests")
     add_serve_flags(serve)
     add_engine_flags(serve, positional_model=True)
 
-    add_topology_flags(commands.add_parser(
-        "topology", help="what this machine has, and which parallel sizes fit a model"))
+    add_topology_flags(
+        commands.add_parser(
+            "topology", help="what this machine has, and which parallel sizes fit a model"
+        )
+    )
 
-    trace = commands.add_parser("trace", help="run a load and write what the engine did, for Perfetto")
-    trace.add_argument("--output", metavar="FILE", default="trace.json", help="the file (default: trace.json)")
+    trace = commands.add_parser(
+        "trace", help="run a load and write what the engine did, for Perfetto"
+    )
+    trace.add_argument(
+        "--output", metavar="FILE", default="trace.json", help="the file (default: trace.json)"
+    )
     trace.add_argument("--num-prompts", type=int, default=16, help="requests (default: 16)")
-    trace.add_argument("--input-len", type=int, default=64, help="tokens in each prompt (default: 64)")
-    trace.add_argument("--output-len", type=int, default=64, help="tokens in each output (default: 64)")
+    trace.add_argument(
+        "--input-len", type=int, default=64, help="tokens in each prompt (default: 64)"
+    )
+    trace.add_argument(
+        "--output-len", type=int, default=64, help="tokens in each output (default: 64)"
+    )
     add_engine_flags(trace, positional_model=True)
     return parser
 

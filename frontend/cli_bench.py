@@ -36,8 +36,11 @@ def start_for_load(parsed: argparse.Namespace) -> AsyncLLM:
             raise ValidationError(name, "must be at least 1")
     llm = start_engine(engine_args(parsed))
     if parsed.input_len + parsed.output_len > llm.max_model_len:
-        raise ValidationError("output_len", f"{parsed.output_len} and input_len ({parsed.input_len}) together are more "
-                              f"than max_model_len ({llm.max_model_len})")
+        raise ValidationError(
+            "output_len",
+            f"{parsed.output_len} and input_len ({parsed.input_len}) together are more "
+            f"than max_model_len ({llm.max_model_len})",
+        )
     return llm
 
 
@@ -48,11 +51,16 @@ def random_prompts(llm: AsyncLLM, count: int, length: int, seed: int) -> list[li
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-async def run_batch(llm: AsyncLLM, prompts: Sequence[list[int]], output_len: int) -> tuple[list[RequestOutput], float]:
+async def run_batch(
+    llm: AsyncLLM, prompts: Sequence[list[int]], output_len: int
+) -> tuple[list[RequestOutput], float]:
     """All requests at once; their last outputs, and the seconds until the last of them."""
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(
+        temperature=0, max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
 
     with progress_bar(len(prompts), "request") as bar:
+
         async def one(prompt: list[int]) -> RequestOutput:
             async for output in llm.generate(prompt, params):
                 pass
@@ -72,10 +80,17 @@ async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
         outputs, seconds = await run_batch(llm, prompts, parsed.output_len)
         tokens_out = sum(o.metrics.num_generation_tokens for o in outputs)
         tokens_in = sum(len(o.prompt_token_ids) for o in outputs)
-        return {"device": llm.device, "requests": len(outputs), "seconds": seconds, "tokens_in": tokens_in,
-                "tokens_out": tokens_out, "requests_per_s": len(outputs) / seconds,
-                "output_tokens_per_s": tokens_out / seconds, "total_tokens_per_s": (tokens_in + tokens_out) / seconds,
-                **percentiles("ttft_ms", [(o.metrics.first_token_latency or 0) * 1e3 for o in outputs])}
+        return {
+            "device": llm.device,
+            "requests": len(outputs),
+            "seconds": seconds,
+            "tokens_in": tokens_in,
+            "tokens_out": tokens_out,
+            "requests_per_s": len(outputs) / seconds,
+            "output_tokens_per_s": tokens_out / seconds,
+            "total_tokens_per_s": (tokens_in + tokens_out) / seconds,
+            **percentiles("ttft_ms", [(o.metrics.first_token_latency or 0) * 1e3 for o in outputs]),
+        }
 
 
 async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
@@ -89,9 +104,15 @@ async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
             seconds.append(elapsed)
             ttft += [(o.metrics.first_token_latency or 0) * 1e3 for o in outputs]
         mean = sum(seconds) / len(seconds)
-        return {"device": llm.device, "batch_size": parsed.batch_size, "iterations": len(seconds), "mean_s": mean,
-                **percentiles("batch_s", seconds), "ms_per_token": mean / parsed.output_len * 1e3,
-                **percentiles("ttft_ms", ttft)}
+        return {
+            "device": llm.device,
+            "batch_size": parsed.batch_size,
+            "iterations": len(seconds),
+            "mean_s": mean,
+            **percentiles("batch_s", seconds),
+            "ms_per_token": mean / parsed.output_len * 1e3,
+            **percentiles("ttft_ms", ttft),
+        }
 
 
 def percentiles(name: str, values: Sequence[float]) -> Report:
@@ -111,4 +132,8 @@ def print_table(result: Report) -> None:
     """A line for each figure."""
     width = max(map(len, result))
     for name, value in result.items():
-        print(f"{name:<{width}}  {value:.3f}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+        print(
+            f"{name:<{width}}  {value:.3f}"
+            if isinstance(value, float)
+            else f"{name:<{width}}  {value}"
+        )

@@ -73,7 +73,9 @@ def check(parsed: argparse.Namespace) -> None:
         return
     for name in engine_options(parsed):
         if not is_of_environment(parsed, name):
-            raise ValidationError(name, "is for an engine in this process, and with url there is none")
+            raise ValidationError(
+                name, "is for an engine in this process, and with url there is none"
+            )
 
 
 def parse_goals(words: Iterable[str]) -> dict[str, float]:
@@ -90,20 +92,34 @@ def parse_goals(words: Iterable[str]) -> dict[str, float]:
     return goals
 
 
-def plan(parsed: argparse.Namespace, vocab_size: int, max_model_len: int | None) -> list[PlannedRequest]:
+def plan(
+    parsed: argparse.Namespace, vocab_size: int, max_model_len: int | None
+) -> list[PlannedRequest]:
     """All requests of the load, which a model of that length can take, if it is known."""
     requests: list[tuple[str | list[int], int]] = []
     if parsed.dataset is not None:
         requests += read_requests(parsed.dataset, parsed.num_prompts)
     else:
-        inputs, outputs = (Lengths.parse(getattr(parsed, name) or default, name)
-                           for name, default in DEFAULT_LENGTHS.items())
+        inputs, outputs = (
+            Lengths.parse(getattr(parsed, name) or default, name)
+            for name, default in DEFAULT_LENGTHS.items()
+        )
         if max_model_len is not None and inputs.high + outputs.high > max_model_len:
-            raise ValidationError("output_len", f"{outputs.high} and input_len ({inputs.high}) together are more than "
-                                  f"max_model_len ({max_model_len})")
-        requests += random_requests(parsed.num_prompts, inputs, outputs, vocab_size, parsed.load_seed)
-    times = islice(arrivals(parsed.request_rate, parsed.arrival == "poisson", parsed.load_seed), len(requests))
-    return [PlannedRequest(prompt, length, at) for (prompt, length), at in zip(requests, times, strict=True)]
+            raise ValidationError(
+                "output_len",
+                f"{outputs.high} and input_len ({inputs.high}) together are more than "
+                f"max_model_len ({max_model_len})",
+            )
+        requests += random_requests(
+            parsed.num_prompts, inputs, outputs, vocab_size, parsed.load_seed
+        )
+    times = islice(
+        arrivals(parsed.request_rate, parsed.arrival == "poisson", parsed.load_seed), len(requests)
+    )
+    return [
+        PlannedRequest(prompt, length, at)
+        for (prompt, length), at in zip(requests, times, strict=True)
+    ]
 
 
 async def serve(llm: AsyncLLM, parsed: argparse.Namespace, goals: dict[str, float]) -> Report:
@@ -114,7 +130,9 @@ async def serve(llm: AsyncLLM, parsed: argparse.Namespace, goals: dict[str, floa
         return {"device": llm.device, **await measure(target, load, parsed.max_concurrency, goals)}
 
 
-async def serve_at(server: HttpServer, parsed: argparse.Namespace, goals: dict[str, float]) -> Report:
+async def serve_at(
+    server: HttpServer, parsed: argparse.Namespace, goals: dict[str, float]
+) -> Report:
     """Runs the load on a server. One that does not answer gives a report of failures."""
     from sidestep.frontend.load_http import HttpTarget, models
 
@@ -127,15 +145,21 @@ async def serve_at(server: HttpServer, parsed: argparse.Namespace, goals: dict[s
     limits = [model.max_model_len for model in known if model.id == name]
     load = plan(parsed, parsed.vocab_size or ANY_VOCABULARY, limits[0] if limits else None)
     target = HttpTarget(server, name, parsed.temperature, ignore_eos=parsed.ignore_eos)
-    return {"url": server.url, **({} if name is None else {"model": name}),
-            **await measure(target, load, parsed.max_concurrency, goals)}
+    return {
+        "url": server.url,
+        **({} if name is None else {"model": name}),
+        **await measure(target, load, parsed.max_concurrency, goals),
+    }
 
 
-async def measure(target: Target, load: list[PlannedRequest], max_concurrency: int | None,
-                  goals: dict[str, float]) -> Report:
+async def measure(
+    target: Target, load: list[PlannedRequest], max_concurrency: int | None, goals: dict[str, float]
+) -> Report:
     """What a load shows, after two requests that are not counted."""
     await send_all(target, [PlannedRequest("for x in range(", 8, 0.0)] * 2, time.monotonic(), None)
     before, begin = await target.figures(), time.monotonic()
     with progress_bar(len(load), "request") as bar:
-        report = make_report(await send_all(target, load, begin, max_concurrency, bar.update), begin, goals)
+        report = make_report(
+            await send_all(target, load, begin, max_concurrency, bar.update), begin, goals
+        )
     return report | usage(await target.figures(), before)

@@ -77,8 +77,9 @@ def _no_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-async def _ask(llm: AsyncLLM, params: SamplingParams,
-               messages: list[dict[str, str]]) -> AsyncGenerator[str, None]:
+async def _ask(
+    llm: AsyncLLM, params: SamplingParams, messages: list[dict[str, str]]
+) -> AsyncGenerator[str, None]:
     async with aclosing(llm.generate(messages, params)) as outputs:
         async for output in outputs:
             yield output.outputs[0].text
@@ -142,8 +143,9 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _answer(conversation: Conversation, text: str, ask: Ask, runner: asyncio.Runner,
-            status: StatusLine) -> None:
+def _answer(
+    conversation: Conversation, text: str, ask: Ask, runner: asyncio.Runner, status: StatusLine
+) -> None:
     try:
         answer = stream_answer(partial(ask, conversation.messages(text)), runner, status)
     except (ValidationError, RemoteError) as error:  # most likely too long: the user can /clear
@@ -152,8 +154,9 @@ def _answer(conversation: Conversation, text: str, ask: Ask, runner: asyncio.Run
         conversation.add(text, answer)
 
 
-def stream_answer(ask: Callable[[], AsyncGenerator[str, None]], runner: asyncio.Runner,
-                  status: StatusLine) -> str:
+def stream_answer(
+    ask: Callable[[], AsyncGenerator[str, None]], runner: asyncio.Runner, status: StatusLine
+) -> str:
     """Print an answer as it comes, and return it. Ctrl-C stops the answer; the part that has come is kept."""
     answer = ""
 

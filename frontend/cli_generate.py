@@ -107,5 +107,7 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     tokens = sum(o.metrics.num_generation_tokens for o in outputs)
     latencies = [o.metrics.first_token_latency or 0.0 for o in outputs]
     mean_ms = sum(latencies) / len(latencies) * 1e3
-    return (f"{len(outputs)} requests, {tokens} tokens in {seconds:.2f} s: TTFT {mean_ms:.0f} ms, "
-            f"{tokens / seconds:.0f} tokens/s")
+    return (
+        f"{len(outputs)} requests, {tokens} tokens in {seconds:.2f} s: TTFT {mean_ms:.0f} ms, "
+        f"{tokens / seconds:.0f} tokens/s"
+    )

@@ -48,7 +48,9 @@ def run_remote_generate(parsed: argparse.Namespace, prompts: Sequence[str]) -> i
 def _remote_model(parsed: argparse.Namespace, *, max_tokens: int) -> RemoteModel:
     """Only the sampling options that were given are sent: not every server knows them all."""
     name = getattr(parsed, "model_argument", None) or getattr(parsed, "model", None)
-    return RemoteModel(parsed.url, parsed.api_key, name, {"max_tokens": max_tokens, **sampling_values(parsed)})
+    return RemoteModel(
+        parsed.url, parsed.api_key, name, {"max_tokens": max_tokens, **sampling_values(parsed)}
+    )
 
 
 def _tell(model: str, url: str) -> None:

@@ -34,7 +34,9 @@ def run_run_batch(parsed: argparse.Namespace) -> int:
             failed += _run(plan, output, args, arguments, parsed.max_concurrency)
     total = len(plan.requests) + len(plan.broken) + plan.skipped
     skipped = f"; {plan.skipped} were there already" if plan.skipped else ""
-    tell(f"{total} requests in {parsed.output_file}: {total - failed} answered, {failed} failed{skipped}")
+    tell(
+        f"{total} requests in {parsed.output_file}: {total - failed} answered, {failed} failed{skipped}"
+    )
     return 1 if failed else 0
 
 
@@ -43,20 +45,28 @@ def _check(parsed: argparse.Namespace, arguments: EngineArgs) -> None:
         raise ValidationError("max_concurrency", "must be at least 1")
     for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
         if getattr(arguments, name) is not None:
-            raise ValidationError(name, "would refuse lines of the batch; max_concurrency says how many run at once")
-    if os.path.exists(parsed.output_file) and os.path.samefile(parsed.input_file, parsed.output_file):
+            raise ValidationError(
+                name, "would refuse lines of the batch; max_concurrency says how many run at once"
+            )
+    if os.path.exists(parsed.output_file) and os.path.samefile(
+        parsed.input_file, parsed.output_file
+    ):
         raise ValidationError("output_file", "is the input")
 
 
-def _run(plan: Plan, output: OutputFile, args: ServerArgs, arguments: EngineArgs, max_concurrency: int) -> int:
+def _run(
+    plan: Plan, output: OutputFile, args: ServerArgs, arguments: EngineArgs, max_concurrency: int
+) -> int:
     """How many requests have failed."""
     with needs_extra("server"):
         from sidestep.frontend.server.batch import answer_all
     failed = 0
     llm = start_engine(arguments)
     try:
-        with progress_bar(len(plan.requests), "request") as progress, \
-                asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with (
+            progress_bar(len(plan.requests), "request") as progress,
+            asyncio.Runner(loop_factory=new_event_loop) as runner,
+        ):
 
             def take(result: BatchResult) -> None:
                 nonlocal failed
@@ -64,7 +74,16 @@ def _run(plan: Plan, output: OutputFile, args: ServerArgs, arguments: EngineArgs
                 failed += not result.succeeded
                 progress.update()
 
-            runner.run(answer_all(llm, args, args.model_names(arguments.model), plan.requests, max_concurrency, take))
+            runner.run(
+                answer_all(
+                    llm,
+                    args,
+                    args.model_names(arguments.model),
+                    plan.requests,
+                    max_concurrency,
+                    take,
+                )
+            )
     finally:
         llm.shutdown()
     return failed

@@ -54,8 +54,13 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
         llm = start_engine(arguments)
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                service = Service(llm, args, args.model_names(arguments.model), tracing,
-                                  PublicPrefixes.of(entries, llm.get_tokenizer()))
+                service = Service(
+                    llm,
+                    args,
+                    args.model_names(arguments.model),
+                    tracing,
+                    PublicPrefixes.of(entries, llm.get_tokenizer()),
+                )
                 dead = runner.run(serve(service, keys, version, listener))
                 ignore_signals()  # the server is ending, in a bounded time
         finally:
@@ -73,6 +78,7 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
 def ends_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the program as Ctrl-C does inside this block, also while the engine starts, so that no process or
     file is left behind. The server has handlers of its own while it serves."""
+
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
@@ -100,11 +106,14 @@ def with_queue_limit(arguments: EngineArgs) -> EngineArgs:
 
 def share_queue(arguments: EngineArgs, count: int) -> EngineArgs:
     """The same with the queue's limits divided among `count` API processes, each of which counts its own requests."""
+
     def share(limit: int | None) -> int | None:
         return None if limit is None else -(-limit // count)
 
-    return arguments.replace(max_num_queued_reqs=share(arguments.max_num_queued_reqs),
-                             max_num_queued_tokens=share(arguments.max_num_queued_tokens))
+    return arguments.replace(
+        max_num_queued_reqs=share(arguments.max_num_queued_reqs),
+        max_num_queued_tokens=share(arguments.max_num_queued_tokens),
+    )
 
 
 def make_tracing(endpoint: str | None, version: str) -> Tracing | None:
@@ -123,4 +132,6 @@ def needs_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         library = (error.name or "a library").partition(".")[0]
-        raise SidestepError(f"{library} is missing; install it: pip install 'sidestep[{extra}]'") from None
+        raise SidestepError(
+            f"{library} is missing; install it: pip install 'sidestep[{extra}]'"
+        ) from None

@@ -27,7 +27,9 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 class TokenStream:
     """Text as tokens give it: what `step` returns is whole characters."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
         self._fast = tokenizer.fast
         self._skip_special = skip_special_tokens
         # The library would keep and decode again all skipped tokens that come in a row: a model that goes on after its
@@ -105,10 +107,12 @@ class TokenStream:
         """Decoded after the tokens that came before, which decide on such things as a leading space."""
         if not pending:
             return ""
-        return self._decode(self._last + pending)[len(self._decode(self._last)):]
+        return self._decode(self._last + pending)[len(self._decode(self._last)) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._fast.decode(tokens, skip_special_tokens=self._skip_special)) if tokens else ""
+        return (
+            str(self._fast.decode(tokens, skip_special_tokens=self._skip_special)) if tokens else ""
+        )
 
     def _split_at_character(self, tokens: list[int]) -> tuple[list[int], list[int]]:
         """The tokens up to the last whole character, and the rest."""
@@ -123,8 +127,16 @@ class TokenStream:
 class Detokenizer:
     """The text of one request's output."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = (),
-                 include_stop: bool = False, skip_special_tokens: bool = True, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
         self._stream = TokenStream(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -161,12 +173,11 @@ class Detokenizer:
             return None
         stop = self._find_stop(before) if may_stop else None
         if stop is None:
-            self.text = self._all[:len(self._all) - self._held()]
+            self.text = self._all[: len(self._all) - self._held()]
         return stop
 
     def _find_stop(self, before: int) -> str | None:
-        """The stop string that ends first, of those that end after the first `before` characters; cuts the text there.
-        """
+        """The stop string that ends first, of those that end after the first `before` characters; cuts the text there."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             at = self._all.find(stop, max(0, before - len(stop) + 1))
@@ -175,7 +186,7 @@ class Detokenizer:
         if best is None:
             return None
         end, at, stop = best
-        self.text = self._all[:end if self._include_stop else at]
+        self.text = self._all[: end if self._include_stop else at]
         return stop
 
     def _held(self) -> int:

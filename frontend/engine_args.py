@@ -21,7 +21,8 @@ class EngineArgs(config.EngineArgs):
     def __eq__(self, other: object) -> bool:
         """Compare the options, whichever of the two classes holds them."""
         return isinstance(other, config.EngineArgs) and all(
-            getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+            getattr(self, f.name) == getattr(other, f.name) for f in fields(self)
+        )
 
     __hash__ = config.EngineArgs.__hash__
 

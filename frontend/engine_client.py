@@ -43,8 +43,13 @@ class Channel(Protocol):
 class EngineClient:
     """One engine core and the way to it. All methods but `start_core` belong to the event loop's thread."""
 
-    def __init__(self, channel: Channel, on_outputs: Callable[[Outputs, bool], None],
-                 on_death: Callable[[EngineDeadError], None], client: int = _OWNER) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        on_outputs: Callable[[Outputs, bool], None],
+        on_death: Callable[[EngineDeadError], None],
+        client: int = _OWNER,
+    ) -> None:
         """on_outputs: takes a step's tokens, and whether another's follow at once. client: this frontend's number at
         the core."""
         self.client = client
@@ -64,9 +69,13 @@ class EngineClient:
 
     def start_core(self, config: EngineConfig, replica: int = 0) -> None:
         """Starts the core's process and returns at once."""
-        self._core = spawn("engine core", "sidestep.engine_core.entry:main",
-                           CoreArgs(config=config, clients=(self._channel.address,), replica=replica),
-                           log_config=config.logs, remove=(self._channel.address.folder,))
+        self._core = spawn(
+            "engine core",
+            "sidestep.engine_core.entry:main",
+            CoreArgs(config=config, clients=(self._channel.address,), replica=replica),
+            log_config=config.logs,
+            remove=(self._channel.address.folder,),
+        )
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
         """Waits so long for the core to serve. Raises EngineStartError with the cause if it cannot."""
@@ -100,7 +109,9 @@ class EngineClient:
     @property
     def dead_error(self) -> EngineDeadError | None:
         """What it has died of."""
-        unwatched = self._loop is None and not self._closed  # no loop yet that would be told of a death
+        unwatched = (
+            self._loop is None and not self._closed
+        )  # no loop yet that would be told of a death
         if self._dead_error is None and unwatched and self._core is not None and self._core.wait(0):
             self._dead_error = EngineDeadError(self._core.death_cause())
         return self._dead_error
@@ -110,7 +121,9 @@ class EngineClient:
     def attach(self) -> None:
         """Binds the engine to the running event loop, at its first use there. Raises EngineDeadError."""
         if (error := self.dead_error) is not None:
-            raise EngineDeadError(*error.args)  # a new one: each collects the frames of those who raise it
+            raise EngineDeadError(
+                *error.args
+            )  # a new one: each collects the frames of those who raise it
         if self._closed:
             raise EngineDeadError("the engine has been shut down")
         loop = asyncio.get_running_loop()
@@ -136,16 +149,33 @@ class EngineClient:
         if self._dead_error is None and not self._closed:
             self._channel.send(message)
 
-    async def ask(self, method: str, *, since: int = 0, limit: int | None = None,
-                  timeout_s: float | None = None) -> Answer:
+    async def ask(
+        self,
+        method: str,
+        *,
+        since: int = 0,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
         """Asks the core's busy loop. Raises EngineDeadError, or TimeoutError."""
-        return await self._ask(lambda call_id: Call(client=self.client, call_id=call_id, method=method, since=since,
-                                                    limit=limit), timeout_s)
+        return await self._ask(
+            lambda call_id: Call(
+                client=self.client, call_id=call_id, method=method, since=since, limit=limit
+            ),
+            timeout_s,
+        )
 
     async def connect(self, address: ClientAddress) -> int:
         """Has the core serve another frontend, which will listen there; its number."""
-        answer = await self._ask(lambda call_id: Connect(
-            client=self.client, call_id=call_id, to_core=address.to_core, from_core=address.from_core), None)
+        answer = await self._ask(
+            lambda call_id: Connect(
+                client=self.client,
+                call_id=call_id,
+                to_core=address.to_core,
+                from_core=address.from_core,
+            ),
+            None,
+        )
         assert answer.result is not None
         return int(answer.result["client"])
 

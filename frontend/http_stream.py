@@ -28,9 +28,17 @@ class HttpServer:
             port = parts.port
         except ValueError as error:
             raise ValidationError("url", f"{url!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or not _is_one_word(url) \
-                or parts.username is not None or parts.query or parts.fragment:
-            raise ValidationError("url", f"{url!r} is not http://HOST:PORT or https://HOST:PORT, and a path at most")
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or not _is_one_word(url)
+            or parts.username is not None
+            or parts.query
+            or parts.fragment
+        ):
+            raise ValidationError(
+                "url", f"{url!r} is not http://HOST:PORT or https://HOST:PORT, and a path at most"
+            )
         if api_key is not None and not _is_one_word(api_key):
             raise ValidationError("api_key", "must be of ASCII characters other than spaces")
         self.url = url.rstrip("/")
@@ -48,7 +56,9 @@ class HttpServer:
         await self.request("GET", path, b"", parts.append)
         return b"".join(parts)
 
-    async def request(self, method: str, path: str, body: bytes, receive: Callable[[bytes], None]) -> None:
+    async def request(
+        self, method: str, path: str, body: bytes, receive: Callable[[bytes], None]
+    ) -> None:
         """Sends `body`, which is JSON, and gives the answer's body to `receive`, in parts as they come.
 
         Raises RequestError for an answer that is not 200 or breaks off; and what `receive` raises.
@@ -58,7 +68,9 @@ class HttpServer:
         answer = _Answer(receive)
         loop = asyncio.get_running_loop()
         try:
-            transport, _ = await loop.create_connection(lambda: answer, self._host, self._port, ssl=self._tls)
+            transport, _ = await loop.create_connection(
+                lambda: answer, self._host, self._port, ssl=self._tls
+            )
         except (OSError, UnicodeError) as error:
             raise RequestError(f"no connection to {self.url}: {error}") from None
         try:
@@ -67,7 +79,9 @@ class HttpServer:
         finally:
             transport.close()
         if answer.status != 200:
-            raise RequestError(f"{answer.status}: {answer.refusal.decode(errors='replace')[:_SHOWN]}")
+            raise RequestError(
+                f"{answer.status}: {answer.refusal.decode(errors='replace')[:_SHOWN]}"
+            )
 
 
 class _Answer(asyncio.Protocol):
@@ -111,7 +125,9 @@ class _Answer(asyncio.Protocol):
         if error is None and self.status != 0 and not self._says_its_end:
             self.done.set_result(None)  # it is as long as the connection lasts
         else:
-            self.done.set_exception(RequestError(f"the answer broke off: {error or 'the connection was closed'}"))
+            self.done.set_exception(
+                RequestError(f"the answer broke off: {error or 'the connection was closed'}")
+            )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._says_its_end |= name.lower() in (b"content-length", b"transfer-encoding")

@@ -65,9 +65,16 @@ class BestOf:
 class InputProcessor:
     """Checks and tokenises."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int,
-                 processors: Sequence[str] = (), defaults: Mapping[str, Any] | None = None,
-                 seed: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        processors: Sequence[str] = (),
+        defaults: Mapping[str, Any] | None = None,
+        seed: str | None = None,
+    ) -> None:
         """processors: names of the engine's logits processors. defaults: sampling parameters that the model's makers
         set. seed: text from which the seeds of requests without a seed are derived; None draws each seed at random."""
         self.default_sampling = SamplingParams(**(defaults or {}))
@@ -80,18 +87,34 @@ class InputProcessor:
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
         self._lane = Lane()
 
-    async def process(self, prompt: Prompt, sampling_params: SamplingParams | Mapping[str, Any] | None, *,
-                      priority: int = 0, cache_salt: str | None = None, num_public_tokens: int = 0,
-                      deadline_s: float | None = None) -> ProcessedRequest:
+    async def process(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        num_public_tokens: int = 0,
+        deadline_s: float | None = None,
+    ) -> ProcessedRequest:
         """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes on."""
         arrival = time.monotonic()
-        sampling = self.default_sampling if sampling_params is None else as_sampling_params(sampling_params)
+        sampling = (
+            self.default_sampling
+            if sampling_params is None
+            else as_sampling_params(sampling_params)
+        )
         self._check_sampling(sampling)
-        sampling = self._with_seed(sampling)  # before anything is awaited: seeds follow the order of calls
+        sampling = self._with_seed(
+            sampling
+        )  # before anything is awaited: seeds follow the order of calls
         sampling, best_of = _all_choices(sampling)
         controls = encode_controls(self._controls.make(sampling))
-        read = read_prompt(prompt, self._tokenizer, self._max_model_len) if not _is_long_chat(prompt) else \
-            await asyncio.to_thread(read_prompt, prompt, self._tokenizer, self._max_model_len)
+        read = (
+            read_prompt(prompt, self._tokenizer, self._max_model_len)
+            if not _is_long_chat(prompt)
+            else await asyncio.to_thread(read_prompt, prompt, self._tokenizer, self._max_model_len)
+        )
         cache_salt = cache_salt if cache_salt is not None else read.cache_salt
         _check_options(priority, cache_salt, num_public_tokens, deadline_s)
         if read.ids is not None:
@@ -100,23 +123,46 @@ class InputProcessor:
             ids = await self.tokenize(read.text or "", read.add_special_tokens, must_fit=True)
         self._check_ids(ids)
         if num_public_tokens > len(ids):
-            raise ValidationError("num_public_tokens", f"{num_public_tokens} are more than the prompt's {len(ids)}")
-        grammar = None if sampling.structured_outputs is None else await self.make_grammar(sampling.structured_outputs)
+            raise ValidationError(
+                "num_public_tokens", f"{num_public_tokens} are more than the prompt's {len(ids)}"
+            )
+        grammar = (
+            None
+            if sampling.structured_outputs is None
+            else await self.make_grammar(sampling.structured_outputs)
+        )
         return ProcessedRequest(
-            prompt=read.text, prompt_token_ids=ids, sampling=self._complete(sampling, len(ids)), arrival=arrival,
-            priority=priority, cache_salt=cache_salt, num_public_tokens=num_public_tokens,
+            prompt=read.text,
+            prompt_token_ids=ids,
+            sampling=self._complete(sampling, len(ids)),
+            arrival=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+            num_public_tokens=num_public_tokens,
             deadline=None if deadline_s is None else arrival + deadline_s,
-            controls=controls, best_of=best_of, grammar=grammar)
+            controls=controls,
+            best_of=best_of,
+            grammar=grammar,
+        )
 
     def for_beam_search(self, params: object) -> SamplingParams:
         """What a beam search has in common with other requests. Raises ValidationError."""
         if not isinstance(params, BeamSearchParams):
-            raise ValidationError("params", f"must be BeamSearchParams, not {type(params).__name__}")
+            raise ValidationError(
+                "params", f"must be BeamSearchParams, not {type(params).__name__}"
+            )
         if 2 * params.beam_width > self._vocab_size:
-            raise ValidationError("beam_width", f"{params.beam_width} is more than half of the model's "
-                                  f"{self._vocab_size} tokens")
-        return SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
-                              detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            raise ValidationError(
+                "beam_width",
+                f"{params.beam_width} is more than half of the model's {self._vocab_size} tokens",
+            )
+        return SamplingParams(
+            temperature=0,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     async def make_grammar(self, structure: StructuredOutputsParams) -> Grammar:
         """The grammar of a form that an output must have. Raises ValidationError."""
@@ -124,7 +170,9 @@ class InputProcessor:
             refuse("structured_outputs", "is about text")
         return await self._grammars.make(structure)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True, *, must_fit: bool = False) -> list[int]:
+    async def tokenize(
+        self, text: str, add_special_tokens: bool = True, *, must_fit: bool = False
+    ) -> list[int]:
         """Return the token ids of a text; a long text is tokenised in a thread. Raises ValidationError.
 
         Refuse a text before it is tokenised if its length shows that it cannot fit. With `must_fit`, refuse it too if
@@ -134,7 +182,12 @@ class InputProcessor:
             refuse("prompt", "is text; give token ids")
         if (least := self._tokenizer.bound.least_tokens(text)) + 1 > self._max_model_len:
             raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
-        encode = partial(self._tokenizer.encode, text, add_special_tokens, self._max_model_len if must_fit else None)
+        encode = partial(
+            self._tokenizer.encode,
+            text,
+            add_special_tokens,
+            self._max_model_len if must_fit else None,
+        )
         if len(text) <= LONG_TEXT:
             return encode()
         if len(text) <= _VERY_LONG_TEXT:
@@ -157,19 +210,24 @@ class InputProcessor:
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
-            raise ValidationError("prompt_token_ids", f"{wrong} is not a token id: the model has {self._vocab_size}")
+            raise ValidationError(
+                "prompt_token_ids", f"{wrong} is not a token id: the model has {self._vocab_size}"
+            )
         check_length(len(ids), self._max_model_len)
 
     def _with_seed(self, sampling: SamplingParams) -> SamplingParams:
         if sampling.seed is not None:
             return sampling
         return msgspec.structs.replace(
-            sampling, seed=self._random.randint(0, MAX_SEED) if sampling.temperature > 0 else 0)
+            sampling, seed=self._random.randint(0, MAX_SEED) if sampling.temperature > 0 else 0
+        )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         for token in sampling.stop_token_ids or ():
             if token >= self._vocab_size:
-                raise ValidationError("stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}")
+                raise ValidationError(
+                    "stop_token_ids", f"{token} is not a token id: the model has {self._vocab_size}"
+                )
         for text in sampling.stop_strings:
             check_text("stop", text)
         self._tokenizer.check_sampling(sampling)
@@ -179,12 +237,23 @@ class InputProcessor:
         hold 32-bit numbers."""
         room = self._max_model_len - num_prompt
         if sampling.min_tokens > room:
-            raise ValidationError("min_tokens", f"{sampling.min_tokens} is more than the {room} tokens that fit after "
-                                  f"the prompt (max_model_len is {self._max_model_len})")
+            raise ValidationError(
+                "min_tokens",
+                f"{sampling.min_tokens} is more than the {room} tokens that fit after "
+                f"the prompt (max_model_len is {self._max_model_len})",
+            )
         # These travel in the controls and the grammar.
         changes: dict[str, Any] = {
-            name: None for name in ("logit_bias", "allowed_token_ids", "bad_words", "extra_args", "structured_outputs")
-            if getattr(sampling, name) is not None}
+            name: None
+            for name in (
+                "logit_bias",
+                "allowed_token_ids",
+                "bad_words",
+                "extra_args",
+                "structured_outputs",
+            )
+            if getattr(sampling, name) is not None
+        }
         if sampling.max_tokens is None or sampling.max_tokens > room:
             changes["max_tokens"] = room
         if sampling.detokenize and not self._tokenizer.has_texts:
@@ -201,18 +270,25 @@ def as_sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingPar
     if isinstance(given, Mapping):
         return SamplingParams(**given)
     if not isinstance(given, SamplingParams):
-        raise ValidationError("sampling_params", f"must be SamplingParams, not {type(given).__name__}")
+        raise ValidationError(
+            "sampling_params", f"must be SamplingParams, not {type(given).__name__}"
+        )
     return given
 
 
 def _is_long_chat(prompt: object) -> bool:
     """Return whether rendering a conversation takes long enough to delay the other streams of the event loop."""
     messages = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages \
-            or not isinstance(messages[0], Mapping):
+    if (
+        not isinstance(messages, Sequence)
+        or isinstance(messages, str)
+        or not messages
+        or not isinstance(messages[0], Mapping)
+    ):
         return False
     return len(messages) > _MANY_MESSAGES or any(
-        isinstance(message, Mapping) and _is_long(message.get("content")) for message in messages)
+        isinstance(message, Mapping) and _is_long(message.get("content")) for message in messages
+    )
 
 
 def _is_long(content: object) -> bool:
@@ -224,20 +300,35 @@ def _all_choices(sampling: SamplingParams) -> tuple[SamplingParams, BestOf | Non
     if not sampling.ranks_choices:
         return sampling, None
     best_of = BestOf(sampling.n, sampling.logprobs is not None)
-    return msgspec.structs.replace(sampling, n=sampling.best_of, best_of=None, logprobs=sampling.logprobs or 0,
-                                   output_kind=RequestOutputKind.FINAL_ONLY), best_of
+    return msgspec.structs.replace(
+        sampling,
+        n=sampling.best_of,
+        best_of=None,
+        logprobs=sampling.logprobs or 0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    ), best_of
 
 
-def _check_options(priority: object, cache_salt: object, num_public_tokens: object, deadline_s: object) -> None:
+def _check_options(
+    priority: object, cache_salt: object, num_public_tokens: object, deadline_s: object
+) -> None:
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > _MAX_PRIORITY:
         raise ValidationError("priority", f"must be a whole number of 32 bits, not {priority!r}")
     if cache_salt is not None:
         if not isinstance(cache_salt, str) or not cache_salt:
             raise ValidationError("cache_salt", f"must be a non-empty string, not {cache_salt!r}")
         check_text("cache_salt", cache_salt)
-    if not isinstance(num_public_tokens, int) or isinstance(num_public_tokens, bool) or num_public_tokens < 0:
-        raise ValidationError("num_public_tokens", f"must be a whole number of tokens, not {num_public_tokens!r}")
+    if (
+        not isinstance(num_public_tokens, int)
+        or isinstance(num_public_tokens, bool)
+        or num_public_tokens < 0
+    ):
+        raise ValidationError(
+            "num_public_tokens", f"must be a whole number of tokens, not {num_public_tokens!r}"
+        )
     if deadline_s is not None:
         number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
         if not number or not cast(float, deadline_s) > 0:
-            raise ValidationError("deadline_s", f"must be a positive number of seconds, not {deadline_s!r}")
+            raise ValidationError(
+                "deadline_s", f"must be a positive number of seconds, not {deadline_s!r}"
+            )

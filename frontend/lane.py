@@ -23,7 +23,9 @@ class Lane:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
-    async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(
+        self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Return the function's result. A job that has begun runs to its end, even if its caller no longer waits."""
         await self._enter(size)
         job = asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))

@@ -54,7 +54,9 @@ class LLM(RefusesVllmMethods):
         self._thread.start()
         # Runs before the AsyncLLM's own finalizer, which must not meet a running loop of another thread.
         self._home = Home()
-        self._finalizer = weakref.finalize(self, _shut_down, self._home, self._llm, self._loop, self._thread)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._home, self._llm, self._loop, self._thread
+        )
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -62,36 +64,60 @@ class LLM(RefusesVllmMethods):
         return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
 
     @takes_vllm_arguments
-    def generate(self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None, use_tqdm: Bar = True, *,
-                 priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
         """Complete one prompt or many. `sampling_params` and `priority` hold for all prompts, or are lists with one for
         each."""
         return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm, priority)
 
     @takes_vllm_arguments
-    def chat(self, messages: Conversation | Iterable[Conversation], sampling_params: Params = None,
-             use_tqdm: Bar = True, *, tools: Sequence[Mapping[str, Any]] | None = None,
-             chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-             add_generation_prompt: bool = True, continue_final_message: bool = False,
-             priority: int | Sequence[int] | None = None) -> list[RequestOutput]:
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
         """Answer one conversation or many. ChatPrompt describes the template's arguments."""
         prompts: list[Prompt] = [
-            ChatPrompt(messages=one, tools=tools, chat_template=chat_template,
-                       chat_template_kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
-                       continue_final_message=continue_final_message)
-            for one in as_list_of_conversations(messages)]
+            ChatPrompt(
+                messages=one,
+                tools=tools,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for one in as_list_of_conversations(messages)
+        ]
         return self._run_batch(prompts, sampling_params, use_tqdm, priority)
 
     @takes_vllm_arguments
-    def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams,
-                    use_tqdm: Bar = False) -> list[BeamSearchOutput]:
+    def beam_search(
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, use_tqdm: Bar = False
+    ) -> list[BeamSearchOutput]:
         """The best continuations of one prompt or many."""
         several = as_list_of_prompts(prompts)
         with Progress(len(several), use_tqdm) as progress:
+
             async def search(prompt: Prompt) -> BeamSearchOutput:
                 output = await self._llm.beam_search(prompt, params)
                 num_prompt = len(output.prompt_token_ids)
-                progress.add(num_prompt, sum(len(found.tokens) - num_prompt for found in output.sequences))
+                progress.add(
+                    num_prompt, sum(len(found.tokens) - num_prompt for found in output.sequences)
+                )
                 return output
 
             return self._call(_all_of([search(prompt) for prompt in several]))
@@ -145,8 +171,12 @@ class LLM(RefusesVllmMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._home.is_here:  # a forked child that leaves the block ends nothing
             self.shutdown()
 
@@ -168,28 +198,50 @@ class LLM(RefusesVllmMethods):
             future.cancel()
             raise
 
-    def _run_batch(self, prompts: list[Prompt], params: Params, use_tqdm: Bar,
-                   priority: int | Sequence[int] | None) -> list[RequestOutput]:
+    def _run_batch(
+        self,
+        prompts: list[Prompt],
+        params: Params,
+        use_tqdm: Bar,
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestOutput]:
         """Run the prompts. `params` and `priority` hold for all prompts, or are lists with one for each."""
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams | Mapping) \
+        each = (
+            [params] * len(prompts)
+            if params is None or isinstance(params, SamplingParams | Mapping)
             else list(params)
-        priorities = [priority or 0] * len(prompts) if priority is None or isinstance(priority, int) \
+        )
+        priorities = (
+            [priority or 0] * len(prompts)
+            if priority is None or isinstance(priority, int)
             else list(priority)
+        )
         for name, given in (("sampling_params", each), ("priority", priorities)):
             if len(given) != len(prompts):
                 raise ValidationError(name, f"has {len(given)} entries for {len(prompts)} prompts")
         default = self.get_default_sampling_params()
-        final = [(default if one is None else as_sampling_params(one)).clone(
-            output_kind=RequestOutputKind.FINAL_ONLY) for one in each]
+        final = [
+            (default if one is None else as_sampling_params(one)).clone(
+                output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            for one in each
+        ]
         with Progress(len(prompts), use_tqdm) as progress:
             return self._call(self._gather(prompts, final, priorities, progress))
 
-    async def _gather(self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int],
-                      progress: Progress) -> list[RequestOutput]:
+    async def _gather(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        priorities: Sequence[int],
+        progress: Progress,
+    ) -> list[RequestOutput]:
         async def run(prompt: Prompt, sampling: SamplingParams, priority: int) -> RequestOutput:
             async for output in self._llm.generate(prompt, sampling, priority=priority):
                 pass
-            progress.add(len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs))
+            progress.add(
+                len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
+            )
             return output
 
         return await _all_of([run(*one) for one in zip(prompts, params, priorities, strict=True)])
@@ -205,13 +257,19 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as several:
         error = several.exceptions[0]
         if isinstance(error, ValidationError) and error.field in _OF_A_PROMPT and len(tasks) > 1:
-            index = next(i for i, task in enumerate(tasks) if not task.cancelled() and task.exception() is error)
+            index = next(
+                i
+                for i, task in enumerate(tasks)
+                if not task.cancelled() and task.exception() is error
+            )
             raise error.in_list("prompts", index) from None
         raise error from None
     return [task.result() for task in tasks]
 
 
-def _shut_down(home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _shut_down(
+    home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread
+) -> None:
     """End the engine on its own thread, then the thread. In a forked child, which has no such thread, do nothing."""
     if not home.is_here:
         return
@@ -219,7 +277,9 @@ def _shut_down(home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, threa
     async def shut_down() -> None:
         llm.shutdown()
 
-    if threading.current_thread() is thread:  # the last reference to the engine was held by one of its own tasks
+    if (
+        threading.current_thread() is thread
+    ):  # the last reference to the engine was held by one of its own tasks
         llm.shutdown()
         loop.stop()
         return
@@ -250,7 +310,9 @@ def as_list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(given, str | Mapping):
         return [cast(Prompt, given)]
     if not isinstance(given, Iterable):
-        raise ValidationError("prompts", f"must be prompts or a single one, not {type(given).__name__}")
+        raise ValidationError(
+            "prompts", f"must be prompts or a single one, not {type(given).__name__}"
+        )
     several = list(given)
     if several and isinstance(several[0], numbers.Integral):
         return [several]
@@ -270,8 +332,12 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._bar.close()
 
     def add(self, num_in: int, num_out: int) -> None:
@@ -279,6 +345,8 @@ class Progress:
         self._tokens_in += num_in
         self._tokens_out += num_out
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
-        rates = f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s"
+        rates = (
+            f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s"
+        )
         self._bar.set_postfix_str(rates, refresh=False)
         self._bar.update()

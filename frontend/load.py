@@ -55,11 +55,15 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     output_len: int
 
 
-def random_requests(count: int, inputs: Lengths, outputs: Lengths, vocab_size: int,
-                    seed: int) -> list[tuple[list[int], int]]:
+def random_requests(
+    count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int
+) -> list[tuple[list[int], int]]:
     """Prompts of token ids without meaning, and the length of each one's output."""
     rng = random.Random(seed)
-    return [([rng.randrange(vocab_size) for _ in range(inputs.draw(rng))], outputs.draw(rng)) for _ in range(count)]
+    return [
+        ([rng.randrange(vocab_size) for _ in range(inputs.draw(rng))], outputs.draw(rng))
+        for _ in range(count)
+    ]
 
 
 def read_requests(path: str, count: int) -> list[tuple[str | list[int], int]]:

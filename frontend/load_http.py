@@ -51,11 +51,16 @@ _event_decoder = msgspec.json.Decoder(_Event)
 class HttpTarget:
     """Completions, streamed, each over a connection of its own."""
 
-    def __init__(self, server: HttpServer, model: str | None, temperature: float, *, ignore_eos: bool = True) -> None:
+    def __init__(
+        self, server: HttpServer, model: str | None, temperature: float, *, ignore_eos: bool = True
+    ) -> None:
         """ignore_eos: whether to send that field, which the OpenAI API itself does not have."""
         self._server = server
-        self._fields: dict[str, object] = {"temperature": temperature, "stream": True,
-                                           "stream_options": {"include_usage": True}}
+        self._fields: dict[str, object] = {
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if model is not None:
             self._fields["model"] = model
         if ignore_eos:
@@ -63,7 +68,9 @@ class HttpTarget:
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
         stream = _Stream(sample)
-        body = msgspec.json.encode({"prompt": request.prompt, "max_tokens": request.output_len, **self._fields})
+        body = msgspec.json.encode(
+            {"prompt": request.prompt, "max_tokens": request.output_len, **self._fields}
+        )
         await self._server.request("POST", "/v1/completions", body, stream.receive)
         if not stream.ended:
             raise RequestError("the answer broke off: the stream ended without [DONE]")
@@ -87,9 +94,16 @@ class HttpTarget:
                 for sample in family.samples:  # one of each replica
                     key = sample.name.removeprefix("sidestep:"), sample.labels.get("cause")
                     found[key] = found.get(key, 0.0) + sample.value
-            idle = {f"device_idle_{cause}_s": found["device_idle_seconds_total", cause] for cause in IDLE_CAUSES}
-            return {"device_busy_s": found["device_busy_seconds_total", None], "device_idle_s": sum(idle.values()),
-                    **idle, "cpu_s_frontend": found["frontend_cpu_seconds_total", None]}
+            idle = {
+                f"device_idle_{cause}_s": found["device_idle_seconds_total", cause]
+                for cause in IDLE_CAUSES
+            }
+            return {
+                "device_busy_s": found["device_busy_seconds_total", None],
+                "device_idle_s": sum(idle.values()),
+                **idle,
+                "cpu_s_frontend": found["frontend_cpu_seconds_total", None],
+            }
         except (RequestError, ValueError, KeyError):
             return {}
 

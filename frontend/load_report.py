@@ -40,7 +40,11 @@ class Sample:
     @property
     def tpot(self) -> float | None:
         """Seconds a token after the first; None with one token."""
-        return (self.e2e - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+        return (
+            (self.e2e - self.ttft) / (self.num_output_tokens - 1)
+            if self.num_output_tokens > 1
+            else None
+        )
 
     @property
     def itl(self) -> list[float]:
@@ -52,7 +56,12 @@ def meets(sample: Sample, goals: dict[str, float]) -> bool:
     """Whether a request kept to goals in milliseconds: ttft, tpot, e2e, and itl, which counts for its slowest."""
     if sample.error is not None:
         return False
-    slowest = {"ttft": sample.ttft, "e2e": sample.e2e, "tpot": sample.tpot or 0.0, "itl": max(sample.itl, default=0.0)}
+    slowest = {
+        "ttft": sample.ttft,
+        "e2e": sample.e2e,
+        "tpot": sample.tpot or 0.0,
+        "itl": max(sample.itl, default=0.0),
+    }
     return all(slowest[name] * 1e3 <= limit for name, limit in goals.items())
 
 
@@ -62,19 +71,28 @@ def make_report(samples: Sequence[Sample], begin: float, goals: dict[str, float]
     report: Report = {"requests": len(samples), "failed": len(samples) - len(done)}
     if len(done) < len(samples):
         reasons = Counter(s.error for s in samples if s.error is not None)
-        report["failures"] = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(MOST_REASONS))
+        report["failures"] = "; ".join(
+            f"{count} x {reason}" for reason, count in reasons.most_common(MOST_REASONS)
+        )
     if not done:
         return report
     end = max(s.arrivals[-1] for s in done)
     seconds, tokens = end - begin, sum(s.num_output_tokens for s in done)
     report |= {
-        "seconds": seconds, "requests_per_s": len(done) / seconds, "output_tokens_per_s": tokens / seconds,
+        "seconds": seconds,
+        "requests_per_s": len(done) / seconds,
+        "output_tokens_per_s": tokens / seconds,
         "total_tokens_per_s": (tokens + sum(s.num_input_tokens for s in done)) / seconds,
         # How far the load itself fell behind its plan, and how long the last request took after it was sent.
         "send_lag_ms_p99": percentile([s.sent - s.planned for s in samples], 99) * 1e3,
-        "drain_s": end - max(s.sent for s in done)}
-    latencies = {"ttft": [s.ttft for s in done], "itl": [gap for s in done for gap in s.itl],
-                 "tpot": [s.tpot for s in done if s.tpot is not None], "e2e": [s.e2e for s in done]}
+        "drain_s": end - max(s.sent for s in done),
+    }
+    latencies = {
+        "ttft": [s.ttft for s in done],
+        "itl": [gap for s in done for gap in s.itl],
+        "tpot": [s.tpot for s in done if s.tpot is not None],
+        "e2e": [s.e2e for s in done],
+    }
     for name, values in latencies.items():
         if values:
             report[f"{name}_ms_mean"] = sum(values) / len(values) * 1e3

@@ -32,16 +32,22 @@ class Target(Protocol):
 class EngineTarget:
     """An engine that this process has started."""
 
-    def __init__(self, llm: AsyncLLM, temperature: float, *, ignore_eos: bool = True, detokenize: bool = True) -> None:
+    def __init__(
+        self, llm: AsyncLLM, temperature: float, *, ignore_eos: bool = True, detokenize: bool = True
+    ) -> None:
         self._llm = llm
         self._temperature = temperature
         self._ignore_eos = ignore_eos
         self._detokenize = detokenize
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
-        params = SamplingParams(temperature=self._temperature, max_tokens=request.output_len,
-                                ignore_eos=self._ignore_eos, detokenize=self._detokenize,
-                                output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            temperature=self._temperature,
+            max_tokens=request.output_len,
+            ignore_eos=self._ignore_eos,
+            detokenize=self._detokenize,
+            output_kind=RequestOutputKind.DELTA,
+        )
         async for output in self._llm.generate(request.prompt, params):
             if output.outputs[0].token_ids:
                 sample.arrivals.append(time.monotonic())
@@ -51,11 +57,17 @@ class EngineTarget:
     async def figures(self) -> dict[str, float]:
         stats = await self._llm.get_stats()
         return {name: value for name, value in stats.items() if name.startswith("device_")} | {
-            f"cpu_s_{name}": seconds for name, seconds in cpu_times(self._llm).items()}
+            f"cpu_s_{name}": seconds for name, seconds in cpu_times(self._llm).items()
+        }
 
 
-async def send_all(target: Target, load: Sequence[PlannedRequest], begin: float,
-                   max_concurrency: int | None, on_end: Callable[[], object] = lambda: None) -> list[Sample]:
+async def send_all(
+    target: Target,
+    load: Sequence[PlannedRequest],
+    begin: float,
+    max_concurrency: int | None,
+    on_end: Callable[[], object] = lambda: None,
+) -> list[Sample]:
     """Send each request at its time, or as soon after as `max_concurrency` allows. Call `on_end` at the end of each."""
     room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
     running: list[asyncio.Task[Sample]] = []
@@ -91,6 +103,14 @@ def usage(after: dict[str, float], before: dict[str, float]) -> Report:
     report: Report = {}
     if "device_busy_s" in spent:
         working = max(1e-9, spent["device_busy_s"] + spent["device_idle_s"])
-        report = {"device_busy_s": spent["device_busy_s"], "device_idle_share": spent["device_idle_s"] / working,
-                  **{f"device_idle_share_{cause}": spent[f"device_idle_{cause}_s"] / working for cause in IDLE_CAUSES}}
-    return report | {name: spent[name] for name in after if name in spent and name.startswith("cpu_s_")}
+        report = {
+            "device_busy_s": spent["device_busy_s"],
+            "device_idle_share": spent["device_idle_s"] / working,
+            **{
+                f"device_idle_share_{cause}": spent[f"device_idle_{cause}_s"] / working
+                for cause in IDLE_CAUSES
+            },
+        }
+    return report | {
+        name: spent[name] for name in after if name in spent and name.startswith("cpu_s_")
+    }

@@ -17,10 +17,32 @@ _TIMEOUT_S = 20.0
 _MIB = 1 << 20
 
 BANDWIDTHS = {
-    "B200": 8000, "H200": 4800, "H20": 4000, "H100 NVL": 3900, "H100 PCIe": 2000, "H100": 3350,
-    "A100-SXM4-40GB": 1555, "A100-PCIE-40GB": 1555, "A100 80GB PCIe": 1935, "A100": 2039, "A30": 933, "A10G": 600,
-    "A10": 600, "A40": 696, "L40S": 864, "L40": 864, "L4": 300, "T4": 320, "V100": 900, "RTX 5090": 1792,
-    "RTX 4090": 1008, "RTX 3090 Ti": 1008, "RTX 3090": 936, "RTX A6000": 768, "RTX 6000 Ada": 960}
+    "B200": 8000,
+    "H200": 4800,
+    "H20": 4000,
+    "H100 NVL": 3900,
+    "H100 PCIe": 2000,
+    "H100": 3350,
+    "A100-SXM4-40GB": 1555,
+    "A100-PCIE-40GB": 1555,
+    "A100 80GB PCIe": 1935,
+    "A100": 2039,
+    "A30": 933,
+    "A10G": 600,
+    "A10": 600,
+    "A40": 696,
+    "L40S": 864,
+    "L40": 864,
+    "L4": 300,
+    "T4": 320,
+    "V100": 900,
+    "RTX 5090": 1792,
+    "RTX 4090": 1008,
+    "RTX 3090 Ti": 1008,
+    "RTX 3090": 936,
+    "RTX A6000": 768,
+    "RTX 6000 Ada": 960,
+}
 """GB/s of a GPU's memory as its maker states it, by a part of its name; the first that fits counts."""
 
 
@@ -47,8 +69,11 @@ def this_machine() -> Machine:
     """The one that this runs on. Without nvidia-smi it has no GPUs."""
     found = _nvidia_smi("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
     visible = visible_gpus_of_environment()
-    gpus = {int(index): Gpu(name, int(memory) * _MIB, bandwidth_of(name))
-            for index, uuid, name, memory in _rows(found) if visible is None or _is_among(index, uuid, visible)}
+    gpus = {
+        int(index): Gpu(name, int(memory) * _MIB, bandwidth_of(name))
+        for index, uuid, name, memory in _rows(found)
+        if visible is None or _is_among(index, uuid, visible)
+    }
     links = count_links(_nvidia_smi("topo", "-m"), list(gpus)) if len(gpus) > 1 else {}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(list(gpus.values()), links, available_cores(), memory)
@@ -58,14 +83,28 @@ def bandwidth_of(name: str) -> float | None:
     """Of a GPU's memory, in bytes a second, as its maker states it."""
     if "Laptop" in name:  # of the same name as a faster one
         return None
-    return next((1e9 * value for part, value in BANDWIDTHS.items() if re.search(rf"\b{re.escape(part)}\b", name)), None)
+    return next(
+        (
+            1e9 * value
+            for part, value in BANDWIDTHS.items()
+            if re.search(rf"\b{re.escape(part)}\b", name)
+        ),
+        None,
+    )
 
 
 def count_links(matrix: str, gpus: Sequence[int]) -> dict[str, int]:
     """Of `nvidia-smi topo -m`: the kinds of links between these GPUs, and how many pairs have each."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
     counts: dict[str, int] = {}
-    columns = next((line.split() for line in lines if line.split()[:1] == ["GPU0"] and "X" not in line.split()), [])
+    columns = next(
+        (
+            line.split()
+            for line in lines
+            if line.split()[:1] == ["GPU0"] and "X" not in line.split()
+        ),
+        [],
+    )
     for line in lines:
         row, *kinds = line.split() or [""]
         if not re.fullmatch(r"GPU\d+", row) or "X" not in kinds:
@@ -79,17 +118,24 @@ def count_links(matrix: str, gpus: Sequence[int]) -> dict[str, int]:
 
 def _is_among(index: str, uuid: str, visible: Sequence[str]) -> bool:
     """UUIDs may be shortened."""
-    return any(name == index or (name.startswith("GPU-") and uuid.startswith(name)) for name in visible)
+    return any(
+        name == index or (name.startswith("GPU-") and uuid.startswith(name)) for name in visible
+    )
 
 
 def _rows(text: str) -> list[list[str]]:
-    return [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == 4 and row[3].isdigit()]
+    return [
+        row
+        for row in csv.reader(text.splitlines(), skipinitialspace=True)
+        if len(row) == 4 and row[3].isdigit()
+    ]
 
 
 def _nvidia_smi(*words: str) -> str:
     """What it says; nothing if it is not there or fails."""
     try:
-        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=_TIMEOUT_S,
-                              check=True).stdout
+        return subprocess.run(
+            ["nvidia-smi", *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

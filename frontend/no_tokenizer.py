@@ -45,7 +45,9 @@ class NoTokenizer(Tokenizer):
             if getattr(sampling, name):
                 refuse(name, "is about text")
 
-    def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> list[int]:
         refuse("prompt", "is text; give token ids")
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -55,12 +57,19 @@ class NoTokenizer(Tokenizer):
         """Return a name for the token: it has no bytes here."""
         return f"token_id:{token}".encode()
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
-                    chat_template: str | None = None, **variables: Any) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
         refuse("messages", "need a chat template; give the prompt as token ids")
 
 
 def refuse(field: str, problem: str) -> NoReturn:
     """Raises ValidationError for what an engine without a tokenizer cannot do."""
     raise ValidationError(
-        field, f"{problem}: this engine was started without a tokenizer (skip_tokenizer_init)")
+        field, f"{problem}: this engine was started without a tokenizer (skip_tokenizer_init)"
+    )

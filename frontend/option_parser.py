@@ -23,8 +23,10 @@ SOURCES = "option_sources"
 """Attribute of a parsed command line: for each option that no flag has set, the place it came from, for error
 messages."""
 _FROM_ENVIRONMENT = "from the environment variable"
-_HINT = ("Each option is also a variable of the environment (--max-num-seqs: SIDESTEP_MAX_NUM_SEQS) and a key of the "
-         "file that --config names (max_num_seqs: 8). A flag overrides the environment, which overrides the file.")
+_HINT = (
+    "Each option is also a variable of the environment (--max-num-seqs: SIDESTEP_MAX_NUM_SEQS) and a key of the "
+    "file that --config names (max_num_seqs: 8). A flag overrides the environment, which overrides the file."
+)
 
 
 class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the library has no types
@@ -33,16 +35,25 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
 
     def __init__(self, *, takes_options: bool = True, **options: Any) -> None:
         super().__init__(
-            allow_abbrev=False, add_env_var_help=False, add_config_file_help=False,
-            auto_env_var_prefix=ENVIRONMENT_PREFIX, config_file_parser_class=YamlFile(self._known_keys),
-            **{"epilog": _HINT if takes_options else None, **options})
+            allow_abbrev=False,
+            add_env_var_help=False,
+            add_config_file_help=False,
+            auto_env_var_prefix=ENVIRONMENT_PREFIX,
+            config_file_parser_class=YamlFile(self._known_keys),
+            **{"epilog": _HINT if takes_options else None, **options},
+        )
         if takes_options:
-            self.add_argument("--config", metavar="FILE", is_config_file_arg=True,
-                              env_var=f"{ENVIRONMENT_PREFIX}CONFIG",
-                              help="YAML file with options, such as 'max_num_seqs: 8'")
+            self.add_argument(
+                "--config",
+                metavar="FILE",
+                is_config_file_arg=True,
+                env_var=f"{ENVIRONMENT_PREFIX}CONFIG",
+                help="YAML file with options, such as 'max_num_seqs: 8'",
+            )
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None,
-                         **_options: Any) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None, **_options: Any
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as the base class does, but make an unknown option an error of this command, which can suggest a known
         one."""
         words = with_dashes(sys.argv[1:] if args is None else args)
@@ -50,7 +61,9 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         for word in unknown:
             flag = word.partition("=")[0]
             if flag.startswith("-"):
-                self.error(f"unknown option {flag}{did_you_mean(flag, self._option_string_actions)}")
+                self.error(
+                    f"unknown option {flag}{did_you_mean(flag, self._option_string_actions)}"
+                )
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
         setattr(parsed, SOURCES, {**getattr(parsed, SOURCES, {}), **self._sources()})
@@ -74,7 +87,10 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         action = self._option_string_actions.get(named[1].split("/")[0]) if named else None
         source = self._sources().get(action.dest) if action else None
         where = f" ({source})" if source else ""
-        print(f"{self.prog}: {message}{where}\n{self.prog} --help shows what there is", file=sys.stderr)
+        print(
+            f"{self.prog}: {message}{where}\n{self.prog} --help shows what there is",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -87,8 +103,12 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
                 yield from action.choices.values()
 
     def _known_keys(self) -> list[str]:
-        return [key for action in self._actions for key in self.get_possible_config_keys(action)
-                if action.dest not in ("help", "config")]
+        return [
+            key
+            for action in self._actions
+            for key in self.get_possible_config_keys(action)
+            if action.dest not in ("help", "config")
+        ]
 
     def _sources(self) -> dict[str, str]:
         found = {}
@@ -114,16 +134,22 @@ class YamlFile(configargparse.YAMLConfigFileParser):  # type: ignore[misc]  # th
         try:
             read = yaml.safe_load(stream)
         except yaml.YAMLError as error:
-            raise configargparse.ConfigFileParserException(f"{stream.name} is not YAML: {error}") from None
+            raise configargparse.ConfigFileParserException(
+                f"{stream.name} is not YAML: {error}"
+            ) from None
         if read is None:
             return {}
         if not isinstance(read, dict):
-            raise configargparse.ConfigFileParserException(f"{stream.name} does not hold 'option: value' lines")
+            raise configargparse.ConfigFileParserException(
+                f"{stream.name} does not hold 'option: value' lines"
+            )
         known = self._known_keys()
         for key in read:
             if key not in known:
                 hint = did_you_mean(str(key), known)
-                raise configargparse.ConfigFileParserException(f"{stream.name}: unknown option {key!r}{hint}")
+                raise configargparse.ConfigFileParserException(
+                    f"{stream.name}: unknown option {key!r}{hint}"
+                )
         return {key: _as_text(value) for key, value in read.items() if value is not None}
 
 

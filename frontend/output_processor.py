@@ -29,8 +29,13 @@ def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[f
         return
     columns = LogprobColumns.unpack(column)
     ids, values, end = columns.token_ids.tolist(), columns.logprobs.tolist(), 0
-    for key, position, rank, size in zip(columns.keys.tolist(), columns.positions.tolist(), columns.ranks.tolist(),
-                                         columns.sizes.tolist(), strict=True):
+    for key, position, rank, size in zip(
+        columns.keys.tolist(),
+        columns.positions.tolist(),
+        columns.ranks.tolist(),
+        columns.sizes.tolist(),
+        strict=True,
+    ):
         begin, end = end, end + size
         yield key, position, rank, ids[begin:end], values[begin:end]
 
@@ -101,7 +106,9 @@ class OutputProcessor:
         if outputs.handles:
             count = len(outputs.handles) // _ID_BYTES
             self.num_tokens += count
-            self._deliveries.append(Delivery(self._num_deliveries, begin, time.monotonic_ns(), count))
+            self._deliveries.append(
+                Delivery(self._num_deliveries, begin, time.monotonic_ns(), count)
+            )
             self._num_deliveries += 1
 
     def _handle_started(self, messages: Iterable[Started]) -> None:
@@ -113,18 +120,30 @@ class OutputProcessor:
     def _handle_tokens(self, outputs: Outputs, now: float) -> list[int]:
         """Handles of the requests that their text has ended."""
         # The token that a request stops at comes in the same message as its end.
-        hidden = {f.handle for f in outputs.finished if f.reason == FinishReason.STOP and not f.completes_grammar} \
-            if outputs.finished else ()
+        hidden = (
+            {
+                f.handle
+                for f in outputs.finished
+                if f.reason == FinishReason.STOP and not f.completes_grammar
+            }
+            if outputs.finished
+            else ()
+        )
         ended, states, news = list[int](), self._states, self._news
-        for handle, token in zip(unpack_ids(outputs.handles).tolist(), unpack_ids(outputs.token_ids).tolist(),
-                                 strict=True):
+        for handle, token in zip(
+            unpack_ids(outputs.handles).tolist(),
+            unpack_ids(outputs.token_ids).tolist(),
+            strict=True,
+        ):
             state = states.get(handle)
             if state is None:
                 continue
             try:
                 if not state.add_token(token, now, handle in hidden):
                     continue
-            except Exception as error:  # whatever is wrong with one request's text, the others go on
+            except (
+                Exception
+            ) as error:  # whatever is wrong with one request's text, the others go on
                 logger.exception("request %r could not be detokenised", state.request_id)
                 state.fail(RequestError(f"its text could not be made: {error}"))
             news[handle] = state

@@ -48,7 +48,15 @@ class ChatPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | Sequence[int] | Sequence[Message] | TextPrompt | TokensPrompt | ChatPrompt | Mapping[str, Any]
+Prompt = (
+    str
+    | Sequence[int]
+    | Sequence[Message]
+    | TextPrompt
+    | TokensPrompt
+    | ChatPrompt
+    | Mapping[str, Any]
+)
 """Text, token ids, chat messages, or one of the dicts."""
 
 _CHAT_KEYS = ChatPrompt.__annotations__.keys() - {"messages", "cache_salt"}
@@ -83,10 +91,16 @@ def _read_dict(given: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: int) 
     prompt = translate(given, PROMPT_KEYS)
     if "messages" in prompt:
         return _read_chat(prompt, tokenizer)
-    if not prompt.keys() & {"prompt", "prompt_token_ids"} \
-            or not prompt.keys() <= {"prompt", "prompt_token_ids", "cache_salt"}:
-        raise ValidationError("prompt", "a dict must have 'prompt', 'prompt_token_ids' or 'messages', not "
-                              f"{', '.join(map(repr, sorted(map(str, prompt)))) or 'nothing'}")
+    if not prompt.keys() & {"prompt", "prompt_token_ids"} or not prompt.keys() <= {
+        "prompt",
+        "prompt_token_ids",
+        "cache_salt",
+    }:
+        raise ValidationError(
+            "prompt",
+            "a dict must have 'prompt', 'prompt_token_ids' or 'messages', not "
+            f"{', '.join(map(repr, sorted(map(str, prompt)))) or 'nothing'}",
+        )
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
     if not isinstance(text, str) and (text is not None or ids is None):
         raise ValidationError("prompt", f"must be text, not {type(text).__name__}")
@@ -99,19 +113,32 @@ def _read_chat(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> ReadPrompt:
     chat = dict(prompt)
     messages, salt = chat.pop("messages"), chat.pop("cache_salt", None)
     if unknown := sorted(map(str, chat.keys() - _CHAT_KEYS)):
-        raise ValidationError("prompt", f"a dict with 'messages' may have {', '.join(sorted(_CHAT_KEYS))}, not "
-                              f"{', '.join(unknown)}")
+        raise ValidationError(
+            "prompt",
+            f"a dict with 'messages' may have {', '.join(sorted(_CHAT_KEYS))}, not "
+            f"{', '.join(unknown)}",
+        )
     if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise ValidationError("messages", f"must be a list of messages, not {type(messages).__name__}")
+        raise ValidationError(
+            "messages", f"must be a list of messages, not {type(messages).__name__}"
+        )
     variables = chat.pop("chat_template_kwargs", None) or {}
     if not isinstance(variables, Mapping):
-        raise ValidationError("chat_template_kwargs", f"must be a dict, not {type(variables).__name__}")
+        raise ValidationError(
+            "chat_template_kwargs", f"must be a dict, not {type(variables).__name__}"
+        )
     for name in variables:
         if name in _CHAT_KEYS or name == "messages":
-            raise ValidationError("chat_template_kwargs", f"may not hold {name!r}, which is an argument of its own")
+            raise ValidationError(
+                "chat_template_kwargs", f"may not hold {name!r}, which is an argument of its own"
+            )
     _check_tools(chat.get("tools"))
     # The template writes the special tokens itself.
-    return ReadPrompt(tokenizer.render_chat(messages, **chat, **variables), add_special_tokens=False, cache_salt=salt)
+    return ReadPrompt(
+        tokenizer.render_chat(messages, **chat, **variables),
+        add_special_tokens=False,
+        cache_salt=salt,
+    )
 
 
 def _check_tools(tools: object) -> None:
@@ -121,8 +148,11 @@ def _check_tools(tools: object) -> None:
         raise ValidationError("tools", f"must be a list of dicts, not {type(tools).__name__}")
     for tool in tools:
         if not isinstance(tool, Mapping):
-            raise ValidationError("tools", f"holds {type(tool).__name__}; each must be a dict of the form "
-                                  "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
+            raise ValidationError(
+                "tools",
+                f"holds {type(tool).__name__}; each must be a dict of the form "
+                "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}",
+            )
 
 
 def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
@@ -130,10 +160,16 @@ def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
         given = given.tolist()
     # bytes are a sequence of numbers too, but never meant as token ids.
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray | memoryview):
-        allowed = "text, a list of token ids, or a list of chat messages" if field == "prompt" else "a list"
+        allowed = (
+            "text, a list of token ids, or a list of chat messages"
+            if field == "prompt"
+            else "a list"
+        )
         raise ValidationError(field, f"must be {allowed}, not {type(given).__name__}")
     check_length(len(given), max_tokens)  # before looking at each
-    ids = cast(list[object], given if all(type(token) is int for token in given) else plain(list(given)))
+    ids = cast(
+        list[object], given if all(type(token) is int for token in given) else plain(list(given))
+    )
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ValidationError(field, f"holds {token!r}, which is not a token id")

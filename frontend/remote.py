@@ -54,11 +54,17 @@ def base_url(url: str) -> str:
     """Where the routes are: a URL without a path gets the usual one. Raises ValidationError."""
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        valid = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and not (parts.query or parts.fragment)
+        )
     except ValueError:
         valid = False
     if not valid:
-        raise ValidationError("url", f"must be like http://127.0.0.1:8000 or https://host/v1, not {url!r}")
+        raise ValidationError(
+            "url", f"must be like http://127.0.0.1:8000 or https://host/v1, not {url!r}"
+        )
     return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
@@ -77,7 +83,9 @@ class QueuePlace(msgspec.Struct):
 class RemoteModel:
     """One model of one server. Its methods raise RemoteError."""
 
-    def __init__(self, url: str, key: str | None, model: str | None, sampling: Mapping[str, Any]) -> None:
+    def __init__(
+        self, url: str, key: str | None, model: str | None, sampling: Mapping[str, Any]
+    ) -> None:
         """model: its name there; the server's first one if not given. sampling: fields of every request."""
         self._url = base_url(url)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -117,8 +125,10 @@ class RemoteModel:
     async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         body = {"model": await self.connect(), **body, **self._sampling, "stream": True}
         headers = {"x-queue-events": "1"} if self.on_queue is not None else {}
-        async with self._failures(), \
-                self._http.stream("POST", self._url + path, json=body, headers=headers) as answer:
+        async with (
+            self._failures(),
+            self._http.stream("POST", self._url + path, json=body, headers=headers) as answer,
+        ):
             await _check(answer)
             async for event in httpx2.EventSource(answer):
                 if event.data == "[DONE]":

@@ -28,7 +28,12 @@ from sidestep.frontend.stall_watch import StallWatch
 from sidestep.ipc import registry
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.core_args import ClientAddress, Seat
-from sidestep.ipc.errors import EngineDeadError, EngineStalledError, EngineStartError, ValidationError
+from sidestep.ipc.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    EngineStartError,
+    ValidationError,
+)
 from sidestep.ipc.forking import Home
 from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Outputs, Ready, pack_ids
 
@@ -72,8 +77,14 @@ class _Sent:
 class ReplicaSet:
     """All replicas of one engine. Methods belong to the event loop's thread, but those that start and end."""
 
-    def __init__(self, config: EngineConfig, outputs: OutputProcessor, channels: Mapping[int, tuple[Channel, int]], *,
-                 joins: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        outputs: OutputProcessor,
+        channels: Mapping[int, tuple[Channel, int]],
+        *,
+        joins: bool = False,
+    ) -> None:
         """outputs: where everything goes. channels: to the replicas that live, by their numbers, each with this
         frontend's number there. joins: the engine is another frontend's."""
         self.home = Home()
@@ -81,11 +92,16 @@ class ReplicaSet:
         self._outputs = outputs
         self._joins = joins
         self._size = config.parallel.data_parallel_size
-        self._clients = {replica: self._make_client(replica, *channel) for replica, channel in channels.items()}
+        self._clients = {
+            replica: self._make_client(replica, *channel) for replica, channel in channels.items()
+        }
         self._ready: dict[int, Ready] = {}
         self._alive: list[int] = []
-        self._dead = {replica: "had died before this frontend joined" for replica in range(self._size)
-                      if replica not in channels}
+        self._dead = {
+            replica: "had died before this frontend joined"
+            for replica in range(self._size)
+            if replica not in channels
+        }
         self._error: EngineDeadError | None = None
         self._router: Router | None = None
         self._sent: dict[int, _Sent] = {}
@@ -93,14 +109,20 @@ class ReplicaSet:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._watchers: set[asyncio.Future[None]] = set()
-        self._watch = StallWatch(lambda replica: self._clients[replica].ping(), self._busy, self._on_stall)
+        self._watch = StallWatch(
+            lambda replica: self._clients[replica].ping(), self._busy, self._on_stall
+        )
 
     def __repr__(self) -> str:
         return f"ReplicaSet({len(self._alive)} of {self._size} live, {len(self._sent)} choices in flight)"
 
     def _make_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
-        return EngineClient(channel, lambda outputs, more: self._on_outputs(replica, outputs, more),
-                            lambda error: self._on_death(replica, str(error)), client)
+        return EngineClient(
+            channel,
+            lambda outputs, more: self._on_outputs(replica, outputs, more),
+            lambda error: self._on_death(replica, str(error)),
+            client,
+        )
 
     # Starting and ending.
 
@@ -142,7 +164,8 @@ class ReplicaSet:
             name = "least_loaded"
         router: Router = registry.load(registry.ROUTERS[name])(
             {replica: ready.num_kv_blocks for replica, ready in self._ready.items()},
-            next(iter(self._ready.values())).block_size)
+            next(iter(self._ready.values())).block_size,
+        )
         return router
 
     def close(self) -> None:
@@ -156,8 +179,12 @@ class ReplicaSet:
     def replicas(self) -> list[ReplicaStatus]:
         """All of them."""
         stalled = self._watch.stalled
-        return [ReplicaStatus(replica, self._ready.get(replica), self._dead.get(replica), stalled.get(replica))
-                for replica in range(self._size)]
+        return [
+            ReplicaStatus(
+                replica, self._ready.get(replica), self._dead.get(replica), stalled.get(replica)
+            )
+            for replica in range(self._size)
+        ]
 
     @property
     def ready(self) -> list[Ready]:
@@ -197,7 +224,9 @@ class ReplicaSet:
         in a forked child."""
         self.home.check()
         if self._error is not None:
-            raise EngineDeadError(*self._error.args)  # a new one: each collects the frames of those who raise it
+            raise EngineDeadError(
+                *self._error.args
+            )  # a new one: each collects the frames of those who raise it
         if self._closed:
             raise EngineDeadError("the engine has been shut down")
         loop = asyncio.get_running_loop()
@@ -223,9 +252,15 @@ class ReplicaSet:
             return
         assert self._router is not None, "wait_ready() comes first"
         message, beams = sent.message, sent.message.beam_search
-        sent.replica = self._router.choose(RoutedRequest(
-            message.handle, message.prompt_token_ids + message.output_token_ids,
-            message.sampling.n if beams is None else beams.beam_width, message.cache_salt, message.num_public_tokens))
+        sent.replica = self._router.choose(
+            RoutedRequest(
+                message.handle,
+                message.prompt_token_ids + message.output_token_ids,
+                message.sampling.n if beams is None else beams.beam_width,
+                message.cache_salt,
+                message.num_public_tokens,
+            )
+        )
         self._sent |= dict.fromkeys(sent.live, sent)
         if self._loop is not None:
             self._watch.wake(self._loop)
@@ -264,22 +299,28 @@ class ReplicaSet:
             try:
                 return await self._clients[replica].ask(method, since=since, timeout_s=timeout_s)
             except TimeoutError:
-                raise EngineStalledError(self.named(
-                    replica, f"the engine core has not answered for {timeout_s:g} s")) from None
+                raise EngineStalledError(
+                    self.named(replica, f"the engine core has not answered for {timeout_s:g} s")
+                ) from None
             except EngineDeadError:
                 if replica not in self._dead:  # it has been shut down
                     raise
         raise EngineDeadError(self.named(replica, self._dead[replica]))
 
-    async def ask_all(self, method: str, *, limit: int | None = None,
-                      timeout_s: float | None = None) -> dict[int, Answer]:
+    async def ask_all(
+        self, method: str, *, limit: int | None = None, timeout_s: float | None = None
+    ) -> dict[int, Answer]:
         """Asks the busy loops of all that live. One that dies meanwhile is left out. Raises EngineDeadError if all
         have; TimeoutError, which names the replica."""
         self.attach()
         asked = self._alive.copy()
         answers = await asyncio.gather(
-            *(self._clients[replica].ask(method, limit=limit, timeout_s=timeout_s) for replica in asked),
-            return_exceptions=True)
+            *(
+                self._clients[replica].ask(method, limit=limit, timeout_s=timeout_s)
+                for replica in asked
+            ),
+            return_exceptions=True,
+        )
         found: dict[int, Answer] = {}
         died: EngineDeadError | None = None
         for replica, answer in zip(asked, answers, strict=True):
@@ -295,8 +336,14 @@ class ReplicaSet:
             raise died
         return found
 
-    async def ask_responsive(self, method: str, *, limit: int | None = None, timeout_s: float,
-                             is_good: Callable[[Answer], bool] = lambda answer: True) -> dict[int, Answer]:
+    async def ask_responsive(
+        self,
+        method: str,
+        *,
+        limit: int | None = None,
+        timeout_s: float,
+        is_good: Callable[[Answer], bool] = lambda answer: True,
+    ) -> dict[int, Answer]:
         """Ask the busy loops of all live replicas, and return the answers that came in time, by replica.
 
         After the first good answer the others have `_SPARE_S` seconds, so one replica that hangs delays no call for
@@ -307,13 +354,18 @@ class ReplicaSet:
         # Wait only briefly if all cores are known to hang. A core that works again answers at once.
         known = len(self._watch.stalled) == len(self._alive)
         until = loop.time() + (min(timeout_s, _SPARE_S) if known else timeout_s)
-        tasks = {replica: asyncio.create_task(self._clients[replica].ask(method, limit=limit))
-                 for replica in self._alive}
+        tasks = {
+            replica: asyncio.create_task(self._clients[replica].ask(method, limit=limit))
+            for replica in self._alive
+        }
         pending = set(tasks.values())
         try:
             while pending:
-                done, pending = await asyncio.wait(pending, timeout=max(0.0, until - loop.time()),
-                                                   return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=max(0.0, until - loop.time()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 if not done:
                     break
                 if any(task.exception() is None and is_good(task.result()) for task in done):
@@ -341,8 +393,10 @@ class ReplicaSet:
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
         """Has the replicas serve another frontend too, which will listen there; those that die meanwhile are left
         out. Raises EngineDeadError if all have."""
-        numbers = await asyncio.gather(*(self._clients[replica].connect(address)
-                                         for replica, address in addresses.items()), return_exceptions=True)
+        numbers = await asyncio.gather(
+            *(self._clients[replica].connect(address) for replica, address in addresses.items()),
+            return_exceptions=True,
+        )
         seats: list[Seat] = []
         for (replica, address), number in zip(addresses.items(), numbers, strict=True):
             if isinstance(number, int):
@@ -413,10 +467,15 @@ class ReplicaSet:
 
     def _move(self, sent: _Sent, error: EngineDeadError) -> None:
         """Has a lost request go on elsewhere."""
-        tokens = {h: ids for h in sorted(sent.live) if (ids := self._outputs.tokens_of(h)) is not None}
+        tokens = {
+            h: ids for h in sorted(sent.live) if (ids := self._outputs.tokens_of(h)) is not None
+        }
         num_deaths = sent.num_deaths + sent.has_run
         if num_deaths >= _MOST_DEATHS:
-            self._outputs.fail(tokens, EngineDeadError(f"{error}; it is the second that has died with this request"))
+            self._outputs.fail(
+                tokens,
+                EngineDeadError(f"{error}; it is the second that has died with this request"),
+            )
             return
         for message, live in continued(sent.message, tokens):
             self._send(_Sent(message, -1, live, num_deaths=num_deaths))
@@ -425,7 +484,9 @@ class ReplicaSet:
         if self._size == 1:
             self._error = EngineDeadError(self._dead[0])
         else:
-            self._error = EngineDeadError("; ".join(self.named(r, self._dead[r]) for r in sorted(self._dead)))
+            self._error = EngineDeadError(
+                "; ".join(self.named(r, self._dead[r]) for r in sorted(self._dead))
+            )
         for watcher in self._watchers:
             if not watcher.done():
                 watcher.set_result(None)
@@ -437,14 +498,18 @@ class ReplicaSet:
         return text if self._size == 1 else f"replica {replica}: {text}"
 
 
-def continued(message: AddRequest, tokens: Mapping[int, list[int]]) -> list[tuple[AddRequest, set[int]]]:
+def continued(
+    message: AddRequest, tokens: Mapping[int, list[int]]
+) -> list[tuple[AddRequest, set[int]]]:
     """What has another replica go on with a request, and the handles of each. tokens: what has come for those of its
     choices that have not ended, by handle.
 
     Nothing has come of a beam search before its end; and choices that have all given nothing share the computation of
     their prompt again. Otherwise each goes on by itself, with the seed that it has.
     """
-    whole = message.beam_search is not None or (len(tokens) == message.sampling.n and not any(tokens.values()))
+    whole = message.beam_search is not None or (
+        len(tokens) == message.sampling.n and not any(tokens.values())
+    )
     if not tokens:
         return []
     if whole:
@@ -458,5 +523,9 @@ def _alone(message: AddRequest, handle: int, tokens: list[int]) -> AddRequest:
     if message.sampling.n == 1:
         return msgspec.structs.replace(message, output_token_ids=output)
     return msgspec.structs.replace(
-        message, handle=handle, request_id=f"{message.request_id}/{index}", output_token_ids=output,
-        sampling=message.sampling.for_choice(index))
+        message,
+        handle=handle,
+        request_id=f"{message.request_id}/{index}",
+        output_token_ids=output,
+        sampling=message.sampling.for_choice(index),
+    )

@@ -35,8 +35,15 @@ class Sink(Protocol):
 class RequestState:
     """One live request, or one choice of it: its text so far, and the mailbox of its one reader."""
 
-    def __init__(self, handle: int, request_id: str, request: ProcessedRequest, tokenizer: Tokenizer,
-                 stream_interval: int = 1, index: int = 0) -> None:
+    def __init__(
+        self,
+        handle: int,
+        request_id: str,
+        request: ProcessedRequest,
+        tokenizer: Tokenizer,
+        stream_interval: int = 1,
+        index: int = 0,
+    ) -> None:
         """stream_interval: tokens that must be new before the reader is told, but for the first and the last. index:
         which of the request's choices it is."""
         self.handle = handle
@@ -73,9 +80,13 @@ class RequestState:
         self._detokenizer: Detokenizer | None = None
         if request.sampling.detokenize:
             self._detokenizer = Detokenizer(
-                tokenizer, request.prompt_token_ids, stop=request.sampling.stop_strings,
+                tokenizer,
+                request.prompt_token_ids,
+                stop=request.sampling.stop_strings,
                 include_stop=request.sampling.include_stop_str_in_output,
-                skip_special_tokens=request.sampling.skip_special_tokens, min_tokens=request.sampling.min_tokens)
+                skip_special_tokens=request.sampling.skip_special_tokens,
+                min_tokens=request.sampling.min_tokens,
+            )
 
     def __repr__(self) -> str:
         state = self._finish_reason or ("failed" if self._error is not None else "live")
@@ -122,7 +133,9 @@ class RequestState:
         metrics.last_token_ts = now
         if metrics.first_token_ts is None:
             metrics.first_token_ts = now
-        if self._detokenizer is not None and not (hidden and not self._request.sampling.include_stop_str_in_output):
+        if self._detokenizer is not None and not (
+            hidden and not self._request.sampling.include_stop_str_in_output
+        ):
             stop = self._detokenizer.add(token)
             if stop is not None:
                 self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
@@ -143,7 +156,11 @@ class RequestState:
         self.metrics.num_preemptions = message.num_preemptions
         if message.reason == FinishReason.ERROR:
             problem = message.error or "the request failed"
-            self.fail(RequestError(problem) if message.field is None else ValidationError(message.field, problem))
+            self.fail(
+                RequestError(problem)
+                if message.field is None
+                else ValidationError(message.field, problem)
+            )
             return
         self._finish_reason, self._stop_reason = str(message.reason), message.stop_reason
         self.beams = message.beams
@@ -166,13 +183,19 @@ class RequestState:
         self._logprobs.append(self._make_logprobs(rank, token_ids, values))
         self._cumulative_logprob += values[0]
 
-    def add_prompt_logprobs(self, position: int, rank: int, token_ids: list[int], values: list[float]) -> None:
+    def add_prompt_logprobs(
+        self, position: int, rank: int, token_ids: list[int], values: list[float]
+    ) -> None:
         """Of the prompt's token at this position. After a preemption some come again."""
         if position == len(self._prompt_logprobs):
             self._prompt_logprobs.append(self._make_logprobs(rank, token_ids, values))
 
-    def _make_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> dict[int, Logprob]:
-        text = self._tokenizer.token_text if self._request.sampling.detokenize else lambda token: None
+    def _make_logprobs(
+        self, rank: int, token_ids: list[int], values: list[float]
+    ) -> dict[int, Logprob]:
+        text = (
+            self._tokenizer.token_text if self._request.sampling.detokenize else lambda token: None
+        )
         made = {token_ids[0]: Logprob(values[0], rank, text(token_ids[0]))}
         for i in range(1, len(token_ids)):
             if token_ids[i] not in made:
@@ -226,19 +249,32 @@ class RequestState:
         is_delta = self.output_kind is RequestOutputKind.DELTA
         self.metrics.num_generation_tokens = len(tokens)
         first = self._taken_tokens if is_delta else 0
-        new_text, new_tokens = text[self._taken_text:] if is_delta else text, tokens[first:]
-        completion = CompletionOutput(self.index, new_text, new_tokens, self._finish_reason, self._stop_reason)
+        new_text, new_tokens = text[self._taken_text :] if is_delta else text, tokens[first:]
+        completion = CompletionOutput(
+            self.index, new_text, new_tokens, self._finish_reason, self._stop_reason
+        )
         if self._request.sampling.logprobs is not None:
-            completion.logprobs, completion.cumulative_logprob = self._logprobs[first:], self._cumulative_logprob
+            completion.logprobs, completion.cumulative_logprob = (
+                self._logprobs[first:],
+                self._cumulative_logprob,
+            )
         self._taken_tokens, self._taken_text = len(tokens), len(text)
         self._due_at = len(tokens) + self._interval
         return self.request_output([completion], is_first=not first)
 
-    def request_output(self, completions: list[CompletionOutput], *, is_first: bool) -> RequestOutput:
+    def request_output(
+        self, completions: list[CompletionOutput], *, is_first: bool
+    ) -> RequestOutput:
         """What its reader gets, around these. is_first: the reader has not been told of the prompt."""
         output = RequestOutput(
-            self.request_id, self._request.prompt, self._request.prompt_token_ids, completions,
-            self._finish_reason is not None, self.metrics, self._num_cached)
+            self.request_id,
+            self._request.prompt,
+            self._request.prompt_token_ids,
+            completions,
+            self._finish_reason is not None,
+            self.metrics,
+            self._num_cached,
+        )
         if self._request.sampling.prompt_logprobs is not None and is_first:
             output.prompt_logprobs = self._prompt_logprobs
         return output

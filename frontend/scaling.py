@@ -35,15 +35,22 @@ class BestOfN:
     output: RequestOutput
 
 
-async def best_of_n(llm: AsyncLLM, prompt: Prompt, n: int, score: Score,
-                    sampling_params: SamplingParams | None = None) -> BestOfN:
+async def best_of_n(
+    llm: AsyncLLM,
+    prompt: Prompt,
+    n: int,
+    score: Score,
+    sampling_params: SamplingParams | None = None,
+) -> BestOfN:
     """The one of `n` completions that `score` rates highest; of equals the first. `score` may be a coroutine function,
     for tests that run or another model that judges. Pays where a good answer is easier to recognise than to give.
 
     Raises what `score` and AsyncLLM.generate raise.
     """
     output = await _last(llm, prompt, _params(llm, sampling_params, n))
-    scores = list(await asyncio.gather(*(_value_of(score(completion)) for completion in output.outputs)))
+    scores = list(
+        await asyncio.gather(*(_value_of(score(completion)) for completion in output.outputs))
+    )
     return BestOfN(output.outputs[scores.index(max(scores))], scores, output)
 
 
@@ -59,8 +66,13 @@ class Vote:
     """Completions that were not waited for, because they could not change the result."""
 
 
-async def self_consistency(llm: AsyncLLM, prompt: Prompt, n: int, answer_of: Callable[[str], Hashable],
-                           sampling_params: SamplingParams | None = None) -> Vote:
+async def self_consistency(
+    llm: AsyncLLM,
+    prompt: Prompt,
+    n: int,
+    answer_of: Callable[[str], Hashable],
+    sampling_params: SamplingParams | None = None,
+) -> Vote:
     """The answer that most of `n` completions end with (Wang et al. 2022). `answer_of` reads it from a completion's
     text; None for none, which counts for nobody. What is still running when no other answer can win is ended. Pays
     where many ways lead to one short answer; of equals, the first to have come wins.
@@ -105,9 +117,15 @@ class Revision:
 
 
 async def critique_and_revise(
-        llm: AsyncLLM, messages: Conversation, *, rounds: int = 1, is_good: Callable[[str], bool] = lambda text: False,
-        critique: str = "Name the mistakes of this answer.", revise: str = "Write the answer again, without them.",
-        sampling_params: SamplingParams | None = None) -> Revision:
+    llm: AsyncLLM,
+    messages: Conversation,
+    *,
+    rounds: int = 1,
+    is_good: Callable[[str], bool] = lambda text: False,
+    critique: str = "Name the mistakes of this answer.",
+    revise: str = "Write the answer again, without them.",
+    sampling_params: SamplingParams | None = None,
+) -> Revision:
     """Lets the model criticise its answer to a conversation and write it again, up to `rounds` times (Madaan et al.
     2023). A critique that `is_good` takes to find nothing ends it. Each turn continues the conversation, so only what
     is new of it is computed. Pays where the model sees its mistakes; needs one that follows instructions.

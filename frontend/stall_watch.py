@@ -42,8 +42,12 @@ class _Look:
 class StallWatch:
     """Watch the replicas that have requests. All methods belong to the event loop's thread."""
 
-    def __init__(self, ping: Callable[[int], asyncio.Future[Answer]], busy: Callable[[], Iterable[int]],
-                 on_change: Callable[[int, str | None], None]) -> None:
+    def __init__(
+        self,
+        ping: Callable[[int], asyncio.Future[Answer]],
+        busy: Callable[[], Iterable[int]],
+        on_change: Callable[[int, str | None], None],
+    ) -> None:
         """ping: asks a replica. busy: returns the replicas with requests in flight. on_change: called with the reason
         when a replica stalls, and with None when it makes progress again."""
         self._ping = ping
@@ -60,7 +64,11 @@ class StallWatch:
     @property
     def stalled(self) -> dict[int, str]:
         """The replicas that make no progress, each with the reason."""
-        return {replica: look.stalled for replica, look in self._looks.items() if look.stalled is not None}
+        return {
+            replica: look.stalled
+            for replica, look in self._looks.items()
+            if look.stalled is not None
+        }
 
     def wake(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to watch: there are requests in flight."""
@@ -97,7 +105,9 @@ class StallWatch:
         self._timer = None
         busy = set(self._busy())
         for replica in busy - self._looks.keys():
-            self._looks[replica] = _Look(told_tokens=True)  # asked at the next turn if nothing comes
+            self._looks[replica] = _Look(
+                told_tokens=True
+            )  # asked at the next turn if nothing comes
         for replica, look in list(self._looks.items()):
             if replica in busy or look.stalled is not None or look.asked is not None:
                 self._look(replica, look)
@@ -127,7 +137,11 @@ class StallWatch:
                 self._mark(replica, look, None)
 
     def _mark(self, replica: int, look: _Look, reason: str | None) -> None:
-        if reason is None and look.stalled == _NO_PROGRESS:  # a large step on a slow device looks the same
-            self._patience_s[replica] = min(2 * self._patience_s.get(replica, STALL_S), _MOST_PATIENCE_S)
+        if (
+            reason is None and look.stalled == _NO_PROGRESS
+        ):  # a large step on a slow device looks the same
+            self._patience_s[replica] = min(
+                2 * self._patience_s.get(replica, STALL_S), _MOST_PATIENCE_S
+            )
         look.stalled = reason
         self._on_change(replica, reason)

@@ -16,11 +16,15 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     return NoTokenizer(config.spec.vocab_size) if folder is None else Tokenizer(folder)
 
 
-def open_channels(config: EngineConfig, invitation: Invitation | None) -> dict[int, tuple[FrontendChannel, int]]:
+def open_channels(
+    config: EngineConfig, invitation: Invitation | None
+) -> dict[int, tuple[FrontendChannel, int]]:
     """Return a channel to each replica, with this frontend's number there. The frontend that starts the engine has
     number 0."""
     if invitation is None:
-        return {replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)}
+        return {
+            replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)
+        }
     channels: dict[int, tuple[FrontendChannel, int]] = {}
     try:
         for seat in invitation.seats:
@@ -36,4 +40,8 @@ def seed_of_frontend(config: EngineConfig, invitation: Invitation | None) -> str
     """Return the text that the seeds of this frontend's requests are derived from; None without the option `seed`. Each
     frontend of an engine has another text, so that no two of them draw the same seeds."""
     seed = config.frontend.seed
-    return None if seed is None else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
+    return (
+        None
+        if seed is None
+        else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
+    )

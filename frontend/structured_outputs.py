@@ -16,7 +16,12 @@ import msgspec
 
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams, first_line, grammar_limits
+from sidestep.ipc.structured_outputs import (
+    Grammar,
+    StructuredOutputsParams,
+    first_line,
+    grammar_limits,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -60,18 +65,32 @@ def _after_reasoning(begin: str | None, end: str, special_tokens: Mapping[str, i
 
 def literal(text: str, special_tokens: Mapping[str, int]) -> str:
     """A text in a Lark grammar, or the special token that has this text."""
-    return f"<[{special_tokens[text]}]>" if text in special_tokens else json.dumps(text, ensure_ascii=False)
+    return (
+        f"<[{special_tokens[text]}]>"
+        if text in special_tokens
+        else json.dumps(text, ensure_ascii=False)
+    )
 
 
 def _from_schema(params: StructuredOutputsParams, field: str) -> dict[str, Any]:
-    return {"json_schema": schema_with_options(params.json_schema, field, spaced=not params.disable_any_whitespace)}
+    return {
+        "json_schema": schema_with_options(
+            params.json_schema, field, spaced=not params.disable_any_whitespace
+        )
+    }
 
 
-def schema_with_options(schema: dict[str, Any], field: str, *, spaced: bool = True) -> dict[str, Any]:
+def schema_with_options(
+    schema: dict[str, Any], field: str, *, spaced: bool = True
+) -> dict[str, Any]:
     """A schema as the compiler takes it."""
     if _OPTIONS in schema:
         raise ValidationError(field, f"holds '{_OPTIONS}', which is no part of JSON Schema")
-    options: dict[str, Any] = {"whitespace_flexible": spaced, "lenient": False, "coerce_one_of": False}
+    options: dict[str, Any] = {
+        "whitespace_flexible": spaced,
+        "lenient": False,
+        "coerce_one_of": False,
+    }
     if spaced:
         options["whitespace_pattern"] = _WHITESPACE
     return {**schema, _OPTIONS: options}
@@ -81,7 +100,11 @@ def _from_regex(params: StructuredOutputsParams, field: str) -> dict[str, Any]:
     from llguidance import LLMatcher
 
     assert params.regex is not None
-    return {"lark_grammar": json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0]["lark_grammar"]}
+    return {
+        "lark_grammar": json.loads(LLMatcher.grammar_from_regex(params.regex))["grammars"][0][
+            "lark_grammar"
+        ]
+    }
 
 
 def _from_choice(params: StructuredOutputsParams, field: str) -> dict[str, Any]:
@@ -97,11 +120,17 @@ def _from_grammar(params: StructuredOutputsParams, field: str) -> dict[str, Any]
     if not _GBNF_RULE.search(text):
         return {"lark_grammar": text}
     if len(text) > _MAX_GBNF:
-        raise ValidationError(field, f"has {len(text)} characters; {_MAX_GBNF} are the most in GBNF")
+        raise ValidationError(
+            field, f"has {len(text)} characters; {_MAX_GBNF} are the most in GBNF"
+        )
     try:
         return {"lark_grammar": gbnf_to_lark(text)}
-    except Exception as error:  # the library has errors of its own, and Python's from inside its parser
-        raise ValidationError(field, f"is not valid GBNF: {str(error) or type(error).__name__}") from None
+    except (
+        Exception
+    ) as error:  # the library has errors of its own, and Python's from inside its parser
+        raise ValidationError(
+            field, f"is not valid GBNF: {str(error) or type(error).__name__}"
+        ) from None
 
 
 class _Structure(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,7 +139,9 @@ class _Structure(msgspec.Struct, forbid_unknown_fields=True):
     end: str
 
 
-class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="structural_tag"):
+class _StructuralTag(
+    msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="structural_tag"
+):
     structures: list[_Structure]
     triggers: list[str]
 
@@ -127,15 +158,27 @@ def _from_tag(params: StructuredOutputsParams, field: str) -> dict[str, Any]:
         trigger = next((t for t in tag.triggers if t and structure.begin.startswith(t)), None)
         if trigger is None:
             raise ValidationError(field, f"no trigger begins {structure.begin!r}")
-        tags.append(StructTag(trigger=trigger, begin=structure.begin, end=structure.end,
-                              grammar=schema_with_options(structure.schema, field)))
+        tags.append(
+            StructTag(
+                trigger=trigger,
+                begin=structure.begin,
+                end=structure.end,
+                grammar=schema_with_options(structure.schema, field),
+            )
+        )
     if not tags:
         raise ValidationError(field, "has no structures")
     return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
 
 
-_MAKERS = {"json": _from_schema, "json_object": _from_schema, "regex": _from_regex, "choice": _from_choice,
-           "grammar": _from_grammar, "structural_tag": _from_tag}
+_MAKERS = {
+    "json": _from_schema,
+    "json_object": _from_schema,
+    "regex": _from_regex,
+    "choice": _from_choice,
+    "grammar": _from_grammar,
+    "structural_tag": _from_tag,
+}
 
 
 class GrammarMaker:
@@ -157,11 +200,13 @@ class GrammarMaker:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CHECK_S):
-                grammar = await loop.run_in_executor(self._threads, _make_and_check, params,
-                                                     self._tokenizer.special_token_ids)
+                grammar = await loop.run_in_executor(
+                    self._threads, _make_and_check, params, self._tokenizer.special_token_ids
+                )
         except TimeoutError:
-            raise ValidationError(f"structured_outputs.{params.kind}", f"takes longer than {CHECK_S:g} s to "
-                                  "compile") from None
+            raise ValidationError(
+                f"structured_outputs.{params.kind}", f"takes longer than {CHECK_S:g} s to compile"
+            ) from None
         self._known[key] = grammar
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)

@@ -22,8 +22,15 @@ from sidestep.frontend.token_alphabet import byte_characters
 
 _COMPOSED = 4
 """Largest number of characters that one composed character of Unicode is made of."""
-_SHRINKAGE = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1,
-              "ByteLevel": 1}
+_SHRINKAGE = {
+    "NFC": _COMPOSED,
+    "NFKC": _COMPOSED,
+    "NFD": 1,
+    "NFKD": 1,
+    "Lowercase": 1,
+    "Prepend": 1,
+    "ByteLevel": 1,
+}
 """Normalizers -> the largest number of characters of a text that become one."""
 _KEEPING = frozenset(("ByteLevel", "Digits", "Metaspace", "UnicodeScripts"))
 """Pre-tokenizers that only cut; with most of their settings some others do too."""
@@ -41,12 +48,16 @@ class TextBound:
         absorbing = [token for token in added if token.lstrip or token.rstrip]
         self._tokenizer = tokenizer
         self._is_byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *cutters))
-        self._is_plain = not normalizers and self._is_byte_level and isinstance(tokenizer.model, BPE)
+        self._is_plain = (
+            not normalizers and self._is_byte_level and isinstance(tokenizer.model, BPE)
+        )
         self._absorbing = [token.content for token in absorbing]
         self.characters: int | None = None
         """Largest number of characters of a text that one token stands for; None: any number."""
         # An added token that absorbs whitespace matches only its own text if there is no normalizer.
-        if all(map(_keeps_all, cutters)) and not (normalizers and any(t.normalized for t in absorbing)):
+        if all(map(_keeps_all, cutters)) and not (
+            normalizers and any(t.normalized for t in absorbing)
+        ):
             self.characters = self._most_characters(normalizers)
 
     def least_tokens(self, text: str) -> int:
@@ -62,8 +73,10 @@ class TextBound:
             return 0
         data, counts = text.encode(), Counter[int]()
         for begin in range(0, len(data), _PIECE):
-            counts.update(data[begin:begin + _PIECE])
-        return math.ceil(sum(Fraction(count, self._longest[byte]) for byte, count in counts.items()))
+            counts.update(data[begin : begin + _PIECE])
+        return math.ceil(
+            sum(Fraction(count, self._longest[byte]) for byte, count in counts.items())
+        )
 
     def _may_absorb(self, text: str) -> bool:
         """Return whether the text contains added tokens that absorb all whitespace beside them."""
@@ -85,10 +98,14 @@ class TextBound:
     def _longest(self) -> list[int]:
         """For each byte, the length in bytes of the longest token that contains it; for a byte-level vocabulary."""
         alphabet = byte_characters()
-        tokens = {bytes(alphabet[character] for character in token)
-                  for token in self._tokenizer.get_vocab(with_added_tokens=True)
-                  if all(character in alphabet for character in token)}
-        tokens |= {token.content.encode() for token in self._tokenizer.get_added_tokens_decoder().values()}
+        tokens = {
+            bytes(alphabet[character] for character in token)
+            for token in self._tokenizer.get_vocab(with_added_tokens=True)
+            if all(character in alphabet for character in token)
+        }
+        tokens |= {
+            token.content.encode() for token in self._tokenizer.get_added_tokens_decoder().values()
+        }
         longest = [1] * 256
         for token in tokens:
             for byte in set(token):
@@ -134,8 +151,11 @@ def _knows_all(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> b
         if model.byte_fallback and _has_bytes(vocabulary):
             return True
         return model.unk_token is not None and not model.fuse_unk
-    return isinstance(model, Unigram) and _has_bytes(vocabulary) \
+    return (
+        isinstance(model, Unigram)
+        and _has_bytes(vocabulary)
         and bool(json.loads(model.__getstate__()).get("byte_fallback"))
+    )
 
 
 def _has_bytes(vocabulary: dict[str, int]) -> bool:

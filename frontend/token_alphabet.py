@@ -17,7 +17,9 @@ def byte_characters() -> dict[str, int]:
     others, in order, from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(0x100) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(0x100 + i): byte for i, byte in enumerate(rest)
+    }
 
 
 class TokenAlphabet:
@@ -28,9 +30,14 @@ class TokenAlphabet:
         kinds = {str(step.get("type")) for step in steps}
         self._bytes = byte_characters() if "ByteLevel" in kinds else None
         self._falls_back = "ByteFallback" in kinds
-        self._replaced = [(str(step["pattern"]["String"]), str(step["content"])) for step in steps
-                          if step.get("type") == "Replace" and "String" in step.get("pattern", {})]
-        self._replaced += [(str(step["replacement"]), " ") for step in steps if step.get("type") == "Metaspace"]
+        self._replaced = [
+            (str(step["pattern"]["String"]), str(step["content"]))
+            for step in steps
+            if step.get("type") == "Replace" and "String" in step.get("pattern", {})
+        ]
+        self._replaced += [
+            (str(step["replacement"]), " ") for step in steps if step.get("type") == "Metaspace"
+        ]
 
     def bytes_of(self, token: str) -> bytes:
         """Of a token as the vocabulary has it."""

@@ -25,7 +25,15 @@ LONG_TEXT = 2048
 """Characters from which tokenising (up to 1 us each) would noticeably delay the other streams of the event loop."""
 _HUGE_TEXT = 1 << 20
 """Characters from which the library's memory (about 150 bytes each) is returned to the system."""
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _MAX_TEMPLATES = 32
 """Compiled chat templates that are kept: the model's own, and templates that calls bring."""
 
@@ -42,17 +50,23 @@ class Tokenizer(TokenizerMethods):
         # A file may carry the settings of its training, which would cut prompts without a word.
         self.fast.no_truncation()
         self.fast.no_padding()
-        self.special_ids = frozenset(i for i, t in self.fast.get_added_tokens_decoder().items() if t.special)
+        self.special_ids = frozenset(
+            i for i, t in self.fast.get_added_tokens_decoder().items() if t.special
+        )
         """Ids that `skip_special_tokens` leaves out of a text."""
         self._added = {i: t.content for i, t in self.fast.get_added_tokens_decoder().items()}
         self._alphabet = TokenAlphabet(self.fast)
         self._token_bytes: dict[int, bytes] = {}
-        self.special_token_ids = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
+        self.special_token_ids = {
+            t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special
+        }
         """The same, by their text."""
         self.bound = TextBound(self.fast)
         """Lower bounds on the number of a text's tokens."""
         config = _read_json(Path(folder) / "tokenizer_config.json")
-        self._special_tokens = {name: text for name in _SPECIAL if (text := _text(config.get(name))) is not None}
+        self._special_tokens = {
+            name: text for name in _SPECIAL if (text := _text(config.get(name))) is not None
+        }
         self._templates = chat_templates(Path(folder), config)
         self._compiled: dict[str, ChatTemplate] = {}
         """Compiled templates by their sources."""
@@ -90,7 +104,9 @@ class Tokenizer(TokenizerMethods):
         """Raises ValidationError for parameters that this tokenizer cannot serve."""
 
     @takes_vllm_arguments
-    def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> list[int]:
         """Return the token ids of a text. By default, add the special tokens that the model puts around every text.
 
         Raises ValidationError for a text with lone surrogates, which no encoding of text can hold, and
@@ -99,12 +115,19 @@ class Tokenizer(TokenizerMethods):
         try:
             # For a single text the library releases the interpreter lock only in `encode_batch`. It then notes that it
             # may have used threads, and warns programs that fork later, so short texts take the other way.
-            encoding = self.fast.encode(text, add_special_tokens=add_special_tokens) if len(text) <= LONG_TEXT else \
-                self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            encoding = (
+                self.fast.encode(text, add_special_tokens=add_special_tokens)
+                if len(text) <= LONG_TEXT
+                else self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            )
         except TypeError:
-            raise ValidationError("prompt", "is not valid text: it cannot be written as UTF-8") from None
+            raise ValidationError(
+                "prompt", "is not valid text: it cannot be written as UTF-8"
+            ) from None
         try:
-            if max_model_len is not None and len(encoding) + 1 > max_model_len:  # before the ids become objects
+            if (
+                max_model_len is not None and len(encoding) + 1 > max_model_len
+            ):  # before the ids become objects
                 raise PromptTooLongError("prompt", len(encoding), max_model_len)
             return list(encoding.ids)
         finally:
@@ -117,22 +140,33 @@ class Tokenizer(TokenizerMethods):
         several = [ids] if isinstance(ids, int) else list(ids)
         if len(several) <= LONG_TEXT:
             return str(self.fast.decode(several, skip_special_tokens=skip_special_tokens))
-        return str(self.fast.decode_batch([several], skip_special_tokens=skip_special_tokens)[0])  # as in `encode`
+        return str(
+            self.fast.decode_batch([several], skip_special_tokens=skip_special_tokens)[0]
+        )  # as in `encode`
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes of one token by itself, which may be a part of a character."""
         found = self._token_bytes.get(token)
         if found is None:
-            found = self._token_bytes[token] = self._alphabet.bytes_of(self.fast.id_to_token(token) or "") \
-                if token not in self._added else self._added[token].encode()
+            found = self._token_bytes[token] = (
+                self._alphabet.bytes_of(self.fast.id_to_token(token) or "")
+                if token not in self._added
+                else self._added[token].encode()
+            )
         return found
 
     def token_text(self, token: int) -> str:
         """One token by itself as text; a replacement character stands for bytes that are none."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
-                    chat_template: str | None = None, **variables: Any) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
         """Return the prompt of a conversation as text, with its special tokens.
 
         chat_template: a template instead of the model's own. The template gets `variables`. Raises ValidationError when
@@ -155,8 +189,11 @@ class Tokenizer(TokenizerMethods):
         if source is None:
             others = ", ".join(sorted(self._templates))
             which = f" of the name {DEFAULT!r}, only {others}" if others else ""
-            raise ValidationError("messages", f"this model has no chat template{which}; give the prompt as text, or a "
-                                  "template (chat_template)")
+            raise ValidationError(
+                "messages",
+                f"this model has no chat template{which}; give the prompt as text, or a "
+                "template (chat_template)",
+            )
         if (made := self._compiled.get(source)) is None:
             if len(self._compiled) >= _MAX_TEMPLATES:
                 self._compiled.clear()
@@ -169,7 +206,8 @@ def _load(folder: Path) -> FastTokenizer:
     if not file.exists():
         raise EngineStartError(
             f"tokenizer: {folder} has no tokenizer.json; make one with transformers: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
     try:
         return FastTokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more special
@@ -189,4 +227,3 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _text(token: Any) -> str | None:
     """A special token is written as a string, or as an object with its text in `content`."""
     return token.get("content") if isinstance(token, dict) else token
-

@@ -43,8 +43,14 @@ class TokenizerMethods(RefusesTokenizerMethods):
         """See Tokenizer."""
 
     @abstractmethod
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True,
-                    chat_template: str | None = None, **variables: Any) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
         """See Tokenizer."""
 
     @takes_vllm_arguments
@@ -61,13 +67,18 @@ class TokenizerMethods(RefusesTokenizerMethods):
         yield from ()
         return self
 
-    def batch_decode(self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+    def batch_decode(
+        self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
         """Return the text of each list of token ids."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def tokenize(self, text: str) -> list[str]:
         """Return the tokens of a text as the vocabulary writes them."""
-        return [self.fast.id_to_token(token) or "" for token in self.encode(text, add_special_tokens=False)]
+        return [
+            self.fast.id_to_token(token) or ""
+            for token in self.encode(text, add_special_tokens=False)
+        ]
 
     def get_vocab(self) -> dict[str, int]:
         """Return all tokens and their ids."""
@@ -91,26 +102,54 @@ class TokenizerMethods(RefusesTokenizerMethods):
         return [self.fast.id_to_token(token) for token in ids]
 
     @overload
-    def apply_chat_template(self, conversation: Sequence[Message], *, return_dict: Literal[True],
-                            tokenize: Literal[True] = True, add_generation_prompt: bool = False,
-                            continue_final_message: bool = False, tools: Sequence[Any] | None = None,
-                            chat_template: str | None = None, **variables: Any) -> Encoding: ...
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        return_dict: Literal[True],
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> Encoding: ...
 
     @overload
-    def apply_chat_template(self, conversation: Sequence[Message], *, tokenize: Literal[True] = True,
-                            add_generation_prompt: bool = False, continue_final_message: bool = False,
-                            tools: Sequence[Any] | None = None, chat_template: str | None = None,
-                            **variables: Any) -> list[int]: ...
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[int]: ...
 
     @overload
-    def apply_chat_template(self, conversation: Sequence[Message], *, tokenize: Literal[False],
-                            add_generation_prompt: bool = False, continue_final_message: bool = False,
-                            tools: Sequence[Any] | None = None, chat_template: str | None = None,
-                            **variables: Any) -> str: ...
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str: ...
 
     @takes_vllm_arguments
-    def apply_chat_template(self, conversation: Sequence[Message], *, tokenize: bool = True,
-                            return_dict: bool = False, **variables: Any) -> str | list[int] | Encoding:
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **variables: Any,
+    ) -> str | list[int] | Encoding:
         """Return the prompt of a conversation: its token ids, an Encoding of them (return_dict), or its text.
 
         The template gets the other `variables`. Raises ValidationError when the model has no template or the template
@@ -135,7 +174,11 @@ class TokenizerMethods(RefusesTokenizerMethods):
     @property
     def all_special_ids(self) -> list[int]:
         """Ids of the special tokens that have a role."""
-        return [token for text in self.all_special_tokens if (token := self.fast.token_to_id(text)) is not None]
+        return [
+            token
+            for text in self.all_special_tokens
+            if (token := self.fast.token_to_id(text)) is not None
+        ]
 
     def _special_id(self, role: str) -> int | None:
         text = self._special_tokens.get(role)

@@ -50,11 +50,17 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
         return self.full_requests >= self.data_parallel_size
 
 
-def sizes(spec: ModelSpec, machine: Machine, *, dtype: str, max_model_len: int, cache: CacheConfig) -> list[Size]:
+def sizes(
+    spec: ModelSpec, machine: Machine, *, dtype: str, max_model_len: int, cache: CacheConfig
+) -> list[Size]:
     """Every size of a replica that the model and the machine allow, with as many replicas as there is room for."""
     num_devices = max(1, len(machine.gpus))
-    return [_size(spec, machine, tp, pp, num_devices // (tp * pp), ITEM_BYTES[dtype], max_model_len, cache)
-            for tp, pp in _replica_sizes(spec, num_devices)]
+    return [
+        _size(
+            spec, machine, tp, pp, num_devices // (tp * pp), ITEM_BYTES[dtype], max_model_len, cache
+        )
+        for tp, pp in _replica_sizes(spec, num_devices)
+    ]
 
 
 def _replica_sizes(spec: ModelSpec, num_devices: int) -> Iterator[tuple[int, int]]:
@@ -69,26 +75,54 @@ def _replica_sizes(spec: ModelSpec, num_devices: int) -> Iterator[tuple[int, int
                 yield tp, pp
 
 
-def _size(spec: ModelSpec, machine: Machine, tp: int, pp: int, dp: int, item: int, max_model_len: int,
-          cache: CacheConfig) -> Size:
+def _size(
+    spec: ModelSpec,
+    machine: Machine,
+    tp: int,
+    pp: int,
+    dp: int,
+    item: int,
+    max_model_len: int,
+    cache: CacheConfig,
+) -> Size:
     """item: bytes of a number."""
     layers = split_layers(spec, pp)
     stages = [Shard(spec, tp, stage_of(layers, i)) for i in range(pp)]
     working = _working_bytes(spec, tp, item) if machine.gpus else 0
-    tokens = max(0, min((_room(machine, cache) - stage.weights * item - working) // (stage.kv_per_token * item)
-                        for stage in stages))
+    tokens = max(
+        0,
+        min(
+            (_room(machine, cache) - stage.weights * item - working) // (stage.kv_per_token * item)
+            for stage in stages
+        ),
+    )
     if not machine.gpus:
-        tokens = min(tokens, min(_CPU_CACHE_BYTES, machine.memory_bytes // 4) // (stages[0].kv_per_token * item))
-    tokens = min(tokens, SchedulerConfig().limits("cuda" if machine.gpus else "cpu").max_num_seqs * max_model_len)
+        tokens = min(
+            tokens,
+            min(_CPU_CACHE_BYTES, machine.memory_bytes // 4) // (stages[0].kv_per_token * item),
+        )
+    tokens = min(
+        tokens,
+        SchedulerConfig().limits("cuda" if machine.gpus else "cpu").max_num_seqs * max_model_len,
+    )
     tokens -= tokens % (cache.block_size or (_GPU_BLOCK if machine.gpus else _CPU_BLOCK))
     bandwidth = min((gpu.bandwidth or 0.0 for gpu in machine.gpus), default=0.0)
-    read, kept = sum(s.read for s in stages) * item, sum(s.kv_per_token for s in stages) * item * tokens
+    read, kept = (
+        sum(s.read for s in stages) * item,
+        sum(s.kv_per_token for s in stages) * item * tokens,
+    )
     return Size(
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp,
-        weight_bytes=max(stage.weights for stage in stages) * item, working_bytes=working, cache_tokens=tokens,
-        cache_tokens_in_all=tokens * dp, full_requests=round(tokens * dp / max_model_len, 2),
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        weight_bytes=max(stage.weights for stage in stages) * item,
+        working_bytes=working,
+        cache_tokens=tokens,
+        cache_tokens_in_all=tokens * dp,
+        full_requests=round(tokens * dp / max_model_len, 2),
         token_floor_ms=1e3 * read / bandwidth if bandwidth else None,
-        full_step_floor_ms=1e3 * (read + kept) / bandwidth if bandwidth and tokens else None)
+        full_step_floor_ms=1e3 * (read + kept) / bandwidth if bandwidth and tokens else None,
+    )
 
 
 class Shard:
@@ -97,9 +131,15 @@ class Shard:
     def __init__(self, spec: ModelSpec, tp: int, stage: Stage) -> None:
         num_layers, first, last = len(stage.layers), stage.is_first, stage.is_last
         hidden, dim = spec.hidden_size, spec.head_dim
-        heads, kv_heads, width = spec.num_heads // tp, max(1, spec.num_kv_heads // tp), spec.intermediate_size // tp
+        heads, kv_heads, width = (
+            spec.num_heads // tp,
+            max(1, spec.num_kv_heads // tp),
+            spec.intermediate_size // tp,
+        )
         attention = hidden * dim * (2 * heads + 2 * kv_heads) + 2 * dim * spec.qk_norm
-        attention += spec.attention_bias * dim * (heads + 2 * kv_heads) + spec.attention_output_bias * hidden
+        attention += (
+            spec.attention_bias * dim * (heads + 2 * kv_heads) + spec.attention_output_bias * hidden
+        )
         mlp = 3 * hidden * width + spec.mlp_bias * (2 * width + hidden)
         table = -(-spec.vocab_size // tp) * hidden
         layers = num_layers * (attention + mlp + 2 * hidden)
@@ -121,6 +161,10 @@ def _working_bytes(spec: ModelSpec, tp: int, item: int) -> int:
     """An estimate of what the largest step takes on a GPU: the MLP's and the stream's activations and the logits, once
     outside of graphs and once in them. The engine measures it at its start."""
     limits = SchedulerConfig().limits("cuda")
-    step = limits.max_num_batched_tokens * (3 * spec.intermediate_size // tp + 4 * spec.hidden_size) * item
+    step = (
+        limits.max_num_batched_tokens
+        * (3 * spec.intermediate_size // tp + 4 * spec.hidden_size)
+        * item
+    )
     step += limits.max_num_seqs * spec.vocab_size * item
     return 2 * step + _MARGIN

@@ -10,16 +10,28 @@ from typing import Any
 
 from sidestep.ipc.vllm.foreign import Foreign
 
-_SHORT = {"optimization_level": "-O", "quantization": "-q", "compilation_config": "-cc",
-          "speculative_config": "-sc", "enable_expert_parallel": "-ep"}
+_SHORT = {
+    "optimization_level": "-O",
+    "quantization": "-q",
+    "compilation_config": "-cc",
+    "speculative_config": "-sc",
+    "enable_expert_parallel": "-ep",
+}
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser, table: Mapping[str, Foreign]) -> None:
     """Add a flag for each name of a table that the command has no flag for. The help does not show them."""
     for name, foreign in table.items():
-        flags = [flag for flag in (f"--{name.replace('_', '-')}", _SHORT.get(name))
-                 if flag is not None and flag not in parser._option_string_actions]
-        common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        flags = [
+            flag
+            for flag in (f"--{name.replace('_', '-')}", _SHORT.get(name))
+            if flag is not None and flag not in parser._option_string_actions
+        ]
+        common: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": argparse.SUPPRESS,
+        }
         if not flags:
             continue
         if foreign.form == "switch":
@@ -42,7 +54,9 @@ def with_dashes(words: Iterable[str]) -> list[str]:
     for word in words:
         are_flags = are_flags and word != "--"
         flag, equals, value = word.partition("=")
-        made.append(flag.replace("_", "-") + equals + value if are_flags and flag.startswith("--") else word)
+        made.append(
+            flag.replace("_", "-") + equals + value if are_flags and flag.startswith("--") else word
+        )
     return made
 
 

@@ -41,6 +41,7 @@ class _Refusing:
     _INSTEAD: Mapping[str, str] = {}
 
     if not TYPE_CHECKING:
+
         def __getattr__(self, name: str) -> Any:
             kind = type(self).__name__
             if (instead := self._INSTEAD.get(name)) is not None:

@@ -13,7 +13,9 @@ MAX_BEAM_WIDTH = 64
 """Each of so many rows brings back twice as many candidates in each step, or more."""
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BeamSearchParams(
+    msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True
+):
     """Beam search keeps the `beam_width` most probable continuations, token by token. Names and defaults are those that
     users of vLLM and transformers know; results are those of transformers.
 
@@ -40,17 +42,27 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True, array_like=Tru
         for field, least, most in (("beam_width", 1, MAX_BEAM_WIDTH), ("max_tokens", 1, 2**31 - 1)):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ValidationError(field, f"must be a whole number between {least} and {most}, not {value!r}")
+                raise ValidationError(
+                    field, f"must be a whole number between {least} and {most}, not {value!r}"
+                )
         penalty = self.length_penalty
-        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not math.isfinite(penalty):
+        if (
+            not isinstance(penalty, int | float)
+            or isinstance(penalty, bool)
+            or not math.isfinite(penalty)
+        ):
             raise ValidationError("length_penalty", f"must be a number, not {penalty!r}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValidationError("early_stopping", f"must be True, False or 'never', not {self.early_stopping!r}")
+            raise ValidationError(
+                "early_stopping", f"must be True, False or 'never', not {self.early_stopping!r}"
+            )
         for field in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, field), bool):
                 raise ValidationError(field, f"must be True or False, not {getattr(self, field)!r}")
         if isinstance(self.temperature, bool) or self.temperature != 0:
-            raise ValidationError("temperature", f"must be 0, not {self.temperature!r}: beam search samples nothing")
+            raise ValidationError(
+                "temperature", f"must be 0, not {self.temperature!r}: beam search samples nothing"
+            )
 
     def num_candidates(self, num_eos: int) -> int:
         """Continuations of each beam that are looked at: enough that `beam_width` of all have not ended."""

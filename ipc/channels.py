@@ -46,8 +46,10 @@ def _drain(socket: zmq.Socket[bytes]) -> list[bytes]:
 def new_address() -> ClientAddress:
     """In a private folder of its own (mode 0700), so that no other user can talk to the engine."""
     folder = tempfile.mkdtemp(prefix="sidestep-")
-    return ClientAddress(to_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
-                         from_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}")
+    return ClientAddress(
+        to_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
+        from_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
+    )
 
 
 def remove_address(address: ClientAddress) -> None:
@@ -77,7 +79,9 @@ class FrontendChannel:
             self._in.bind(self.address.from_core)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
-            raise EngineStartError("the engine that sent the invitation has ended, or it was used before") from None
+            raise EngineStartError(
+                "the engine that sent the invitation has ended, or it was used before"
+            ) from None
         keep_from_children(self)
 
     def wait_message(self, timeout_s: float) -> ToFrontend | None:
@@ -127,7 +131,9 @@ class FrontendChannel:
         """Close a forked process's copies of the connections. With them open, the core would not see this frontend's
         end."""
         self._is_ours = False
-        close_sockets_of({path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)})
+        close_sockets_of(
+            {path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)}
+        )
 
     def close(self) -> None:
         """Close the sockets. May be called twice. A forked child closes nothing of its parent's."""
@@ -178,7 +184,6 @@ class CoreChannel:
             for socket in (monitor, out):
                 socket.close(linger=0)
         return gone
-
 
     def receive(self) -> list[ToCore]:
         """All messages that are there. One that cannot be read is logged and dropped: it must not end the engine."""

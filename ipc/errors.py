@@ -14,7 +14,9 @@ class SidestepError(Exception):
         return _restore, (type(self), self.args, self.__dict__)
 
 
-def _restore(kind: type[SidestepError], args: tuple[Any, ...], fields: dict[str, Any]) -> SidestepError:
+def _restore(
+    kind: type[SidestepError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> SidestepError:
     """Make a copy of an error from its fields, without calling its constructor."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
@@ -47,9 +49,14 @@ class UnsupportedError(SidestepError, AttributeError, NotImplementedError):
 class PromptTooLongError(ValidationError):
     """A prompt leaves no room for output. It has `num_tokens`, or at least as many."""
 
-    def __init__(self, field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
-        super().__init__(field, f"has {'at least ' if at_least else ''}{num_tokens} tokens; with one of output that is "
-                         f"more than max_model_len ({max_model_len})")
+    def __init__(
+        self, field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False
+    ) -> None:
+        super().__init__(
+            field,
+            f"has {'at least ' if at_least else ''}{num_tokens} tokens; with one of output that is "
+            f"more than max_model_len ({max_model_len})",
+        )
         self.num_tokens = num_tokens
         self.at_least = at_least
 

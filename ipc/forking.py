@@ -48,8 +48,9 @@ def _after_fork_in_child() -> None:
     no_forks.release()
 
 
-os.register_at_fork(before=no_forks.acquire, after_in_parent=no_forks.release,
-                    after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=no_forks.acquire, after_in_parent=no_forks.release, after_in_child=_after_fork_in_child
+)
 
 
 def close_sockets_of(paths: Collection[str]) -> None:
@@ -116,5 +117,7 @@ class Home:
     def check(self) -> None:
         """Raise SidestepError in a forked child."""
         if not self.is_here:
-            raise SidestepError(f"this engine belongs to process {self._pid}, and a forked child "
-                                "cannot use it: make the engine after the fork")
+            raise SidestepError(
+                f"this engine belongs to process {self._pid}, and a forked child "
+                "cannot use it: make the engine after the fork"
+            )

@@ -12,8 +12,14 @@ from sidestep.ipc.hf_config import read_json, token_ids
 from sidestep.ipc.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
-_NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-          "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 """Fields of the file that set a default -> the engine's sampling parameters."""
 
 
@@ -25,8 +31,9 @@ class GenerationConfig(msgspec.Struct, frozen=True):
     """Default sampling parameters, by the engine's names."""
 
 
-def read_generation_config(folder: str, *, required: bool = False,
-                           with_sampling: bool = True) -> GenerationConfig:
+def read_generation_config(
+    folder: str, *, required: bool = False, with_sampling: bool = True
+) -> GenerationConfig:
     """Return the settings of the file in a folder; empty ones if there is no file, unless it is required.
     with_sampling: whether to read its sampling parameters.
 
@@ -42,8 +49,10 @@ def read_generation_config(folder: str, *, required: bool = False,
     try:
         SamplingParams(**sampling)
     except ValidationError as error:
-        raise EngineStartError(f"generation_config: {file}: {error} (generation_config 'none' "
-                               "leaves the file's sampling parameters out)") from None
+        raise EngineStartError(
+            f"generation_config: {file}: {error} (generation_config 'none' "
+            "leaves the file's sampling parameters out)"
+        ) from None
     eos = token_ids(values.get("eos_token_id"), f"eos_token_id in {FILE}")
     return GenerationConfig(eos, sampling)
 

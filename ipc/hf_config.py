@@ -24,8 +24,9 @@ _ROPE_COMMON = ("rope_theta", "partial_rotary_factor")
 class HfConfig:
     """The fields of one config.json, with the user's overrides. Null counts as a missing field."""
 
-    def __init__(self, path: str, values: Mapping[str, Any],
-                 overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: str, values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    ) -> None:
         """path: the model's folder."""
         self.path = path
         self.overridden = frozenset(overrides or ())
@@ -48,8 +49,10 @@ class HfConfig:
         for name in names:
             if registry.model_class(name) is not None:
                 return name
-        raise EngineStartError(f"model: architecture {', '.join(names) or 'none'} is not "
-                               f"supported; supported are {', '.join(registry.model_names())}")
+        raise EngineStartError(
+            f"model: architecture {', '.join(names) or 'none'} is not "
+            f"supported; supported are {', '.join(registry.model_names())}"
+        )
 
     def get(self, name: str) -> Any:
         """Return the field unchecked; None if it is missing."""
@@ -104,8 +107,11 @@ class HfConfig:
     def check_overrides(self) -> None:
         """Raise ValidationError for an override that no reader has read. Call it after the reader."""
         for name in sorted(self.overridden - self._in_file - self._asked):
-            raise ValidationError("hf_overrides", f"{name!r} is neither a field of this model's "
-                                  "config.json nor one that the engine reads")
+            raise ValidationError(
+                "hf_overrides",
+                f"{name!r} is neither a field of this model's "
+                "config.json nor one that the engine reads",
+            )
 
     def _given(self, name: str, default: Any) -> Any:
         value = self.get(name)
@@ -140,7 +146,8 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
     for one in ids:
         if not isinstance(one, int) or isinstance(one, bool) or one < 0:
             raise EngineStartError(
-                f"model: {name} must be a token id or a list of them, not {value!r}")
+                f"model: {name} must be a token id or a list of them, not {value!r}"
+            )
     return tuple(ids)
 
 
@@ -155,13 +162,16 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
         rope.pop("rope_theta", None)
     old_type, new_type = _rope_type(rope), _rope_type(new)
     if (new_type is not None and new_type != old_type) or any(
-            name in overrides and not overrides[name] for name in _ROPE_NAMES):
+        name in overrides and not overrides[name] for name in _ROPE_NAMES
+    ):
         rope = {name: rope[name] for name in _ROPE_COMMON if name in rope}
     if new_type is not None:  # under either name in the file
         rope = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
     hidden = (*_ROPE_NAMES, *(("dtype",) if "torch_dtype" in overrides else ()))
-    merged = _deep({n: v for n, v in values.items() if n not in hidden},
-                   {n: v for n, v in overrides.items() if n not in _ROPE_NAMES})
+    merged = _deep(
+        {n: v for n, v in values.items() if n not in hidden},
+        {n: v for n, v in overrides.items() if n not in _ROPE_NAMES},
+    )
     return {**merged, "rope_parameters": _deep(rope, new)}
 
 
@@ -171,7 +181,8 @@ def _rope_object(values: Mapping[str, Any]) -> dict[str, Any]:
         if value := values.get(name):
             if not isinstance(value, dict):
                 raise EngineStartError(
-                    f"model: {name} in config.json must be an object, not {value!r}")
+                    f"model: {name} in config.json must be an object, not {value!r}"
+                )
             return dict(value)
     return {}
 

@@ -26,10 +26,15 @@ FIELDS = "fields"
 class LogConfig(Options):
     """Level and format of the log."""
 
-    log_level: str = option("info", "Least level of what is written to standard error.", choices=LEVELS)
+    log_level: str = option(
+        "info", "Least level of what is written to standard error.", choices=LEVELS
+    )
     log_format: str = option(
-        "text", "'json' writes each line of every process as one JSON object, with the keys time, level, process, pid, "
-        "logger and message.", choices=FORMATS)
+        "text",
+        "'json' writes each line of every process as one JSON object, with the keys time, level, process, pid, "
+        "logger and message.",
+        choices=FORMATS,
+    )
 
 
 class JsonFormatter(logging.Formatter):
@@ -39,9 +44,14 @@ class JsonFormatter(logging.Formatter):
         """Return a line without its end."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
-            "time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "process": _process,
-            "pid": record.process, "logger": record.name, "message": record.getMessage(),
-            **getattr(record, FIELDS, {})}
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": _process,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
@@ -68,7 +78,9 @@ def begin(config: LogConfig, process: str) -> None:
     global _config, _process
     _config, _process = config, process
     text = f"%(levelname)s %(asctime)s {process.replace('%', '%%')}: %(message)s"
-    _handler.setFormatter(JsonFormatter() if config.log_format == "json" else logging.Formatter(text))
+    _handler.setFormatter(
+        JsonFormatter() if config.log_format == "json" else logging.Formatter(text)
+    )
     logging.getLogger().addHandler(_handler)  # a handler is not added twice
     logging.getLogger("sidestep").setLevel(config.log_level.upper())
 
@@ -79,7 +91,9 @@ def own_process() -> None:
     if _config.log_format == "json":
         logging.captureWarnings(True)
         sys.excepthook = lambda *error: _log_uncaught(error)
-        threading.excepthook = lambda args: _log_uncaught((args.exc_type, args.exc_value, args.exc_traceback))
+        threading.excepthook = lambda args: _log_uncaught(
+            (args.exc_type, args.exc_value, args.exc_traceback)
+        )
 
 
 def _log_uncaught(error: Any) -> None:

@@ -33,6 +33,7 @@ class FinishReason(enum.IntEnum):
 
 # Frontend to core.
 
+
 class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """A new request, already checked by the frontend."""
 
@@ -96,6 +97,7 @@ ToCore = AddRequest | AbortRequests | Call | Connect
 
 
 # Core to frontend.
+
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The engine serves from now on."""

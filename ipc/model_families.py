@@ -27,8 +27,12 @@ def llama(config: HfConfig) -> ModelSpec:
 def mistral(config: HfConfig) -> ModelSpec:
     """Read a model like Llama, with one window for all layers, or for the layers that layer_types names."""
     bias = config.flag("attention_bias")
-    return _decoder(config, attention_bias=bias, attention_output_bias=bias,
-                    window=config.whole("sliding_window", 0, least=0))
+    return _decoder(
+        config,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        window=config.whole("sliding_window", 0, least=0),
+    )
 
 
 def qwen2(config: HfConfig) -> ModelSpec:
@@ -39,19 +43,33 @@ def qwen2(config: HfConfig) -> ModelSpec:
 def qwen3(config: HfConfig) -> ModelSpec:
     """Read Qwen3: like Llama, with norms of queries and keys, which config.json does not say."""
     bias = config.flag("attention_bias")
-    return _decoder(config, attention_bias=bias, attention_output_bias=bias, qk_norm=True,
-                    **_qwen_window(config))
+    return _decoder(
+        config,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        qk_norm=True,
+        **_qwen_window(config),
+    )
 
 
 def _qwen_window(config: HfConfig) -> dict[str, Any]:
     if not config.flag("use_sliding_window"):
         return {}
-    return {"window": config.whole("sliding_window", 0, least=0),
-            "first_window": config.whole("max_window_layers", 0, least=0)}
+    return {
+        "window": config.whole("sliding_window", 0, least=0),
+        "first_window": config.whole("max_window_layers", 0, least=0),
+    }
 
 
-def _decoder(config: HfConfig, *, attention_bias: bool, attention_output_bias: bool = False,
-             qk_norm: bool = False, window: int = 0, first_window: int = 0) -> ModelSpec:
+def _decoder(
+    config: HfConfig,
+    *,
+    attention_bias: bool,
+    attention_output_bias: bool = False,
+    qk_norm: bool = False,
+    window: int = 0,
+    first_window: int = 0,
+) -> ModelSpec:
     """window: attention window of the layers from `first_window` on, or of the layers that layer_types names."""
     _refuse_unsupported(config)
     num_layers, heads = config.whole("num_hidden_layers"), config.whole("num_attention_heads")
@@ -82,11 +100,13 @@ def _decoder(config: HfConfig, *, attention_bias: bool, attention_output_bias: b
 def _refuse_unsupported(config: HfConfig) -> None:
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise EngineStartError(
-            f"model: hidden_act {activation!r} is not supported; supported is silu")
+            f"model: hidden_act {activation!r} is not supported; supported is silu"
+        )
     if quantization := config.part("quantization_config"):
         method = quantization.get("quant_method", "unknown")
-        raise EngineStartError(f"model: quantization {method!r} is not supported; supported are "
-                               "unquantised weights")
+        raise EngineStartError(
+            f"model: quantization {method!r} is not supported; supported are unquantised weights"
+        )
     for name in ("partial_rotary_factor", "pretraining_tp"):
         if (value := config.get(name)) not in (None, 1):
             raise EngineStartError(f"model: {name} {value!r} is not supported; supported is 1")
@@ -96,8 +116,9 @@ def _dtype(config: HfConfig) -> str:
     older: Any = config.get("torch_dtype")  # always read: an override may use the older name
     name = str(config.get("dtype") or older or "float32").removeprefix("torch.")
     if name not in TORCH_DTYPES:
-        raise EngineStartError(f"model: dtype {name!r} is not supported; supported are "
-                               f"{', '.join(TORCH_DTYPES)}")
+        raise EngineStartError(
+            f"model: dtype {name!r} is not supported; supported are {', '.join(TORCH_DTYPES)}"
+        )
     return name
 
 
@@ -106,11 +127,14 @@ def _windows(config: HfConfig, num_layers: int, window: int, first: int) -> tupl
     kinds = config.names("layer_types")
     for kind in kinds:
         if kind not in (FULL, SLIDING):
-            raise EngineStartError(f"model: layer type {kind!r} of layer_types in config.json is "
-                                   f"not supported; supported are {FULL}, {SLIDING}")
+            raise EngineStartError(
+                f"model: layer type {kind!r} of layer_types in config.json is "
+                f"not supported; supported are {FULL}, {SLIDING}"
+            )
     if not kinds:
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
     if len(kinds) != num_layers:
-        config.refuse("layer_types", f"names {len(kinds)} layers, and num_hidden_layers is "
-                      f"{num_layers}")
+        config.refuse(
+            "layer_types", f"names {len(kinds)} layers, and num_hidden_layers is {num_layers}"
+        )
     return tuple(window if kind == SLIDING else 0 for kind in kinds)

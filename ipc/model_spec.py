@@ -68,12 +68,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
-def resolve_model_path(model: str, revision: str | None = None, files: Sequence[str] = _FILES) -> str:
+def resolve_model_path(
+    model: str, revision: str | None = None, files: Sequence[str] = _FILES
+) -> str:
     """A local folder for a folder's path or a hub name (fetched where a hub is reachable; of it these files)."""
     if os.path.isdir(model):
         return os.path.abspath(model)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise EngineStartError(f"model: {model!r} is not a folder, nor a hub name of the form owner/name")
+        raise EngineStartError(
+            f"model: {model!r} is not a folder, nor a hub name of the form owner/name"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -81,12 +85,16 @@ def resolve_model_path(model: str, revision: str | None = None, files: Sequence[
     except Exception as error:  # the hub client raises many types, all meaning the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EngineStartError(
-            f"model: {model!r} is not a folder and could not be fetched from a hub: {reason}") from None
+            f"model: {model!r} is not a folder and could not be fetched from a hub: {reason}"
+        ) from None
 
 
-def load_model_spec(path: str, overrides: Mapping[str, Any] | None = None,
-                    generation: GenerationConfig | None = None,
-                    more_eos: Sequence[int] = ()) -> ModelSpec:
+def load_model_spec(
+    path: str,
+    overrides: Mapping[str, Any] | None = None,
+    generation: GenerationConfig | None = None,
+    more_eos: Sequence[int] = (),
+) -> ModelSpec:
     """Return the spec of the model whose config.json is in a folder.
 
     overrides: values that replace the file's fields. generation: replaces the folder's own generation_config.json.
@@ -119,5 +127,7 @@ def _reader(architecture: str) -> Any:
     try:
         return registry.load(target)
     except (ImportError, AttributeError) as error:
-        raise EngineStartError(f"model: {target!r}, which reads the config of {architecture}, cannot "
-                               f"be imported: {error}") from None
+        raise EngineStartError(
+            f"model: {target!r}, which reads the config of {architecture}, cannot "
+            f"be imported: {error}"
+        ) from None

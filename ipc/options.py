@@ -24,7 +24,9 @@ Parser = Callable[[str], Any]
 """Convert the text that people write to a value. Raises ValueError."""
 
 
-def option(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, parse: Parser | None = None) -> Any:
+def option(
+    default: Any, doc: str, *, choices: tuple[str, ...] | None = None, parse: Parser | None = None
+) -> Any:
     """Declare an option: its default, its help text and, where it has them, its choices or the parser of its text.
 
     A parser is for texts such as '32k'. It is applied to strings of every source, Python included.
@@ -109,15 +111,27 @@ def _plain(kind: Any) -> Any:
     return typing.get_origin(kind) or kind
 
 
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", list: "a list of strings",
-          tuple: "a list of whole numbers", dict: "a mapping", type(None): "None"}
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list of strings",
+    tuple: "a list of whole numbers",
+    dict: "a mapping",
+    type(None): "None",
+}
 
 
 def _problem(text: str, error: ValueError) -> str:
     """Return the parser's own message, or a general one for errors of int() and float(), which do not describe the
     option."""
     told = str(error)
-    return told if told and "literal" not in told and "convert" not in told else f"{text!r} cannot be understood"
+    return (
+        told
+        if told and "literal" not in told and "convert" not in told
+        else f"{text!r} cannot be understood"
+    )
 
 
 def split(text: str) -> list[str]:
@@ -164,7 +178,7 @@ def parse_mapping(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a JSON object, such as {{\"key\": 1}}")
+        raise ValueError(f'{text!r} is not a JSON object, such as {{"key": 1}}')
     return value
 
 

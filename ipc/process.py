@@ -75,7 +75,7 @@ class Child:
         unsent = memoryview(job)
         with suppress(BrokenPipeError):  # it died at once; the watcher reports how
             while unsent:
-                unsent = unsent[self._popen.stdin.write(unsent):]
+                unsent = unsent[self._popen.stdin.write(unsent) :]
         threading.Thread(target=self._watch, name=f"watch {self.name}", daemon=True).start()
 
     @property
@@ -127,7 +127,9 @@ class Child:
         """Close a forked process's copy of the lifeline. The forked process must neither wait for the child nor end
         it."""
         self._close_lifeline()
-        self._popen.returncode = 0  # Popen would warn of a child that still runs when it is collected
+        self._popen.returncode = (
+            0  # Popen would warn of a child that still runs when it is collected
+        )
 
     def _watch(self) -> None:
         self._popen.wait()
@@ -139,9 +141,16 @@ class Child:
             callback(self.death_cause())
 
 
-def spawn(name: str, target: str, args: Any, *, env: Mapping[str, str] | None = None,
-          pass_fds: Sequence[int] = (), remove: Sequence[str] = (),
-          log_config: LogConfig | None = None) -> Child:
+def spawn(
+    name: str,
+    target: str,
+    args: Any,
+    *,
+    env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+    remove: Sequence[str] = (),
+    log_config: LogConfig | None = None,
+) -> Child:
     """Run `target` ("module:function") in a new process; the function gets `args` as JSON bytes (see `decode_args`).
 
     `env` adds to the environment; `pass_fds` are inherited under their own numbers. The child is in a process group of
@@ -152,11 +161,21 @@ def spawn(name: str, target: str, args: Any, *, env: Mapping[str, str] | None = 
     with no_forks:  # until keep_from_children has the child
         popen = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP, *remove, name],
-            stdin=subprocess.PIPE, stdout=2, pass_fds=tuple(pass_fds), process_group=0, bufsize=0,
-            env={**os.environ, **env} if env else None)
+            stdin=subprocess.PIPE,
+            stdout=2,
+            pass_fds=tuple(pass_fds),
+            process_group=0,
+            bufsize=0,
+            env={**os.environ, **env} if env else None,
+        )
         child = Child(name, popen)
-    job = {"path": sys.path, "target": target, "args": msgspec.json.encode(args).decode(), "name": name,
-           "logs": asdict(log_config or logs.current())}
+    job = {
+        "path": sys.path,
+        "target": target,
+        "args": msgspec.json.encode(args).decode(),
+        "name": name,
+        "logs": asdict(log_config or logs.current()),
+    }
     child.begin(json.dumps(job).encode() + b"\n")
     return child
 

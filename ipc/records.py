@@ -13,7 +13,9 @@ import msgspec
 
 StepKind = Literal["decode", "prompt", "mixed"]
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
-WaitReason = Literal["turn", "max_num_seqs", "max_num_batched_tokens", "kv_cache", "output", "grammar"]
+WaitReason = Literal[
+    "turn", "max_num_seqs", "max_num_batched_tokens", "kv_cache", "output", "grammar"
+]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 """See RequestRecord.waiting_for."""
 

@@ -22,8 +22,11 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 """Rope type -> names of the numbers that scale it."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1,), "attn_factor": (1,), "extrapolation_factor": (1,),
-    "finetuned": (True, False)}
+    "partial_rotary_factor": (1,),
+    "attn_factor": (1,),
+    "extrapolation_factor": (1,),
+    "finetuned": (True, False),
+}
 """Known fields -> the values with which they change nothing."""
 ROPE_TYPES = tuple(_NUMBERS)
 
@@ -38,8 +41,10 @@ def read_rope(config: HfConfig) -> RopeSpec:
     old_name, rope_type = given.pop("type", None), given.pop("rope_type", None)
     rope_type = rope_type or old_name or "default"
     if rope_type not in ROPE_TYPES:
-        raise EngineStartError(f"model: rope type {rope_type!r} is not supported; supported are "
-                               f"{', '.join(ROPE_TYPES)}")
+        raise EngineStartError(
+            f"model: rope type {rope_type!r} is not supported; supported are "
+            f"{', '.join(ROPE_TYPES)}"
+        )
     theta = given.pop("rope_theta", None)
     theta = config.number("rope_theta", 10000.0) if theta is None else theta
     _check(config, "rope_theta", theta)
@@ -69,8 +74,9 @@ def _scaling(config: HfConfig, rope_type: str, given: dict[str, Any]) -> dict[st
 
 def _check(config: HfConfig, name: str, value: Any) -> None:
     if not is_number(value) or value < 0 or (value == 0 and name not in _OPTIONAL):
-        config.refuse(f"{name} of the rotary embedding",
-                      f"must be a positive number, not {value!r}")
+        config.refuse(
+            f"{name} of the rotary embedding", f"must be a positive number, not {value!r}"
+        )
 
 
 def _refuse_others(config: HfConfig, rope_type: str, given: dict[str, Any]) -> None:
@@ -93,6 +99,9 @@ def longest_positions(config: HfConfig, rope: RopeSpec) -> int:
     if "max_position_embeddings" not in config.overridden:
         return stretched
     if stated > stretched:
-        raise ValidationError("hf_overrides", f"max_position_embeddings {stated} is more than YaRN "
-                              f"reaches, which is {_ORIGINAL} times factor ({stretched})")
+        raise ValidationError(
+            "hf_overrides",
+            f"max_position_embeddings {stated} is more than YaRN "
+            f"reaches, which is {_ORIGINAL} times factor ({stretched})",
+        )
     return stated

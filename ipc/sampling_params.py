@@ -52,8 +52,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True,
-                                metaclass=ParamsMeta):
+class RepetitionDetectionParams(
+    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, metaclass=ParamsMeta
+):
     """An output ends when its last tokens are one pattern of tokens, so many times in a row.
 
     Raises ValidationError, which names the field.
@@ -68,27 +69,47 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True, forbi
 
     def __post_init__(self) -> None:
         name = "repetition_detection"
-        _check(_is_int(self.min_pattern_size) and self.min_pattern_size >= 1, f"{name}.min_pattern_size",
-               f"must be at least 1, not {self.min_pattern_size!r}")
-        _check(_is_int(self.max_pattern_size) and self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN,
-               f"{name}.max_pattern_size",
-               f"must be between min_pattern_size and {MAX_PATTERN}, not {self.max_pattern_size!r}")
-        _check(_is_int(self.min_count) and 2 <= self.min_count <= 2**31 - 1, f"{name}.min_count",
-               f"must be at least 2, not {self.min_count!r}")
+        _check(
+            _is_int(self.min_pattern_size) and self.min_pattern_size >= 1,
+            f"{name}.min_pattern_size",
+            f"must be at least 1, not {self.min_pattern_size!r}",
+        )
+        _check(
+            _is_int(self.max_pattern_size)
+            and self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN,
+            f"{name}.max_pattern_size",
+            f"must be between min_pattern_size and {MAX_PATTERN}, not {self.max_pattern_size!r}",
+        )
+        _check(
+            _is_int(self.min_count) and 2 <= self.min_count <= 2**31 - 1,
+            f"{name}.min_count",
+            f"must be at least 2, not {self.min_count!r}",
+        )
 
     def found_in(self, tokens: list[int], first: int) -> bool:
         """Whether the tokens from number `first` on end in a repeated pattern. Costs a comparison for each size that
         does not repeat."""
         num_tokens, count = len(tokens) - first, self.min_count
-        for size in range(self.min_pattern_size, min(self.max_pattern_size, num_tokens // count) + 1):
+        for size in range(
+            self.min_pattern_size, min(self.max_pattern_size, num_tokens // count) + 1
+        ):
             # Shifted by one pattern, the tokens are the same.
-            if tokens[-1] == tokens[-1 - size] and tokens[-size * (count - 1):] == tokens[-size * count:-size]:
+            if (
+                tokens[-1] == tokens[-1 - size]
+                and tokens[-size * (count - 1) :] == tokens[-size * count : -size]
+            ):
                 return True
         return False
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True,
-                     metaclass=ParamsMeta):
+class SamplingParams(
+    msgspec.Struct,
+    kw_only=True,
+    frozen=True,
+    array_like=True,
+    forbid_unknown_fields=True,
+    metaclass=ParamsMeta,
+):
     """Sampling parameters of one request, with vLLM's names and defaults.
 
     They are frozen: `clone` makes a copy with other values. Numbers and arrays of numpy are converted to Python's own.
@@ -155,43 +176,89 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
 
     def __post_init__(self) -> None:
         self._make_plain()
-        _check(_is_int(self.n) and 1 <= self.n <= MAX_CHOICES, "n",
-               f"must be a whole number between 1 and {MAX_CHOICES}, not {self.n!r}")
-        _check(self.best_of is None or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_CHOICES), "best_of",
-               f"must be a whole number between n ({self.n}) and {MAX_CHOICES}, not {self.best_of!r}")
-        _check(not self.ranks_choices or self.output_kind is not RequestOutputKind.DELTA, "best_of",
-               "is known only at the end, so it cannot go with output_kind DELTA")
-        _check(_is_number(self.temperature) and 0 <= self.temperature <= 2, "temperature",
-               f"must be between 0 and 2, not {self.temperature!r}")
-        _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", f"must be in (0, 1], not {self.top_p!r}")
-        _check(_is_int(self.top_k) and self.top_k >= -1, "top_k",
-               f"must be -1 or 0 (all) or at least 1, not {self.top_k!r}")
-        _check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], not {self.min_p!r}")
-        _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED), "seed",
-               f"must be a whole number between 0 and 2**63-1, not {self.seed!r}")
-        _check(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens",
-               f"must be at least 1, not {self.max_tokens!r}")
-        _check(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens",
-               f"must be at least 0, not {self.min_tokens!r}")
-        _check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens",
-               f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
+        _check(
+            _is_int(self.n) and 1 <= self.n <= MAX_CHOICES,
+            "n",
+            f"must be a whole number between 1 and {MAX_CHOICES}, not {self.n!r}",
+        )
+        _check(
+            self.best_of is None
+            or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_CHOICES),
+            "best_of",
+            f"must be a whole number between n ({self.n}) and {MAX_CHOICES}, not {self.best_of!r}",
+        )
+        _check(
+            not self.ranks_choices or self.output_kind is not RequestOutputKind.DELTA,
+            "best_of",
+            "is known only at the end, so it cannot go with output_kind DELTA",
+        )
+        _check(
+            _is_number(self.temperature) and 0 <= self.temperature <= 2,
+            "temperature",
+            f"must be between 0 and 2, not {self.temperature!r}",
+        )
+        _check(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            f"must be in (0, 1], not {self.top_p!r}",
+        )
+        _check(
+            _is_int(self.top_k) and self.top_k >= -1,
+            "top_k",
+            f"must be -1 or 0 (all) or at least 1, not {self.top_k!r}",
+        )
+        _check(
+            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            f"must be in [0, 1], not {self.min_p!r}",
+        )
+        _check(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            "seed",
+            f"must be a whole number between 0 and 2**63-1, not {self.seed!r}",
+        )
+        _check(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            f"must be at least 1, not {self.max_tokens!r}",
+        )
+        _check(
+            _is_int(self.min_tokens) and self.min_tokens >= 0,
+            "min_tokens",
+            f"must be at least 0, not {self.min_tokens!r}",
+        )
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"{self.min_tokens} is more than max_tokens ({self.max_tokens})",
+        )
         self._check_stops()
         self._check_penalties()
         for field in ("logprobs", "prompt_logprobs"):
             value = getattr(self, field)
-            _check(value != -1, field, f"-1 asks for all tokens of the vocabulary; at most {MAX_LOGPROBS} of the most "
-                   "probable ones can be told")
-            _check(value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS), field,
-                   f"must be between 0 and {MAX_LOGPROBS}, not {value!r}: more of each token would cost more than "
-                   "sampling it")
+            _check(
+                value != -1,
+                field,
+                f"-1 asks for all tokens of the vocabulary; at most {MAX_LOGPROBS} of the most "
+                "probable ones can be told",
+            )
+            _check(
+                value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
+                field,
+                f"must be between 0 and {MAX_LOGPROBS}, not {value!r}: more of each token would cost more than "
+                "sampling it",
+            )
         self._check_logit_bias()
         self._check_tokens_and_words()
         # The core could not read a message with these of another type, and the request would wait without end.
         for field in _SWITCHES:
             value = getattr(self, field)
             _check(isinstance(value, bool), field, f"must be True or False, not {value!r}")
-        _check(isinstance(self.output_kind, RequestOutputKind), "output_kind",
-               f"must be a RequestOutputKind, not {self.output_kind!r}")
+        _check(
+            isinstance(self.output_kind, RequestOutputKind),
+            "output_kind",
+            f"must be a RequestOutputKind, not {self.output_kind!r}",
+        )
         self._check_structure()
 
     def _make_plain(self) -> None:
@@ -218,23 +285,51 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     def _check_structure(self) -> None:
         if (structure := self.structured_outputs) is None:
             return
-        _check(isinstance(structure, StructuredOutputsParams), "structured_outputs",
-               f"must be StructuredOutputsParams, not {type(structure).__name__}")
-        _check(not self.ignore_eos, "ignore_eos", "cannot go with structured_outputs, which say where the output ends")
-        _check(self.min_tokens == 0, "min_tokens", "cannot go with structured_outputs, which say where the output ends")
+        _check(
+            isinstance(structure, StructuredOutputsParams),
+            "structured_outputs",
+            f"must be StructuredOutputsParams, not {type(structure).__name__}",
+        )
+        _check(
+            not self.ignore_eos,
+            "ignore_eos",
+            "cannot go with structured_outputs, which say where the output ends",
+        )
+        _check(
+            self.min_tokens == 0,
+            "min_tokens",
+            "cannot go with structured_outputs, which say where the output ends",
+        )
 
     def _check_stops(self) -> None:
-        _check(self.stop is None or isinstance(self.stop, str | list | tuple), "stop",
-               f"must be a string or a list of strings, not {self.stop!r}")
+        _check(
+            self.stop is None or isinstance(self.stop, str | list | tuple),
+            "stop",
+            f"must be a string or a list of strings, not {self.stop!r}",
+        )
         for text in self.stop_strings:
-            _check(isinstance(text, str) and text != "", "stop", f"holds {text!r}, which is not a non-empty string")
+            _check(
+                isinstance(text, str) and text != "",
+                "stop",
+                f"holds {text!r}, which is not a non-empty string",
+            )
         _check(self.detokenize or not self.stop_strings, "stop", "needs detokenize=True")
-        _check(self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple), "stop_token_ids",
-               f"must be a list of token ids, not {self.stop_token_ids!r}")
-        _check(len(self.stop_token_ids or ()) <= MAX_STOP_TOKEN_IDS, "stop_token_ids",
-               f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most")
+        _check(
+            self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple),
+            "stop_token_ids",
+            f"must be a list of token ids, not {self.stop_token_ids!r}",
+        )
+        _check(
+            len(self.stop_token_ids or ()) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most",
+        )
         for token in self.stop_token_ids or ():
-            _check(_is_int(token) and token >= 0, "stop_token_ids", f"holds {token!r}, which is not a token id")
+            _check(
+                _is_int(token) and token >= 0,
+                "stop_token_ids",
+                f"holds {token!r}, which is not a token id",
+            )
 
     @property
     def ranks_choices(self) -> bool:
@@ -249,41 +344,89 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
     def _check_penalties(self) -> None:
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
-            _check(_is_number(value) and -2 <= value <= 2, field, f"must be between -2 and 2, not {value!r}")
-        _check(_is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100, "repetition_penalty",
-               f"must be between 0.01 and 100, not {self.repetition_penalty!r}")
+            _check(
+                _is_number(value) and -2 <= value <= 2,
+                field,
+                f"must be between -2 and 2, not {value!r}",
+            )
+        _check(
+            _is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
+            "repetition_penalty",
+            f"must be between 0.01 and 100, not {self.repetition_penalty!r}",
+        )
         detection = self.repetition_detection
-        _check(detection is None or isinstance(detection, RepetitionDetectionParams), "repetition_detection",
-               f"must be RepetitionDetectionParams, not {detection!r}")
+        _check(
+            detection is None or isinstance(detection, RepetitionDetectionParams),
+            "repetition_detection",
+            f"must be RepetitionDetectionParams, not {detection!r}",
+        )
 
     def _check_tokens_and_words(self) -> None:
         allowed, words, extra = self.allowed_token_ids, self.bad_words, self.extra_args
-        _check(allowed is None or (isinstance(allowed, list | tuple) and len(allowed) > 0), "allowed_token_ids",
-               f"must be a list of at least one token id, not {allowed!r}")
+        _check(
+            allowed is None or (isinstance(allowed, list | tuple) and len(allowed) > 0),
+            "allowed_token_ids",
+            f"must be a list of at least one token id, not {allowed!r}",
+        )
         for token in allowed or ():
-            _check(_is_int(token) and token >= 0, "allowed_token_ids", f"holds {token!r}, which is not a token id")
-        _check(words is None or isinstance(words, list | tuple), "bad_words",
-               f"must be a list of strings, not {words!r}")
-        _check(len(words or ()) <= MAX_BAD_WORDS, "bad_words",
-               f"holds {len(words or ())} texts; {MAX_BAD_WORDS} are the most")
+            _check(
+                _is_int(token) and token >= 0,
+                "allowed_token_ids",
+                f"holds {token!r}, which is not a token id",
+            )
+        _check(
+            words is None or isinstance(words, list | tuple),
+            "bad_words",
+            f"must be a list of strings, not {words!r}",
+        )
+        _check(
+            len(words or ()) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"holds {len(words or ())} texts; {MAX_BAD_WORDS} are the most",
+        )
         for word in words or ():
-            _check(isinstance(word, str) and word.strip() != "", "bad_words",
-                   f"holds {word!r}, which is not a text with anything but white space")
-            _check(len(word) <= MAX_BAD_WORD_CHARACTERS, "bad_words",
-                   f"holds a text of {len(word)} characters; {MAX_BAD_WORD_CHARACTERS} are the most")
-        _check(extra is None or (isinstance(extra, dict) and all(isinstance(name, str) for name in extra)),
-               "extra_args", f"must be a dict by names of logits processors, not {extra!r}")
+            _check(
+                isinstance(word, str) and word.strip() != "",
+                "bad_words",
+                f"holds {word!r}, which is not a text with anything but white space",
+            )
+            _check(
+                len(word) <= MAX_BAD_WORD_CHARACTERS,
+                "bad_words",
+                f"holds a text of {len(word)} characters; {MAX_BAD_WORD_CHARACTERS} are the most",
+            )
+        _check(
+            extra is None
+            or (isinstance(extra, dict) and all(isinstance(name, str) for name in extra)),
+            "extra_args",
+            f"must be a dict by names of logits processors, not {extra!r}",
+        )
 
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias
         if bias is None:
             return
-        _check(isinstance(bias, dict), "logit_bias", f"must be a dict from token ids to numbers, not {bias!r}")
-        _check(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"holds {len(bias)} tokens; {MAX_LOGIT_BIAS} are the most")
+        _check(
+            isinstance(bias, dict),
+            "logit_bias",
+            f"must be a dict from token ids to numbers, not {bias!r}",
+        )
+        _check(
+            len(bias) <= MAX_LOGIT_BIAS,
+            "logit_bias",
+            f"holds {len(bias)} tokens; {MAX_LOGIT_BIAS} are the most",
+        )
         for token, value in bias.items():
-            _check(_is_int(token) and token >= 0, "logit_bias", f"holds {token!r}, which is not a token id")
-            _check(_is_number(value) and -100 <= value <= 100, "logit_bias",
-                   f"of token {token} must be between -100 and 100, not {value!r}")
+            _check(
+                _is_int(token) and token >= 0,
+                "logit_bias",
+                f"holds {token!r}, which is not a token id",
+            )
+            _check(
+                _is_number(value) and -100 <= value <= 100,
+                "logit_bias",
+                f"of token {token} must be between -100 and 100, not {value!r}",
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -294,6 +437,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, array_like=True,
 
 
 _PLAIN = (int, float, bool, str, type(None), RequestOutputKind)
-_NESTED: dict[str, Any] = {"structured_outputs": StructuredOutputsParams,
-                           "repetition_detection": RepetitionDetectionParams}
+_NESTED: dict[str, Any] = {
+    "structured_outputs": StructuredOutputsParams,
+    "repetition_detection": RepetitionDetectionParams,
+}
 """Fields that are structs of parameters. A dict may be given for each."""

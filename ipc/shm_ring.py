@@ -62,7 +62,9 @@ class RingSpec:
         return (self.memory, self.bells_in[reader])
 
 
-def create_ring(num_readers: int, num_slots: int = DEFAULT_SLOTS, slot_bytes: int = DEFAULT_SLOT_BYTES) -> RingSpec:
+def create_ring(
+    num_readers: int, num_slots: int = DEFAULT_SLOTS, slot_bytes: int = DEFAULT_SLOT_BYTES
+) -> RingSpec:
     """Allocates the memory (untouched pages cost nothing) and the doorbells."""
     memory = _unnamed_memory()
     os.ftruncate(memory, _size(num_readers, num_slots, slot_bytes))
@@ -70,7 +72,9 @@ def create_ring(num_readers: int, num_slots: int = DEFAULT_SLOTS, slot_bytes: in
     for ends in pipes:
         for end in ends:
             os.set_blocking(end, False)
-    return RingSpec(memory, tuple(p[0] for p in pipes), tuple(p[1] for p in pipes), num_slots, slot_bytes)
+    return RingSpec(
+        memory, tuple(p[0] for p in pipes), tuple(p[1] for p in pipes), num_slots, slot_bytes
+    )
 
 
 def _unnamed_memory() -> int:
@@ -91,7 +95,7 @@ class _Ring:
         self._spec = spec
         self._map = mmap.mmap(spec.memory, _size(spec.num_readers, spec.num_slots, spec.slot_bytes))
         self._data = memoryview(self._map)
-        self._counters = self._data[:_LINE * (1 + spec.num_readers)].cast("Q")
+        self._counters = self._data[: _LINE * (1 + spec.num_readers)].cast("Q")
         self._first_slot = _LINE * (1 + spec.num_readers)
         self._stride = _SLOT_HEADER.size + spec.slot_bytes
         self._count = 0
@@ -111,7 +115,9 @@ class RingWriter(_Ring):
         super().__init__(spec)
         self._read_counters = [self._reader_counter(r) for r in range(spec.num_readers)]
 
-    def send(self, parts: Iterable[bytes | memoryview], kind: int = 0, timeout_s: float = 30.0) -> None:
+    def send(
+        self, parts: Iterable[bytes | memoryview], kind: int = 0, timeout_s: float = 30.0
+    ) -> None:
         """Writes one message made of byte buffers. Waits while the ring is full; raises RingClosed if no room comes."""
         offset, room, start = self._open_slot(timeout_s)
         for part in parts:
@@ -121,8 +127,8 @@ class RingWriter(_Ring):
                     self._close_slot(start, kind, offset, more=True)
                     offset, room, start = self._open_slot(timeout_s)
                 chunk = view[:room]
-                self._data[offset:offset + len(chunk)] = chunk
-                offset, room, view = offset + len(chunk), room - len(chunk), view[len(chunk):]
+                self._data[offset : offset + len(chunk)] = chunk
+                offset, room, view = offset + len(chunk), room - len(chunk), view[len(chunk) :]
         self._close_slot(start, kind, offset, more=False)
 
     def _open_slot(self, timeout_s: float) -> tuple[int, int, int]:
@@ -145,7 +151,10 @@ class RingWriter(_Ring):
                 raise RingClosed("the reader has gone") from None
 
     def _is_full(self) -> bool:
-        return self._count - min(self._counters[c] for c in self._read_counters) >= self._spec.num_slots
+        return (
+            self._count - min(self._counters[c] for c in self._read_counters)
+            >= self._spec.num_slots
+        )
 
     def _wait_for_room(self, timeout_s: float) -> None:
         # Rare (a message of many slots, or a reader that lags): polling keeps the common path free of a second bell.
@@ -184,7 +193,7 @@ class RingReader(_Ring):
             return None
         start = self._slot(self._count)
         length, kind, more = _SLOT_HEADER.unpack_from(self._data, start)
-        view = self._data[start + _SLOT_HEADER.size:start + _SLOT_HEADER.size + length]
+        view = self._data[start + _SLOT_HEADER.size : start + _SLOT_HEADER.size + length]
         self._count += 1
         if not more:
             self._held = 1
@@ -226,7 +235,7 @@ class RingReader(_Ring):
                 raise RingClosed("the rest of a message did not come")
             start = self._slot(self._count)
             length, _, more = _SLOT_HEADER.unpack_from(self._data, start)
-            message += self._data[start + _SLOT_HEADER.size:start + _SLOT_HEADER.size + length]
+            message += self._data[start + _SLOT_HEADER.size : start + _SLOT_HEADER.size + length]
             self._count += 1
         self._held = 1
         return memoryview(message)

@@ -31,8 +31,12 @@ Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 
 _DTYPES: dict[str, np.dtype[Any] | None] = {
-    "int": None, "Int32": np.dtype(np.int32), "Int64": np.dtype(np.int64), "Float32": np.dtype(np.float32),
-    "UInt8": np.dtype(np.uint8)}
+    "int": None,
+    "Int32": np.dtype(np.int32),
+    "Int64": np.dtype(np.int64),
+    "Float32": np.dtype(np.float32),
+    "UInt8": np.dtype(np.uint8),
+}
 _PREFIX = struct.Struct("<I")
 
 
@@ -66,11 +70,15 @@ class Columns:
         end = start + _PREFIX.unpack_from(data)[0]
         offset = end + -end % 8
         values: list[Any] = []
-        for (_, dtype), value in zip(_layout(cls), msgspec.msgpack.decode(data[start:end]), strict=True):
+        for (_, dtype), value in zip(
+            _layout(cls), msgspec.msgpack.decode(data[start:end]), strict=True
+        ):
             if dtype is None:
                 values.append(value)
                 continue
-            values.append(np.frombuffer(data, dtype, value, offset) if value else np.empty(0, dtype))
+            values.append(
+                np.frombuffer(data, dtype, value, offset) if value else np.empty(0, dtype)
+            )
             offset += value * dtype.itemsize
             offset += -offset % 8
         return cls(*values)
@@ -194,8 +202,14 @@ class LogprobColumns(Columns):
     def of(self, chosen: npt.NDArray[np.bool_], keys: Int32) -> Self:
         """Those of some tokens, [N], under other keys, one for each that is chosen."""
         entries = np.repeat(chosen, self.sizes)
-        return type(self)(keys, self.positions[chosen], self.sizes[chosen], self.ranks[chosen],
-                          self.token_ids[entries], self.logprobs[entries])
+        return type(self)(
+            keys,
+            self.positions[chosen],
+            self.sizes[chosen],
+            self.ranks[chosen],
+            self.token_ids[entries],
+            self.logprobs[entries],
+        )
 
 
 def _no_bytes() -> UInt8:

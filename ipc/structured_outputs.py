@@ -30,8 +30,9 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """JSON, as llguidance reads it."""
 
 
-class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True,
-                              metaclass=ParamsMeta):
+class StructuredOutputsParams(
+    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, metaclass=ParamsMeta
+):
     """The form of an output, in exactly one of the first six fields; names are those that users of vLLM know.
 
     Raises ValidationError, which names the field.
@@ -61,13 +62,20 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise ValidationError("structured_outputs", f"needs exactly one of {', '.join(_KINDS)}, not "
-                                  f"{' and '.join(given) or 'none'}")
+            raise ValidationError(
+                "structured_outputs",
+                f"needs exactly one of {', '.join(_KINDS)}, not {' and '.join(given) or 'none'}",
+            )
         self._check(given[0])
         if not isinstance(self.disable_any_whitespace, bool):
-            raise _wrong("disable_any_whitespace", f"must be True or False, not {self.disable_any_whitespace!r}")
+            raise _wrong(
+                "disable_any_whitespace",
+                f"must be True or False, not {self.disable_any_whitespace!r}",
+            )
         if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
-            raise _wrong("disable_any_whitespace", f"has a meaning only for JSON, not with {given[0]}")
+            raise _wrong(
+                "disable_any_whitespace", f"has a meaning only for JSON, not with {given[0]}"
+            )
         for name in ("reasoning_begin", "reasoning_end"):
             if (mark := getattr(self, name)) is not None:
                 _check_text(name, mark, str)
@@ -112,7 +120,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, frozen=True, forbid_
             try:
                 value = msgspec.json.decode(value)
             except (msgspec.DecodeError, RecursionError) as error:
-                raise _wrong(name, f"is not valid JSON: {str(error) or 'nested too deeply'}") from None
+                raise _wrong(
+                    name, f"is not valid JSON: {str(error) or 'nested too deeply'}"
+                ) from None
         if not isinstance(value, dict):
             raise _wrong(name, f"must be a JSON object, not {type(value).__name__}")
         return value
@@ -126,8 +136,12 @@ def grammar_limits() -> LLParserLimits:
     """
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, step_max_items=4_200,
-                          verbose_errors=False)
+    return LLParserLimits(
+        max_grammar_size=100_000,
+        max_lexer_states=50_000,
+        step_max_items=4_200,
+        verbose_errors=False,
+    )
 
 
 def first_line(problem: str) -> str:
@@ -142,7 +156,12 @@ def _wrong(name: str, problem: str) -> ValidationError:
 def _check_text(name: str, value: object, kind: Any) -> None:
     """A text, or an object that JSON can hold, within the bound."""
     if not isinstance(value, kind) or value == "":
-        raise _wrong(name, f"must be text{' or a dict' if kind is not str else ''} and not empty, not {value!r}"[:200])
+        raise _wrong(
+            name,
+            f"must be text{' or a dict' if kind is not str else ''} and not empty, not {value!r}"[
+                :200
+            ],
+        )
     if isinstance(value, str):
         _check_size(name, value)
         return

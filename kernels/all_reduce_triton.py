@@ -88,7 +88,9 @@ def _meet(spaces, rank, epoch, RANKS: tl.constexpr):
     # What goes round is a scalar: Triton 3.6 does not compile a tensor there.
     least = epoch - 1
     while least < epoch:
-        seen = tl.atomic_add(own, tl.zeros_like(peer).to(tl.int64), mask=there, sem="acquire", scope="sys")
+        seen = tl.atomic_add(
+            own, tl.zeros_like(peer).to(tl.int64), mask=there, sem="acquire", scope="sys"
+        )
         least = tl.min(tl.where(there, seen, epoch), 0)
     tl.debug_barrier()
 
@@ -109,7 +111,9 @@ def _one(counter, epoch):
 
 
 @triton.jit
-def _sum_of(spaces, offset, hidden, at, inside, counter, epoch, RANKS: tl.constexpr, ADD: tl.constexpr):
+def _sum_of(
+    spaces, offset, hidden, at, inside, counter, epoch, RANKS: tl.constexpr, ADD: tl.constexpr
+):
     """The parts of all ranks, rounded once."""
     dtype: tl.constexpr = hidden.dtype.element_ty
     parts = ()
@@ -138,8 +142,23 @@ def _write(value, hidden, normed, w, at, inside, eps, D: tl.constexpr, NORM: tl.
 
 
 @triton.jit(do_not_specialize=["T", "rank"])
-def _one_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-              RANKS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+def _one_shot(
+    spaces,
+    counters,
+    hidden,
+    weight,
+    normed,
+    T,
+    rank,
+    offset,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < D
@@ -157,8 +176,23 @@ def _one_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D:
 
 
 @triton.jit(do_not_specialize=["T", "rank"])
-def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-              RANKS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+def _two_shot(
+    spaces,
+    counters,
+    hidden,
+    weight,
+    normed,
+    T,
+    rank,
+    offset,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Row i is rank i % RANKS's; the same program sums it there and reads it elsewhere."""
     dtype: tl.constexpr = hidden.dtype.element_ty
     program = tl.program_id(0)
@@ -175,7 +209,9 @@ def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D:
         row = first + rank
         if row < T:
             at = tl.cast(row, tl.int64) * D + columns
-            value = _sum_of(spaces, offset, hidden, at, inside, counters + program, epoch, RANKS, ADD)
+            value = _sum_of(
+                spaces, offset, hidden, at, inside, counters + program, epoch, RANKS, ADD
+            )
             tl.store(own + at, value, mask=inside)
             _write(value, hidden, normed, w, at, inside, eps, D, NORM)
     _meet(spaces, rank, epoch + 1, RANKS)
@@ -186,30 +222,52 @@ def _two_shot(spaces, counters, hidden, weight, normed, T, rank, offset, eps, D:
             # Each rank begins with another one.
             peer = (rank + turn) % RANKS
             at = tl.cast(first + peer, tl.int64) * D + columns
-            value = tl.load(_rows_at(space_of(spaces, peer, RANKS), offset, dtype) + at, mask=inside & (at < end),
-                            other=0.0)
+            value = tl.load(
+                _rows_at(space_of(spaces, peer, RANKS), offset, dtype) + at,
+                mask=inside & (at < end),
+                other=0.0,
+            )
             values = values + (value,)  # type: ignore[assignment]
         one = _one(counters + program, epoch)
         for turn in tl.static_range(1, RANKS):
             row = first + (rank + turn) % RANKS
             if row < T:
                 value = (values[turn - 1].to(tl.float32) * one).to(dtype)
-                _write(value, hidden, normed, w, tl.cast(row, tl.int64) * D + columns, inside, eps, D, NORM)
+                _write(
+                    value,
+                    hidden,
+                    normed,
+                    w,
+                    tl.cast(row, tl.int64) * D + columns,
+                    inside,
+                    eps,
+                    D,
+                    NORM,
+                )
     tl.store(counters + program, epoch + 1)
 
 
 _KERNELS: dict[Kind, Any] = {"pushed": _pushed, "one_shot": _one_shot, "two_shot": _two_shot}
 
 
-def sum_parts(memory: PeerMemory, place: int, hidden: Tensor, norm: RmsNorm | None, config: SumConfig, *,
-              add: bool) -> Tensor | None:
+def sum_parts(
+    memory: PeerMemory,
+    place: int,
+    hidden: Tensor,
+    norm: RmsNorm | None,
+    config: SumConfig,
+    *,
+    add: bool,
+) -> Tensor | None:
     """Writes the sum of the parts at this place of all ranks to hidden [T, D], contiguous and of the parts' type; with
     `add`, hidden is a part too, which must be the same on all ranks. Returns the norm of that, [T, D].
 
     All ranks call this with the same arguments, in the same order; which place may be used, the file's top says.
     """
     rows, width = hidden.shape
-    assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.place_bytes, f"{hidden.shape}"
+    assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.place_bytes, (
+        f"{hidden.shape}"
+    )
     ranks = len(memory.addresses)
     normed = hidden if norm is None else torch.empty_like(hidden)
     block = triton.next_power_of_2(width)
@@ -221,7 +279,22 @@ def sum_parts(memory: PeerMemory, place: int, hidden: Tensor, norm: RmsNorm | No
         assert can_push(ranks, rows, width * hidden.element_size()), f"{hidden.shape} among {ranks}"
         areas = (memory.offset(PLACES), memory.area_bytes)
     kernel[(min(most, config.programs, memory.programs),)](
-        memory.addresses, memory.counters, hidden, hidden if norm is None else norm.weight, normed, rows, memory.rank,
-        memory.offset(place), 0.0 if norm is None else norm.eps, *areas, width, block, ranks, add, norm is not None,
-        num_warps=max(1, min(16, block // 256)), **pdl(hidden))
+        memory.addresses,
+        memory.counters,
+        hidden,
+        hidden if norm is None else norm.weight,
+        normed,
+        rows,
+        memory.rank,
+        memory.offset(place),
+        0.0 if norm is None else norm.eps,
+        *areas,
+        width,
+        block,
+        ranks,
+        add,
+        norm is not None,
+        num_warps=max(1, min(16, block // 256)),
+        **pdl(hidden),
+    )
     return None if norm is None else normed

@@ -9,7 +9,9 @@ from torch import Tensor
 
 # The stride of layers depends on the number of blocks, and one kernel is for any.
 @triton.jit
-def _copy_blocks(caches, sources, targets, layer_stride: tl.int64, block_stride, BLOCK: tl.constexpr):
+def _copy_blocks(
+    caches, sources, targets, layer_stride: tl.int64, block_stride, BLOCK: tl.constexpr
+):
     copy, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     source = tl.load(sources + copy).to(tl.int64)
     if source < 0:
@@ -18,8 +20,11 @@ def _copy_blocks(caches, sources, targets, layer_stride: tl.int64, block_stride,
     offsets = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < block_stride
     base = caches + layer * layer_stride
-    tl.store(base + target * block_stride + offsets, tl.load(base + source * block_stride + offsets, mask=inside),
-             mask=inside)
+    tl.store(
+        base + target * block_stride + offsets,
+        tl.load(base + source * block_stride + offsets, mask=inside),
+        mask=inside,
+    )
 
 
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -28,4 +33,6 @@ def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
     block = min(8192, triton.next_power_of_2(caches.stride(1)))
     grid = (len(sources), layers, triton.cdiv(caches.stride(1), block))
     if len(sources):
-        _copy_blocks[grid](caches, sources, targets, caches.stride(0), caches.stride(1), block, num_warps=8)
+        _copy_blocks[grid](
+            caches, sources, targets, caches.stride(0), caches.stride(1), block, num_warps=8
+        )

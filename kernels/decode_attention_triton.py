@@ -47,14 +47,23 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
 class DecodeScratch:
     """What a launch needs beside its inputs; the counters are zero between launches."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device,
-                 config: DecodeConfig) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        device: torch.device,
+        config: DecodeConfig,
+    ) -> None:
         self.config = config
         self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
         group = triton.next_power_of_2(num_heads // num_kv_heads)
         # Two parts a program: of the row it begins within, and of the row it ends within.
         slots = self.parts * num_kv_heads * 2
-        self.partial = torch.empty(slots, group, max(16, triton.next_power_of_2(head_dim)), device=device)
+        self.partial = torch.empty(
+            slots, group, max(16, triton.next_power_of_2(head_dim)), device=device
+        )
         self.stats = torch.empty(slots, 2, group, device=device)
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
 
@@ -93,7 +102,9 @@ def _row_at(row, there, tile_ends, seq_lens, slots, block_tables, table_stride):
 
 
 @triton.jit
-def _turned(source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr):
+def _turned(
+    source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr
+):
     """Heads at `source` [N, 1], normed and turned: [N, DIM] of their type, 0 outside. It rounds as qkv_rope does."""
     dtype = source.dtype.element_ty
     # Each dimension needs its partner, half a head away.
@@ -115,15 +126,35 @@ def _turned(source, weight, dims, position, cos, sin, eps, inside, D: tl.constex
 
 
 @triton.jit
-def _begin_with_new(source, query, k_weight, cos, sin, eps, scale, cache, table, block_stride, head, position, owner,
-                    KVH: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-                    NORM: tl.constexpr):
+def _begin_with_new(
+    source,
+    query,
+    k_weight,
+    cos,
+    sin,
+    eps,
+    scale,
+    cache,
+    table,
+    block_stride,
+    head,
+    position,
+    owner,
+    KVH: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """The softmax's state after the token at `position` alone, if this program is its owner, who also writes its key
     and value to the cache; else the state after none. source: the token's key of this head; its value lies KVH heads
     further."""
     dims = tl.arange(0, DIM)[None, :]
     there = dims < D
-    key = _turned(source + tl.zeros([1, 1], tl.int32), k_weight, dims, position, cos, sin, eps, there, D, NORM)
+    key = _turned(
+        source + tl.zeros([1, 1], tl.int32), k_weight, dims, position, cos, sin, eps, there, D, NORM
+    )
     value = tl.load(source + KVH * D + dims, mask=there, other=0.0)
     block = tl.load(table + position // PAGE).to(tl.int64)
     target = cache + block * block_stride + head * (PAGE * D) + (position % PAGE) * D + dims
@@ -139,12 +170,45 @@ def _begin_with_new(source, query, k_weight, cos, sin, eps, scale, cache, table,
 
 
 @triton.jit
-def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, stats, counters, cos, sin, q_weight,
-            k_weight, q_stride, table_stride, block_stride, out_stride, scale, eps, KVH: tl.constexpr, G: tl.constexpr,
-            GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-            TILE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-            MIN_TILES: tl.constexpr, COMBINED: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr,
-            PRECISION: tl.constexpr, PDL: tl.constexpr):
+def _decode(
+    q,
+    cache,
+    block_tables,
+    slots,
+    seq_lens,
+    tile_ends,
+    out,
+    partial,
+    stats,
+    counters,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    q_stride,
+    table_stride,
+    block_stride,
+    out_stride,
+    scale,
+    eps,
+    KVH: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    COMBINED: tl.constexpr,
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     head = tl.program_id(0) % KVH
     part = tl.program_id(0) // KVH
     # 1. This program's share of the tiles, and where they are. The plan and the tables were written several kernels ago
@@ -156,7 +220,9 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
     last = tl.minimum(tile + quota, total)
     row = tl.sum((ends <= tile).to(tl.int32), 0)
     row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
-    row_end, length, table = _row_at(row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride)
+    row_end, length, table = _row_at(
+        row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride
+    )
     # Idle programs go at once; one waits in any case, so that no later kernel overtakes the one before.
     if (tile >= last) & (part > 0):
         return
@@ -182,10 +248,30 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
         if ROPE:
             # The new token, whose key and value are not in the cache yet, begins the softmax of the row's last part.
             stored = length - 1
-            query = _turned(given, q_weight, dims[None, :], stored, cos, sin, eps, inside_head, D, NORM)
+            query = _turned(
+                given, q_weight, dims[None, :], stored, cos, sin, eps, inside_head, D, NORM
+            )
             top, mass, acc = _begin_with_new(
-                q + row * q_stride + (KVH * G + head) * D, query, k_weight, cos, sin, eps, scale, cache, table,
-                block_stride, head, stored, stop == row_end, KVH, D, DIM, PAGE, TILE, NORM)
+                q + row * q_stride + (KVH * G + head) * D,
+                query,
+                k_weight,
+                cos,
+                sin,
+                eps,
+                scale,
+                cache,
+                table,
+                block_stride,
+                head,
+                stored,
+                stop == row_end,
+                KVH,
+                D,
+                DIM,
+                PAGE,
+                TILE,
+                NORM,
+            )
         else:
             stored = length
             query = tl.load(given + dims[None, :], mask=inside_head, other=0.0)
@@ -196,7 +282,9 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
         for index in range(tile + shift, stop + shift):
             keys = index * TILE + within
             # The next tile's blocks are known a turn ahead, so that its keys can be asked for without waiting.
-            following = _blocks_of(table, tl.minimum(index + 1, stop + shift - 1), within, length, PAGE, TILE)
+            following = _blocks_of(
+                table, tl.minimum(index + 1, stop + shift - 1), within, length, PAGE, TILE
+            )
             place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
             source = cache + place[:, None] + dims[None, :]
             # What lies behind the last token is not read: it may be anything, and 0 x NaN would spread.
@@ -218,12 +306,19 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
         begins_here = tile == row_begin
         if begins_here & (stop == row_end):
             # 3. The whole row was here.
-            tl.store(target + m[:, None] * D + dims[None, :], (acc / total_mass[:, None]).to(out.dtype.element_ty),
-                     mask=(m < G)[:, None] & (dims < D)[None, :])
+            tl.store(
+                target + m[:, None] * D + dims[None, :],
+                (acc / total_mass[:, None]).to(out.dtype.element_ty),
+                mask=(m < G)[:, None] & (dims < D)[None, :],
+            )
         else:
             # 4. Leave the part, and see whether all others have left theirs.
             slot = (part * KVH + head) * 2 + begins_here.to(tl.int32)
-            tl.store(partial + slot * (GROUP * DIM) + m[:, None] * DIM + dims[None, :], acc, mask=(m < G)[:, None])
+            tl.store(
+                partial + slot * (GROUP * DIM) + m[:, None] * DIM + dims[None, :],
+                acc,
+                mask=(m < G)[:, None],
+            )
             tl.store(stats + slot * (2 * GROUP) + m, top, mask=m < G)
             tl.store(stats + slot * (2 * GROUP) + GROUP + m, total_mass, mask=m < G)
             first_part = row_begin // quota
@@ -249,24 +344,44 @@ def _decode(q, cache, block_tables, slots, seq_lens, tile_ends, out, partial, st
                     share = tl.exp2(tops - safe[None, :])
                     fade_all = tl.exp2(top_all - safe)
                     values = tl.load(
-                        partial + slots_of[:, None, None] * (GROUP * DIM) + group[None, :, None] * DIM
-                        + dims[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+                        partial
+                        + slots_of[:, None, None] * (GROUP * DIM)
+                        + group[None, :, None] * DIM
+                        + dims[None, None, :],
+                        mask=inside[:, :, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
                     mass_all = mass_all * fade_all + tl.sum(masses * share, 0)
                     acc_all = acc_all * fade_all[:, None] + tl.sum(values * share[:, :, None], 0)
                     top_all = highest_all
                 mass_all = tl.where(group < G, mass_all, 1.0)
-                tl.store(target + group[:, None] * D + dims[None, :],
-                         (acc_all / mass_all[:, None]).to(out.dtype.element_ty),
-                         mask=(group < G)[:, None] & (dims < D)[None, :])
+                tl.store(
+                    target + group[:, None] * D + dims[None, :],
+                    (acc_all / mass_all[:, None]).to(out.dtype.element_ty),
+                    mask=(group < G)[:, None] & (dims < D)[None, :],
+                )
         tile = stop
         row_begin = row_end
         row += 1
-        row_end, length, table = _row_at(row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride)
+        row_end, length, table = _row_at(
+            row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride
+        )
 
 
 @triton.jit
-def _plan(seq_lens, query_starts, header, decode_ends, prefill_ends, TILE: tl.constexpr, TOKENS: tl.constexpr,
-          WINDOW: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+def _plan(
+    seq_lens,
+    query_starts,
+    header,
+    decode_ends,
+    prefill_ends,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -282,23 +397,57 @@ def _plan(seq_lens, query_starts, header, decode_ends, prefill_ends, TILE: tl.co
     prefills = (rows >= num_decode) & (rows < num_rows)
     start = tl.load(query_starts + rows, mask=prefills, other=0)
     stop = tl.load(query_starts + rows + 1, mask=prefills, other=0)
-    tl.store(prefill_ends + rows, tl.cumsum(tl.where(prefills, tl.cdiv(stop - start, TOKENS), 0), 0))
+    tl.store(
+        prefill_ends + rows, tl.cumsum(tl.where(prefills, tl.cdiv(stop - start, TOKENS), 0), 0)
+    )
 
 
-def plan_attention(seq_lens: Tensor, query_starts: Tensor, header: Tensor, decode_ends: Tensor, prefill_ends: Tensor,
-                   *, tile: int, tokens: int, window: int) -> None:
+def plan_attention(
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    header: Tensor,
+    decode_ends: Tensor,
+    prefill_ends: Tensor,
+    *,
+    tile: int,
+    tokens: int,
+    window: int,
+) -> None:
     """Counts, cumulatively by row, the tiles of keys of decode rows and the tiles of query tokens of the others.
 
     seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] rows, header[1] of them decode, and come
     first; decode_ends, prefill_ends int32, written: a power of two of entries, at least R.
     """
-    _plan[(1,)](seq_lens, query_starts, header, decode_ends, prefill_ends, tile, tokens, window,
-                decode_ends.shape[0], num_warps=4, **pdl(seq_lens))
+    _plan[(1,)](
+        seq_lens,
+        query_starts,
+        header,
+        decode_ends,
+        prefill_ends,
+        tile,
+        tokens,
+        window,
+        decode_ends.shape[0],
+        num_warps=4,
+        **pdl(seq_lens),
+    )
 
 
-def decode_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tensor, seq_lens: Tensor,
-                     tile_ends: Tensor, out: Tensor, scratch: DecodeScratch, *, num_heads: int, window: int,
-                     scale: float, rope: Rope | None = None) -> None:
+def decode_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    tile_ends: Tensor,
+    out: Tensor,
+    scratch: DecodeScratch,
+    *,
+    num_heads: int,
+    window: int,
+    scale: float,
+    rope: Rope | None = None,
+) -> None:
     """Each decode row's query over all its keys, or the last `window` of them (0: all).
 
     q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D]; block_tables int32
@@ -311,12 +460,48 @@ def decode_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tens
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(group)
     combined = max(2, min(32, config.combined // (padded * triton.next_power_of_2(dim))))
-    cos, sin, norms, eps = (rope.cos, rope.sin, rope.norms, rope.eps) if rope is not None else (q, q, None, 0.0)
+    cos, sin, norms, eps = (
+        (rope.cos, rope.sin, rope.norms, rope.eps) if rope is not None else (q, q, None, 0.0)
+    )
     q_weight, k_weight = norms if norms is not None else (q, q)
     _decode[(scratch.parts * kv_heads,)](
-        q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.partial, scratch.stats, scratch.counters,
-        cos, sin, q_weight, k_weight, q.stride(0), block_tables.stride(0), cache.stride(0), out.stride(0),
-        scale * 1.4426950408889634, eps, kv_heads, group, padded, max(16, padded), dim,
-        max(16, triton.next_power_of_2(dim)), page, config.tile, window, tile_ends.shape[0], scratch.parts,
-        config.min_tiles, combined, rope is not None, norms is not None, "ieee",
-        num_warps=config.num_warps, num_stages=config.num_stages, **pdl(q))
+        q,
+        cache,
+        block_tables,
+        slots,
+        seq_lens,
+        tile_ends,
+        out,
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        q.stride(0),
+        block_tables.stride(0),
+        cache.stride(0),
+        out.stride(0),
+        scale * 1.4426950408889634,
+        eps,
+        kv_heads,
+        group,
+        padded,
+        max(16, padded),
+        dim,
+        max(16, triton.next_power_of_2(dim)),
+        page,
+        config.tile,
+        window,
+        tile_ends.shape[0],
+        scratch.parts,
+        config.min_tiles,
+        combined,
+        rope is not None,
+        norms is not None,
+        "ieee",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **pdl(q),
+    )

@@ -38,14 +38,39 @@ class GatedConfig:
 def _prefetch(weight, column, at, F, K: tl.constexpr, N: tl.constexpr):
     """Asks for 512 bytes of each row of a tile's part of W to be in L2, and for none behind W."""
     both = tl.arange(0, 2 * N)
-    rows = weight + (tl.minimum(column + both % N, F - 1) + both // N * F).to(tl.int64) * K + tl.minimum(at, K - 256)
-    tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;", "=r,l", [rows],
-                              dtype=tl.int32, is_pure=False, pack=1)
+    rows = (
+        weight
+        + (tl.minimum(column + both % N, F - 1) + both // N * F).to(tl.int64) * K
+        + tl.minimum(at, K - 256)
+    )
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
+        "=r,l",
+        [rows],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
-def _operands(x, weight, x_tiles, w_tiles, row, column, at, T, F, x_stride, K: tl.constexpr, M: tl.constexpr,
-              N: tl.constexpr, STEP: tl.constexpr, BULK: tl.constexpr):
+def _operands(
+    x,
+    weight,
+    x_tiles,
+    w_tiles,
+    row,
+    column,
+    at,
+    T,
+    F,
+    x_stride,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    BULK: tl.constexpr,
+):
     """Rows of x, [M, STEP], and rows of the gate over the same of the other half, [2 N, STEP]. Columns beyond K are
     zero; of rows beyond the last it only matters that they can be read."""
     if BULK:
@@ -77,8 +102,25 @@ def _activate(gate, up, dtype):
 
 # Knowing that there is one row of tiles, the compiler would keep the addresses of all results over the loop.
 @triton.jit(do_not_specialize=["T", "row_tiles", "tiles"])
-def _gated_gemm(x, weight, x_tiles, w_tiles, out, T, F, row_tiles, tiles, x_stride, out_stride, K: tl.constexpr,
-                M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr):
+def _gated_gemm(
+    x,
+    weight,
+    x_tiles,
+    w_tiles,
+    out,
+    T,
+    F,
+    row_tiles,
+    tiles,
+    x_stride,
+    out_stride,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    BULK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
     programs = tl.num_programs(0)
     first = tl.program_id(0)
@@ -94,15 +136,33 @@ def _gated_gemm(x, weight, x_tiles, w_tiles, out, T, F, row_tiles, tiles, x_stri
         step = index % STEPS
         row = tile % row_tiles * M
         column = tile // row_tiles * N
-        value, w = _operands(x, weight, x_tiles, w_tiles, row, column, step * STEP, T, F, x_stride, K, M, N, STEP,
-                             BULK)
+        value, w = _operands(
+            x,
+            weight,
+            x_tiles,
+            w_tiles,
+            row,
+            column,
+            step * STEP,
+            T,
+            F,
+            x_stride,
+            K,
+            M,
+            N,
+            STEP,
+            BULK,
+        )
         acc = tl.dot(value, w.T, acc, input_precision="ieee")
         if step == STEPS - 1:
             gate, up = acc.reshape(M, 2, N).permute(0, 2, 1).split()
             rows = row + tl.arange(0, M)
             columns = column + tl.arange(0, N)
-            tl.store(out + rows[:, None].to(tl.int64) * out_stride + columns[None, :],
-                     _activate(gate, up, out.dtype.element_ty), mask=(rows < T)[:, None] & (columns < F)[None, :])
+            tl.store(
+                out + rows[:, None].to(tl.int64) * out_stride + columns[None, :],
+                _activate(gate, up, out.dtype.element_ty),
+                mask=(rows < T)[:, None] & (columns < F)[None, :],
+            )
             acc = tl.zeros([M, 2 * N], tl.float32)
 
 
@@ -115,7 +175,9 @@ def default_config(tokens: int) -> GatedConfig:
     return GatedConfig(256, 64, 64, 8, 4)
 
 
-def choose(tokens: int, num_outputs: int, num_inputs: int, device: torch.device) -> GatedConfig | None:
+def choose(
+    tokens: int, num_outputs: int, num_inputs: int, device: torch.device
+) -> GatedConfig | None:
     """What was measured to be faster than the library's product and the activation after it, on Hopper GPUs, which have
     what the configurations ask for; None: those two."""
     if not has_pdl(device):
@@ -129,7 +191,11 @@ def choose(tokens: int, num_outputs: int, num_inputs: int, device: torch.device)
 def _can_be_bulk(x: Tensor, weight: Tensor) -> bool:
     """The copy engine wants rows, and their beginning, at multiples of 16 bytes."""
     aligned = x.device.type == "meta" or (x.data_ptr() | weight.data_ptr()) % 16 == 0
-    return aligned and x.stride(0) * x.element_size() % 16 == 0 and weight.stride(0) * x.element_size() % 16 == 0
+    return (
+        aligned
+        and x.stride(0) * x.element_size() % 16 == 0
+        and weight.stride(0) * x.element_size() % 16 == 0
+    )
 
 
 def gated_gemm(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) -> Tensor:
@@ -145,10 +211,34 @@ def gated_gemm(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) 
     bulk = c.bulk and _can_be_bulk(x, weight)
     x_tiles, w_tiles = x, weight
     if bulk:
-        x_tiles = TensorDescriptor(x, [tokens, num_inputs], [x.stride(0), 1], [c.block_m, c.block_k])
-        w_tiles = TensorDescriptor(weight, [2, num_outputs, num_inputs], [num_outputs * num_inputs, num_inputs, 1],
-                                   [2, c.block_n, c.block_k])
+        x_tiles = TensorDescriptor(
+            x, [tokens, num_inputs], [x.stride(0), 1], [c.block_m, c.block_k]
+        )
+        w_tiles = TensorDescriptor(
+            weight,
+            [2, num_outputs, num_inputs],
+            [num_outputs * num_inputs, num_inputs, 1],
+            [2, c.block_n, c.block_k],
+        )
     _gated_gemm[(programs,)](
-        x, weight, x_tiles, w_tiles, out, tokens, num_outputs, row_tiles, tiles, x.stride(0), out.stride(0), num_inputs,
-        c.block_m, c.block_n, c.block_k, bulk, num_warps=c.num_warps, num_stages=c.num_stages, **pdl(x))
+        x,
+        weight,
+        x_tiles,
+        w_tiles,
+        out,
+        tokens,
+        num_outputs,
+        row_tiles,
+        tiles,
+        x.stride(0),
+        out.stride(0),
+        num_inputs,
+        c.block_m,
+        c.block_n,
+        c.block_k,
+        bulk,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+        **pdl(x),
+    )
     return out

@@ -41,7 +41,10 @@ def gpu_of(on: device) -> Gpu | None:
     if on.type != "cuda":
         return _stand_ins.get(on.type)
     found = torch.cuda.get_device_properties(on)
-    return Gpu(10 * found.major + found.minor if torch.version.hip is None else 0, found.multi_processor_count)
+    return Gpu(
+        10 * found.major + found.minor if torch.version.hip is None else 0,
+        found.multi_processor_count,
+    )
 
 
 def stand_for(gpu: Gpu, device_type: str = "meta") -> None:

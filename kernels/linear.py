@@ -27,11 +27,22 @@ def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
         return None
     from sidestep.kernels.own_linear import choose, is_hopper
 
-    return choose(x.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated, hopper=is_hopper(x.device))
+    return choose(
+        x.shape[0],
+        weight.shape[0] // (1 + gated),
+        weight.shape[1],
+        gated,
+        hopper=is_hopper(x.device),
+    )
 
 
-def _product(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, gated: bool = False,
-             out: Tensor | None = None) -> Tensor | None:
+def _product(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | None:
     """By our own kernel, if there is one that is faster than the library's."""
     config = _own(x.hidden if isinstance(x, Stream) else x, weight, gated)
     if config is None:
@@ -52,15 +63,20 @@ def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
     return None if config is None else gated_gemm(normed(x), weight, config=config)
 
 
-def linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor | Stream, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
     """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N], which is `out` if that is given."""
     product = _product(x, weight, bias, out=out)
     if product is not None:
         return product
     if out is None:
         return torch.nn.functional.linear(normed(x), weight, bias)
-    return torch.mm(normed(x), weight.t(), out=out) if bias is None else \
-        torch.addmm(bias, normed(x), weight.t(), out=out)
+    return (
+        torch.mm(normed(x), weight.t(), out=out)
+        if bias is None
+        else torch.addmm(bias, normed(x), weight.t(), out=out)
+    )
 
 
 def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,8 +90,9 @@ def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Ten
     return silu_mul(linear(x, weight, bias))
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
-               norm: RmsNorm | None = None) -> BegunNorm | None:
+def add_linear(
+    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None
+) -> BegunNorm | None:
     """Adds x W^T + b to residual [T, N], in place. norm: the one that the sum goes through next; what of it was done on
     the way is returned."""
     config = _own(x, weight)

@@ -37,7 +37,9 @@ def is_hopper(device: torch.device) -> bool:
     return gpu is not None and gpu.capability // 10 == 9
 
 
-def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hopper: bool) -> Config | None:
+def choose(
+    tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hopper: bool
+) -> Config | None:
     """What reads W fastest: as tuned if its size is known; None: the library."""
     sizes = num_outputs, num_inputs, gated
     kind = PRODUCTS.get(sizes)
@@ -50,7 +52,11 @@ def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hoppe
         share = SHARES.get(sizes) if hopper else None
         return skinny.gemv_config(*sizes) if share is None else SkinnyConfig(*share)
     weights = num_outputs * num_inputs * (1 + gated)
-    if hopper and num_inputs % streamed.ALIGNED == 0 and (weights > 8 << 20 if tokens <= 8 else tokens <= 64):
+    if (
+        hopper
+        and num_inputs % streamed.ALIGNED == 0
+        and (weights > 8 << 20 if tokens <= 8 else tokens <= 64)
+    ):
         return streamed.config(tokens, *sizes)
     # The library reads large matrices as fast; for small ones, what it does before and after counts.
     if tokens > skinny.MAX_ROWS or weights > (32 << 20 if tokens <= 8 else 8 << 20):
@@ -58,8 +64,15 @@ def choose(tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hoppe
     return skinny.skinny_config(*sizes)
 
 
-def own_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
-               config: Config, out: Tensor | None = None) -> Tensor:
+def own_linear(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    config: Config,
+    out: Tensor | None = None,
+) -> Tensor:
     """x W^T + b for x [T, K] or a stream's norm, T at most what the config's kernel takes, and W [N, K], contiguous;
     returns [T, N], which is `out` if that is given.
 
@@ -75,26 +88,56 @@ def own_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *
     return out
 
 
-def add_own_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-                   norm: RmsNorm | None = None, config: Config) -> BegunNorm | None:
+def add_own_linear(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: RmsNorm | None = None,
+    config: Config,
+) -> BegunNorm | None:
     """Adds x W^T + b, as of own_linear, to residual [T, N], in place. With the norm that the sum goes through next,
     begins it."""
     tokens, num_outputs = residual.shape
-    begun = None if norm is None else BegunNorm(
-        x.new_empty(tokens, num_outputs),
-        x.new_empty(tokens, triton.cdiv(num_outputs, config.block_n), dtype=torch.float32))
+    begun = (
+        None
+        if norm is None
+        else BegunNorm(
+            x.new_empty(tokens, num_outputs),
+            x.new_empty(tokens, triton.cdiv(num_outputs, config.block_n), dtype=torch.float32),
+        )
+    )
     _launch(x, weight, bias, None, 0.0, residual, norm, begun, False, config, add=True)
     return begun
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, eps: float, out: Tensor,
-            norm: RmsNorm | None, begun: BegunNorm | None, gated: bool, config: Config, *, add: bool) -> None:
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    out: Tensor,
+    norm: RmsNorm | None,
+    begun: BegunNorm | None,
+    gated: bool,
+    config: Config,
+    *,
+    add: bool,
+) -> None:
     """What is missing is stood in for by the weight, which is then not looked at."""
     b, given = weight if bias is None else bias, weight if squares is None else squares
     scales = weight if norm is None else norm.weight
     weighted, sums = (weight, weight) if begun is None else begun
     tensors = (b, given, scales, out, weighted, sums)
-    flags = (0 if squares is None else squares.shape[1], bias is not None, add, begun is not None, gated)
+    flags = (
+        0 if squares is None else squares.shape[1],
+        bias is not None,
+        add,
+        begun is not None,
+        gated,
+    )
     if isinstance(config, SkinnyConfig):
         skinny.launch(x, weight, tensors, eps, flags, config)
     else:

@@ -49,7 +49,11 @@ def prefill_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float
     count, heads, dim = q.shape
     kv_heads = keys_values.shape[1] // 2
     group, missing = heads // kv_heads, -count % FEWEST_QUERIES
-    k, v = keys_values.unflatten(1, (2, kv_heads, 1)).permute(1, 2, 3, 0, 4).expand(-1, -1, group, -1, -1)
+    k, v = (
+        keys_values.unflatten(1, (2, kv_heads, 1))
+        .permute(1, 2, 3, 0, 4)
+        .expand(-1, -1, group, -1, -1)
+    )
     query = pad(q.float().view(count, kv_heads, group, dim).permute(1, 2, 0, 3), (0, 0, 0, missing))
     out = _attention(query, k, v, pad(mask, (0, 0, 0, missing)), scale)
     return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)

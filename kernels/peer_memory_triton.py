@@ -41,8 +41,10 @@ class PeerMemory:
     def part(self, place: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width] at this place of the own space, for what this rank has to add."""
         first, size = self.offset(place), rows * width * dtype.itemsize
-        assert 0 <= place < PLACES and size <= self.place_bytes, f"{rows} x {width} of {dtype} in place {place}"
-        return self.own[first:first + size].view(dtype).view(rows, width)
+        assert 0 <= place < PLACES and size <= self.place_bytes, (
+            f"{rows} x {width} of {dtype} in place {place}"
+        )
+        return self.own[first : first + size].view(dtype).view(rows, width)
 
     def offset(self, place: int) -> int:
         """Bytes from a space's beginning; the areas begin behind the last place."""

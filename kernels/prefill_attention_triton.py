@@ -53,9 +53,31 @@ def _blocks_of(table, start, within, length, PAGE: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def _attend(query, acc, top, mass, cache, rows_of_cache, table, positions, begin, end, length, head, block_stride,
-            scale, KVH: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,
-            WINDOW: tl.constexpr, MASKED: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr):
+def _attend(
+    query,
+    acc,
+    top,
+    mass,
+    cache,
+    rows_of_cache,
+    table,
+    positions,
+    begin,
+    end,
+    length,
+    head,
+    block_stride,
+    scale,
+    KVH: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    BULK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The keys from begin, a multiple of N, to end."""
     dims = tl.arange(0, DIM)
     within = tl.arange(0, N)
@@ -63,7 +85,9 @@ def _attend(query, acc, top, mass, cache, rows_of_cache, table, positions, begin
     for start in range(begin, end, N):
         keys = start + within
         # The next tile's blocks are known a turn ahead, so that its keys can be asked for without waiting.
-        following = _blocks_of(table, tl.minimum(start + N, (end - 1) // N * N), within, length, PAGE, N)
+        following = _blocks_of(
+            table, tl.minimum(start + N, (end - 1) // N * N), within, length, PAGE, N
+        )
         if BULK and not MASKED:
             row = blocks * (block_stride // D) + head * PAGE + start % PAGE
             key = rows_of_cache.load([row, 0])
@@ -101,11 +125,35 @@ def _attend(query, acc, top, mass, cache, rows_of_cache, table, positions, begin
 
 
 @triton.jit
-def _prefill(q, cache, rows_of_cache, block_tables, slots, seq_lens, query_starts, tile_ends, out, q_stride,
-             table_stride, block_stride, out_stride, scale, KVH: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-             DIM: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
-             WINDOW: tl.constexpr, ROWS: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
-             PDL: tl.constexpr):
+def _prefill(
+    q,
+    cache,
+    rows_of_cache,
+    block_tables,
+    slots,
+    seq_lens,
+    query_starts,
+    tile_ends,
+    out,
+    q_stride,
+    table_stride,
+    block_stride,
+    out_stride,
+    scale,
+    KVH: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BULK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     # 1. Which tile: the last ones, which see most keys, first.
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     index = tl.max(ends, 0) - 1 - tl.program_id(1)
@@ -147,21 +195,106 @@ def _prefill(q, cache, rows_of_cache, block_tables, slots, seq_lens, query_start
         edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), N) * N, end)
         edge = tl.maximum(edge, start)
         seen_by_all = tl.maximum(seen_by_all, edge)
-        acc, top, mass = _attend(query, acc, top, mass, cache, rows_of_cache, table, positions, start, edge, end, head,
-                                 block_stride, scale, KVH, D, DIM, PAGE, N, WINDOW, True, BULK, PRECISION)
+        acc, top, mass = _attend(
+            query,
+            acc,
+            top,
+            mass,
+            cache,
+            rows_of_cache,
+            table,
+            positions,
+            start,
+            edge,
+            end,
+            head,
+            block_stride,
+            scale,
+            KVH,
+            D,
+            DIM,
+            PAGE,
+            N,
+            WINDOW,
+            True,
+            BULK,
+            PRECISION,
+        )
         start = edge
-    acc, top, mass = _attend(query, acc, top, mass, cache, rows_of_cache, table, positions, start, seen_by_all, end,
-                             head, block_stride, scale, KVH, D, DIM, PAGE, N, WINDOW, False, BULK, PRECISION)
-    acc, top, mass = _attend(query, acc, top, mass, cache, rows_of_cache, table, positions, seen_by_all, end, end,
-                             head, block_stride, scale, KVH, D, DIM, PAGE, N, WINDOW, True, BULK, PRECISION)
+    acc, top, mass = _attend(
+        query,
+        acc,
+        top,
+        mass,
+        cache,
+        rows_of_cache,
+        table,
+        positions,
+        start,
+        seen_by_all,
+        end,
+        head,
+        block_stride,
+        scale,
+        KVH,
+        D,
+        DIM,
+        PAGE,
+        N,
+        WINDOW,
+        False,
+        BULK,
+        PRECISION,
+    )
+    acc, top, mass = _attend(
+        query,
+        acc,
+        top,
+        mass,
+        cache,
+        rows_of_cache,
+        table,
+        positions,
+        seen_by_all,
+        end,
+        end,
+        head,
+        block_stride,
+        scale,
+        KVH,
+        D,
+        DIM,
+        PAGE,
+        N,
+        WINDOW,
+        True,
+        BULK,
+        PRECISION,
+    )
     # Rows of padding have no mass.
     result = acc / tl.where(valid, mass, 1.0)[:, None]
-    tl.store(out + rows[:, None] * out_stride + offsets, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + rows[:, None] * out_stride + offsets, result.to(out.dtype.element_ty), mask=inside
+    )
 
 
-def prefill_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Tensor, seq_lens: Tensor,
-                      query_starts: Tensor, tile_ends: Tensor, out: Tensor, config: PrefillConfig, *, num_heads: int,
-                      max_tokens: int, max_rows: int, window: int, scale: float) -> None:
+def prefill_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    tile_ends: Tensor,
+    out: Tensor,
+    config: PrefillConfig,
+    *,
+    num_heads: int,
+    max_tokens: int,
+    max_rows: int,
+    window: int,
+    scale: float,
+) -> None:
     """Each prompt row's new tokens, whose keys are in the cache already, over all keys up to their own (or the last
     `window` of them; 0: all).
 
@@ -177,12 +310,44 @@ def prefill_attention(q: Tensor, cache: Tensor, block_tables: Tensor, slots: Ten
     rows = max(config.rows, triton.next_power_of_2(group))
     grid = (kv_heads, triton.cdiv(max_tokens, tokens) + max_rows)
     # Narrow heads would leave the copies less than the hardware moves at once.
-    bulk = config.bulk and page % config.keys == 0 and dim in (64, 128, 256) and cache.is_contiguous()
-    rows_of_cache = (TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [config.keys, dim]) if bulk
-                     else cache)
+    bulk = (
+        config.bulk and page % config.keys == 0 and dim in (64, 128, 256) and cache.is_contiguous()
+    )
+    rows_of_cache = (
+        TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [config.keys, dim])
+        if bulk
+        else cache
+    )
     limit = {} if config.registers is None else {"maxnreg": config.registers}
     _prefill[grid](
-        q, cache, rows_of_cache, block_tables, slots, seq_lens, query_starts, tile_ends, out, q.stride(0),
-        block_tables.stride(0), cache.stride(0), out.stride(0), scale * 1.4426950408889634, kv_heads, group, dim,
-        max(16, triton.next_power_of_2(dim)), page, rows, config.keys, tokens, window, tile_ends.shape[0], bulk,
-        "ieee", num_warps=config.num_warps, num_stages=config.num_stages, **limit, **pdl(q))
+        q,
+        cache,
+        rows_of_cache,
+        block_tables,
+        slots,
+        seq_lens,
+        query_starts,
+        tile_ends,
+        out,
+        q.stride(0),
+        block_tables.stride(0),
+        cache.stride(0),
+        out.stride(0),
+        scale * 1.4426950408889634,
+        kv_heads,
+        group,
+        dim,
+        max(16, triton.next_power_of_2(dim)),
+        page,
+        rows,
+        config.keys,
+        tokens,
+        window,
+        tile_ends.shape[0],
+        bulk,
+        "ieee",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **limit,
+        **pdl(q),
+    )

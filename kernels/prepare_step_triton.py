@@ -16,8 +16,21 @@ HEADER = 16
 """Integers at the start of the message."""
 MASKED, SAMPLING = 3, 8
 """Places in the header."""
-ROW_COLUMNS = ("slots", "seq_lens", "query_starts", "samples", "num_blocks", "block_starts", "enters", "temperature",
-               "top_p", "min_p", "top_k", "seed_low", "seed_high")
+ROW_COLUMNS = (
+    "slots",
+    "seq_lens",
+    "query_starts",
+    "samples",
+    "num_blocks",
+    "block_starts",
+    "enters",
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_k",
+    "seed_low",
+    "seed_high",
+)
 
 
 @dataclass(frozen=True)
@@ -75,9 +88,29 @@ _RUNTIME = ("table_stride", "rows", "tokens", "column", "ids", "blocks")
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def _prepare(message, block_tables, last_sampled, temperature, top_p, min_p, top_k, seed, token_ids, positions, places,
-             last_tokens, table_stride, rows, tokens, column, ids, blocks, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-             BLOCK: tl.constexpr):
+def _prepare(
+    message,
+    block_tables,
+    last_sampled,
+    temperature,
+    top_p,
+    min_p,
+    top_k,
+    seed,
+    token_ids,
+    positions,
+    places,
+    last_tokens,
+    table_stride,
+    rows,
+    tokens,
+    column,
+    ids,
+    blocks,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     within = tl.arange(0, BLOCK)
     num_rows = tl.load(message)
@@ -100,7 +133,11 @@ def _prepare(message, block_tables, last_sampled, temperature, top_p, min_p, top
     last = tl.load(columns + 5 * column + 1)
     for start in range(first, last, BLOCK):
         index = start + within
-        tl.store(table + held + index - first, tl.load(message + blocks + index, mask=index < last), mask=index < last)
+        tl.store(
+            table + held + index - first,
+            tl.load(message + blocks + index, mask=index < last),
+            mask=index < last,
+        )
     # 2. A request that enters.
     if tl.load(columns + 6 * column) != 0:
         tl.store(temperature + slot, tl.load(columns + 7 * column).to(tl.float32, bitcast=True))
@@ -126,8 +163,16 @@ def _prepare(message, block_tables, last_sampled, temperature, top_p, min_p, top
         tl.store(places + index, block * PAGE + position % PAGE, mask=index < end)
 
 
-def prepare_step(message: Tensor, layout: StepLayout, tables: SlotTables, token_ids: Tensor, positions: Tensor,
-                 places: Tensor, last_tokens: Tensor, block_size: int) -> None:
+def prepare_step(
+    message: Tensor,
+    layout: StepLayout,
+    tables: SlotTables,
+    token_ids: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    last_tokens: Tensor,
+    block_size: int,
+) -> None:
     """Applies a step's differences to the tables and lays its tokens out.
 
     message int32, laid out as `layout` says. Written: token_ids, positions and places, int32 [T] with padding (0, 0 and
@@ -136,6 +181,26 @@ def prepare_step(message: Tensor, layout: StepLayout, tables: SlotTables, token_
     """
     rows = last_tokens.shape[0]
     _prepare[(rows + 1,)](
-        message, tables.block_tables, tables.last_sampled, tables.temperature, tables.top_p, tables.min_p,
-        tables.top_k, tables.seed, token_ids, positions, places, last_tokens, tables.block_tables.stride(0), rows,
-        token_ids.shape[0], layout.column, layout.token_ids, layout.block_ids, HEADER, block_size, 256, num_warps=2)
+        message,
+        tables.block_tables,
+        tables.last_sampled,
+        tables.temperature,
+        tables.top_p,
+        tables.min_p,
+        tables.top_k,
+        tables.seed,
+        token_ids,
+        positions,
+        places,
+        last_tokens,
+        tables.block_tables.stride(0),
+        rows,
+        token_ids.shape[0],
+        layout.column,
+        layout.token_ids,
+        layout.block_ids,
+        HEADER,
+        block_size,
+        256,
+        num_warps=2,
+    )

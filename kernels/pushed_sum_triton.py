@@ -39,8 +39,11 @@ the row itself, which counts where ranks are few."""
 
 def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
     """Whether the kernel takes such parts."""
-    return row_bytes % 4 == 0 and rows * row_bytes <= MOST_PUSHED_BYTES and \
-        2 * max(ranks, 4) * triton.next_power_of_2(row_bytes) <= _MOST_POLLED_BYTES
+    return (
+        row_bytes % 4 == 0
+        and rows * row_bytes <= MOST_PUSHED_BYTES
+        and 2 * max(ranks, 4) * triton.next_power_of_2(row_bytes) <= _MOST_POLLED_BYTES
+    )
 
 
 @triton.jit
@@ -64,7 +67,9 @@ def _values(data, dtype: tl.constexpr):
         return data.to(dtype, bitcast=True).to(tl.float32), tl.zeros_like(data).to(tl.float32)
     else:
         low, high = data.to(tl.int16), (data >> 16).to(tl.int16)
-        return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
+        return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(
+            tl.float32
+        )
 
 
 @triton.jit
@@ -152,8 +157,25 @@ def _normed(data, w, eps, dtype: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "rank"], do_not_specialize_on_alignment=["weight"])
-def _pushed(spaces, counters, hidden, weight, normed, T, rank, offset, eps, areas, AREA: tl.constexpr, D: tl.constexpr,
-            BLOCK: tl.constexpr, RANKS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+def _pushed(
+    spaces,
+    counters,
+    hidden,
+    weight,
+    normed,
+    T,
+    rank,
+    offset,
+    eps,
+    areas,
+    AREA: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """areas: where the first begins in a space. AREA: bytes of one."""
     dtype: tl.constexpr = hidden.dtype.element_ty
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth
@@ -176,12 +198,18 @@ def _pushed(spaces, counters, hidden, weight, normed, T, rank, offset, eps, area
         data = tl.load(_row_at(space + offset, row, W) + columns, mask=inside, other=0)
         stream = _row_at(hidden, row, W) + columns
         before = tl.load(stream, mask=inside & ADD, other=0)
-        words = _receive(space, rank, _marked(data, mark), areas, row * W + columns, inside, mark, AREA, RANKS)
+        words = _receive(
+            space, rank, _marked(data, mark), areas, row * W + columns, inside, mark, AREA, RANKS
+        )
         data = _sum_of(words, before, dtype, RANKS, ADD)
         tl.store(stream, data, mask=inside)
         if NORM:
-            tl.store(_row_at(normed, row, W) + columns, _normed(data, w, eps, dtype, D), mask=inside)
+            tl.store(
+                _row_at(normed, row, W) + columns, _normed(data, w, eps, dtype, D), mask=inside
+            )
     share = program + tl.arange(0, _MAX_PROGRAMS) * tl.num_programs(0)
     # The next sum's mark is not zero, and its turn the other one.
     told = tl.where((count + 1) << 32 == 0, count + 2, count)
-    tl.store(counters + _MAX_PROGRAMS + share, told + tl.zeros_like(share), mask=share < _MAX_PROGRAMS)
+    tl.store(
+        counters + _MAX_PROGRAMS + share, told + tl.zeros_like(share), mask=share < _MAX_PROGRAMS
+    )

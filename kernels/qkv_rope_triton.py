@@ -12,9 +12,27 @@ from sidestep.kernels.launch import pdl
 
 
 @triton.jit
-def _qkv_rope(qkv, positions, places, cos, sin, q_weight, k_weight, cache, qkv_stride, block_stride, eps,
-              H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-              PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+def _qkv_rope(
+    qkv,
+    positions,
+    places,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    cache,
+    qkv_stride,
+    block_stride,
+    eps,
+    H: tl.constexpr,
+    KVH: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dims = tl.arange(0, HALF)[None, :]
@@ -41,14 +59,28 @@ def _qkv_rope(qkv, positions, places, cos, sin, q_weight, k_weight, cache, qkv_s
         k_low = tl.load(k_weight + dims, mask=half_dim, other=0.0).to(tl.float32)
         k_high = tl.load(k_weight + D // 2 + dims, mask=half_dim, other=0.0).to(tl.float32)
         # Rounded where the models' own code rounds.
-        a = ((low * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_low, k_low)).to(dtype).to(tl.float32)
-        b = ((high * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_high, k_high)).to(dtype).to(tl.float32)
+        a = (
+            ((low * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_low, k_low))
+            .to(dtype)
+            .to(tl.float32)
+        )
+        b = (
+            ((high * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_high, k_high))
+            .to(dtype)
+            .to(tl.float32)
+        )
     is_value = heads >= H + KVH
     out_low = tl.where(is_value, low, a * c - b * s).to(qkv.dtype.element_ty)
     out_high = tl.where(is_value, high, b * c + a * s).to(qkv.dtype.element_ty)
     tl.store(source, out_low, mask=inside & is_query)
     tl.store(source + D // 2, out_high, mask=inside & is_query)
-    target = cache + (place // PAGE) * block_stride + (heads - H) * (PAGE * D) + (place % PAGE) * D + dims
+    target = (
+        cache
+        + (place // PAGE) * block_stride
+        + (heads - H) * (PAGE * D)
+        + (place % PAGE) * D
+        + dims
+    )
     # A token that is padding writes no head.
     last = tl.where(place >= 0, H + 2 * KVH, 0)
     writes = half_dim & (heads >= H) & (heads < last)
@@ -56,8 +88,17 @@ def _qkv_rope(qkv, positions, places, cos, sin, q_weight, k_weight, cache, qkv_s
     tl.store(target + D // 2, out_high, mask=writes)
 
 
-def qkv_rope(qkv: Tensor, positions: Tensor, places: Tensor, cos: Tensor, sin: Tensor,
-             norms: tuple[Tensor, Tensor] | None, eps: float, cache: Tensor, num_heads: int) -> None:
+def qkv_rope(
+    qkv: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cache: Tensor,
+    num_heads: int,
+) -> None:
     """Turns qkv's queries in place, and writes its keys (turned) and values to the cache.
 
     qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; places int32 [T], block id * block size + offset, or
@@ -70,5 +111,24 @@ def qkv_rope(qkv: Tensor, positions: Tensor, places: Tensor, cos: Tensor, sin: T
     per_program = min(triton.next_power_of_2(heads), max(1, 512 // half))
     q_weight, k_weight = norms if norms is not None else (cos, cos)
     _qkv_rope[(tokens, triton.cdiv(heads, per_program))](
-        qkv, positions, places, cos, sin, q_weight, k_weight, cache, qkv.stride(0), cache.stride(0), eps,
-        num_heads, twice_kv_heads // 2, dim, half, per_program, page, norms is not None, num_warps=4, **pdl(qkv))
+        qkv,
+        positions,
+        places,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        cache,
+        qkv.stride(0),
+        cache.stride(0),
+        eps,
+        num_heads,
+        twice_kv_heads // 2,
+        dim,
+        half,
+        per_program,
+        page,
+        norms is not None,
+        num_warps=4,
+        **pdl(qkv),
+    )

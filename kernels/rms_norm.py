@@ -68,7 +68,11 @@ class Stream(NamedTuple):
 
     def part(self, first: int, last: int) -> Stream:
         """The stream of consecutive tokens."""
-        return Stream(self.hidden[first:last], self.norm, done=None if self.done is None else self.done[first:last])
+        return Stream(
+            self.hidden[first:last],
+            self.norm,
+            done=None if self.done is None else self.done[first:last],
+        )
 
     def of_rows(self, rows: Tensor) -> Stream:
         """The stream of some tokens alone, int [R]."""

@@ -11,7 +11,9 @@ from sidestep.kernels.launch import pdl
 
 
 @triton.jit
-def _rms_norm(x, weight, out, x_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(
+    x, weight, out, x_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < D
@@ -30,6 +32,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, size = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    _rms_norm[(rows,)](x, weight, out, x.stride(0), eps, size, block, num_warps=max(1, min(16, block // 512)),
-                       **pdl(x))
+    _rms_norm[(rows,)](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        eps,
+        size,
+        block,
+        num_warps=max(1, min(16, block // 512)),
+        **pdl(x),
+    )
     return out

@@ -30,7 +30,9 @@ def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     key put in before it and the other before its second product: rows of equal first keys still differ. Integers alone,
     so every device and kernels.sampling_triton get the same bits.
     """
-    keys = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)[:, None]  # not 0 from seed 0, position 0
+    keys = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)[
+        :, None
+    ]  # not 0 from seed 0, position 0
     x = torch.arange(vocab_size, device=seeds.device) ^ (keys & _LOW)
     x ^= x >> 17
     x *= 0xED5AD4BB

@@ -59,9 +59,23 @@ def scratch_size(rows: int, vocab: int) -> int:
     return rows * (3 * triton.next_power_of_2(triton.cdiv(vocab, _TILE)) + 2 * _CAPACITY)
 
 
-def sample_tokens(logits: Tensor, *, header: Tensor, slots: Tensor, seq_lens: Tensor, samples: Tensor,
-                  temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, scratch: Tensor,
-                  last_sampled: Tensor, out_ids: Tensor, pdl: bool = False) -> None:
+def sample_tokens(
+    logits: Tensor,
+    *,
+    header: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    samples: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    scratch: Tensor,
+    last_sampled: Tensor,
+    out_ids: Tensor,
+    pdl: bool = False,
+) -> None:
     """Chooses a token for each row that samples, as `sample` over `mask_top_k_top_p_min_p` of kernels.sampling do.
 
     It is written to last_sampled[slot] and to out_ids[header[1], row]. Ties go to the lower id. NaN counts as minus
@@ -77,16 +91,33 @@ def sample_tokens(logits: Tensor, *, header: Tensor, slots: Tensor, seq_lens: Te
     """
     rows, vocab = logits.shape
     if scratch.numel() < scratch_size(rows, vocab):
-        raise ValueError(f"scratch has {scratch.numel()} elements, {rows} rows need {scratch_size(rows, vocab)}")
+        raise ValueError(
+            f"scratch has {scratch.numel()} elements, {rows} rows need {scratch_size(rows, vocab)}"
+        )
     low_bits = _LOW_BITS[logits.dtype]
     tiles = triton.cdiv(vocab, _TILE)
     sizes = {"TILES": triton.next_power_of_2(tiles), "TILE": _TILE}
     options = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     tables = (header, slots, seq_lens, samples, temperature, top_k, top_p, min_p, seed, scratch)
-    _score_tiles[(rows, tiles)](logits, *tables, logits.stride(0), vocab, **sizes, num_warps=2, **options)
+    _score_tiles[(rows, tiles)](
+        logits, *tables, logits.stride(0), vocab, **sizes, num_warps=2, **options
+    )
     _choose_tokens[(rows,)](
-        logits, *tables, last_sampled, out_ids, logits.stride(0), out_ids.stride(0), vocab, **sizes,
-        CAPACITY=_CAPACITY, FEW=_FEW, STEP=_STEP, LOW_BITS=low_bits, num_warps=16, **options)
+        logits,
+        *tables,
+        last_sampled,
+        out_ids,
+        logits.stride(0),
+        out_ids.stride(0),
+        vocab,
+        **sizes,
+        CAPACITY=_CAPACITY,
+        FEW=_FEW,
+        STEP=_STEP,
+        LOW_BITS=low_bits,
+        num_warps=16,
+        **options,
+    )
 
 
 # --- Noise -----------------------------------------------------------------------------------------------------------
@@ -103,7 +134,9 @@ def _mix(x):
 @triton.jit
 def _noise_keys(seed, position):
     """A row's two uint32 keys, from its int64 seed and int32 position."""
-    keys = _mix(_mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+    keys = _mix(
+        _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
+    )
     return keys.to(tl.uint32), (keys >> 32).to(tl.uint32)
 
 
@@ -180,7 +213,13 @@ def _from_key(key, LOW_BITS: tl.constexpr):
 def _parameters(row, slots, temperature, top_k, top_p, min_p):
     """A row's slot, and what its request asks for."""
     slot = tl.load(slots + row).to(tl.int64)
-    return (slot, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot))
+    return (
+        slot,
+        tl.load(temperature + slot),
+        tl.load(top_k + slot),
+        tl.load(top_p + slot),
+        tl.load(min_p + slot),
+    )
 
 
 @triton.jit
@@ -192,8 +231,24 @@ def _is_filtered(t, k, p, min_p, vocab):
 
 
 @triton.jit
-def _score_tiles(logits, header, slots, seq_lens, samples, temperature, top_k, top_p, min_p, seed, scratch, row_stride,
-                 vocab, TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _score_tiles(
+    logits,
+    header,
+    slots,
+    seq_lens,
+    samples,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    scratch,
+    row_stride,
+    vocab,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -246,7 +301,9 @@ def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _nucleus_floor(scores, masses, tiles, budget, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr):
+def _nucleus_floor(
+    scores, masses, tiles, budget, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr
+):
     """A value of which it is sure that the tokens below it weigh no more than `budget`, or minus infinity.
 
     Below a value lies all of a tile whose best logit is below it, and of another tile at most all but its best token,
@@ -266,8 +323,18 @@ def _nucleus_floor(scores, masses, tiles, budget, best, scale, TILE: tl.constexp
 
 
 @triton.jit
-def _gather(row, values, ids, tile_list, count, floor, vocab, CAPACITY: tl.constexpr, TILE: tl.constexpr,
-            GROUP: tl.constexpr):
+def _gather(
+    row,
+    values,
+    ids,
+    tile_list,
+    count,
+    floor,
+    vocab,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Writes the first CAPACITY logits of the listed tiles that are not below `floor`, and their ids, both in the order
     of the ids. Returns how many there are in all."""
     number = 0
@@ -290,7 +357,9 @@ def _gather(row, values, ids, tile_list, count, floor, vocab, CAPACITY: tl.const
 
 
 @triton.jit
-def _measures(values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.constexpr, STEP: tl.constexpr):
+def _measures(
+    values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.constexpr, STEP: tl.constexpr
+):
     """For each of [WAYS] finite floors, how many logits are not below it, or how much these weigh."""
     sums = tl.zeros([WAYS, STEP], tl.float32)
     for start in tl.range(0, count, STEP):
@@ -302,8 +371,18 @@ def _measures(values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.c
 
 
 @triton.jit
-def _threshold(values, count, target, low, high, best, scale, MASS: tl.constexpr, LOW_BITS: tl.constexpr,
-               STEP: tl.constexpr):
+def _threshold(
+    values,
+    count,
+    target,
+    low,
+    high,
+    best,
+    scale,
+    MASS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """The largest key in [low, high) from which up there is a measure of `target`, or low; and the measure above it.
 
     Nothing is as high as `high`. A sum of fewer of the same floats, in the same order, is never larger, so that the
@@ -322,10 +401,21 @@ def _threshold(values, count, target, low, high, best, scale, MASS: tl.constexpr
 
 
 @triton.jit
-def _race(values, ids, count, threshold, room, minimum, best, scale, first_key, second_key, GATHERED: tl.constexpr,
-          STEP: tl.constexpr):
-    """Draws among the logits above `threshold`, the first `room` of those that equal it, none of them below `minimum`.
-    """
+def _race(
+    values,
+    ids,
+    count,
+    threshold,
+    room,
+    minimum,
+    best,
+    scale,
+    first_key,
+    second_key,
+    GATHERED: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Draws among the logits above `threshold`, the first `room` of those that equal it, none of them below `minimum`."""
     shortest = tl.full([STEP], _INFINITY, tl.float32)
     winner = tl.full([STEP], _NONE, tl.int32)
     num_tied = 0
@@ -336,7 +426,11 @@ def _race(values, ids, count, threshold, room, minimum, best, scale, first_key, 
         token = tl.load(ids + offsets, mask=inside, other=0) if GATHERED else offsets
         tied = (inside & (x == threshold)).to(tl.int32)
         before = num_tied + tl.cumsum(tied, 0) - tied
-        kept = inside & (x >= minimum) & ((x > threshold) | ((tied != 0) & (before.to(tl.float32) < room)))
+        kept = (
+            inside
+            & (x >= minimum)
+            & ((x > threshold) | ((tied != 0) & (before.to(tl.float32) < room)))
+        )
         time = _exponential(first_key, second_key, token) * tl.exp2((best - x) * scale)
         faster = kept & ((time < shortest) | (winner == _NONE))
         shortest = tl.where(faster, time, shortest)
@@ -346,8 +440,24 @@ def _race(values, ids, count, threshold, room, minimum, best, scale, first_key, 
 
 
 @triton.jit
-def _filter_and_race(values, ids, count, low, high, k, p, minimum, mass, best, scale, first_key, second_key,
-                     GATHERED: tl.constexpr, LOW_BITS: tl.constexpr, STEP: tl.constexpr):
+def _filter_and_race(
+    values,
+    ids,
+    count,
+    low,
+    high,
+    k,
+    p,
+    minimum,
+    mass,
+    best,
+    scale,
+    first_key,
+    second_key,
+    GATHERED: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Draws what the filters keep of `count` logits, outside of which there is nothing that they keep.
 
     low, high: keys between which the logits lie (high is above all). mass: the weight of all of the row.
@@ -367,12 +477,26 @@ def _filter_and_race(values, ids, count, low, high, k, p, minimum, mass, best, s
         fitting = tl.ceil((target - above) / _weight(_from_key(cut, LOW_BITS), best, scale))
         room = tl.where(cut > low, fitting, tl.minimum(fitting, room))
         low = cut
-    return _race(values, ids, count, _from_key(low, LOW_BITS), room, minimum, best, scale, first_key, second_key,
-                 GATHERED, STEP)
+    return _race(
+        values,
+        ids,
+        count,
+        _from_key(low, LOW_BITS),
+        room,
+        minimum,
+        best,
+        scale,
+        first_key,
+        second_key,
+        GATHERED,
+        STEP,
+    )
 
 
 @triton.jit
-def _filter_few(values, ids, count, k, p, minimum, mass, best, scale, first_key, second_key, FEW: tl.constexpr):
+def _filter_few(
+    values, ids, count, k, p, minimum, mass, best, scale, first_key, second_key, FEW: tl.constexpr
+):
     """The same for no more than FEW logits, all at once."""
     place = tl.arange(0, FEW)
     kept = place < count
@@ -394,10 +518,31 @@ def _filter_few(values, ids, count, k, p, minimum, mass, best, scale, first_key,
 
 
 @triton.jit
-def _choose_tokens(logits, header, slots, seq_lens, samples, temperature, top_k, top_p, min_p, seed, scratch,
-                   last_sampled, out_ids, row_stride, out_stride, vocab, TILES: tl.constexpr, TILE: tl.constexpr,
-                   CAPACITY: tl.constexpr, FEW: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
-                   PDL: tl.constexpr):
+def _choose_tokens(
+    logits,
+    header,
+    slots,
+    seq_lens,
+    samples,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    scratch,
+    last_sampled,
+    out_ids,
+    row_stride,
+    out_stride,
+    vocab,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    FEW: tl.constexpr,
+    STEP: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -446,20 +591,64 @@ def _choose_tokens(logits, header, slots, seq_lens, samples, temperature, top_k,
             tl.store(known + 2 * TILES + tl.cumsum(listed, 0) - 1, tile, mask=listed != 0)
             # The next steps read what other threads of this program wrote.
             tl.debug_barrier()
-            number = _gather(logits, values, ids, known + 2 * TILES, tl.sum(listed, 0), floor, vocab, CAPACITY, TILE,
-                             STEP // TILE)
+            number = _gather(
+                logits,
+                values,
+                ids,
+                known + 2 * TILES,
+                tl.sum(listed, 0),
+                floor,
+                vocab,
+                CAPACITY,
+                TILE,
+                STEP // TILE,
+            )
             tl.debug_barrier()
         # 4. The filters, and the token.
         low = _to_key(floor, LOW_BITS)
         high = _to_key(best, LOW_BITS) + 1
         if number <= FEW:
-            token = _filter_few(values, ids, number, k, p, minimum, mass, best, scale, first_key, second_key, FEW)
+            token = _filter_few(
+                values, ids, number, k, p, minimum, mass, best, scale, first_key, second_key, FEW
+            )
         elif number <= CAPACITY:
-            token = _filter_and_race(values, ids, number, low, high, k, p, minimum, mass, best, scale, first_key,
-                                     second_key, True, LOW_BITS, 2048)
+            token = _filter_and_race(
+                values,
+                ids,
+                number,
+                low,
+                high,
+                k,
+                p,
+                minimum,
+                mass,
+                best,
+                scale,
+                first_key,
+                second_key,
+                True,
+                LOW_BITS,
+                2048,
+            )
         else:
-            token = _filter_and_race(logits, ids, vocab, low, high, k, p, minimum, mass, best, scale, first_key,
-                                     second_key, False, LOW_BITS, STEP)
+            token = _filter_and_race(
+                logits,
+                ids,
+                vocab,
+                low,
+                high,
+                k,
+                p,
+                minimum,
+                mass,
+                best,
+                scale,
+                first_key,
+                second_key,
+                False,
+                LOW_BITS,
+                STEP,
+            )
     else:
         token = tl.min(tl.where(present & (score == top), second, _NONE), 0)
     token = tl.minimum(token, vocab - 1)

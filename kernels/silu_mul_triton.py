@@ -29,7 +29,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
     block = min(1024, triton.next_power_of_2(width // 2))
-    _silu_mul[(rows, triton.cdiv(width // 2, block))](gate_up, out, width // 2, block, num_warps=4, **pdl(out))
+    _silu_mul[(rows, triton.cdiv(width // 2, block))](
+        gate_up, out, width // 2, block, num_warps=4, **pdl(out)
+    )
     return out
-
-

@@ -40,26 +40,56 @@ def _scale(squares, tokens, eps, K: tl.constexpr, PARTS: tl.constexpr):
     """What a norm multiplies these rows of a stream by, from the parts of the sums of their squares."""
     part = tl.arange(0, triton.next_power_of_2(PARTS))
     EVEN: tl.constexpr = triton.next_power_of_2(PARTS) == PARTS
-    given = tl.load(squares + tokens[:, None] * PARTS + part[None, :], mask=EVEN | (part < PARTS)[None, :], other=0.0)
+    given = tl.load(
+        squares + tokens[:, None] * PARTS + part[None, :],
+        mask=EVEN | (part < PARTS)[None, :],
+        other=0.0,
+    )
     return tl.rsqrt(tl.sum(given, 1) / K + eps)
 
 
 @triton.jit
-def _gemv(x, weight, bias, squares, next_norm, out, next_weighted, next_squares, N, eps, K: tl.constexpr,
-          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-          NEXT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
+def _gemv(
+    x,
+    weight,
+    bias,
+    squares,
+    next_norm,
+    out,
+    next_weighted,
+    next_squares,
+    N,
+    eps,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     inside = rows < N
     source = weight + rows[:, None].to(tl.int64) * K + columns[None, :]
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    w = tl.load(source, mask=inside[:, None] & (EVEN | (columns < K)[None, :]), other=0.0,
-                eviction_policy="evict_first")
+    w = tl.load(
+        source,
+        mask=inside[:, None] & (EVEN | (columns < K)[None, :]),
+        other=0.0,
+        eviction_policy="evict_first",
+    )
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if GATED:
         second = source + tl.cast(N, tl.int64) * K
-        u = tl.load(second, mask=inside[:, None] & (EVEN | (columns < K)[None, :]), other=0.0,
-                    eviction_policy="evict_first")
+        u = tl.load(
+            second,
+            mask=inside[:, None] & (EVEN | (columns < K)[None, :]),
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if NEXT:
         scales = tl.load(next_norm + rows, mask=inside, other=0.0).to(tl.float32)
@@ -81,9 +111,13 @@ def _gemv(x, weight, bias, squares, next_norm, out, next_weighted, next_squares,
             acc_up += u.to(tl.float32) * value
         if start + BLOCK_K < K:
             there = inside[:, None] & (EVEN | (start + BLOCK_K + columns < K)[None, :])
-            w = tl.load(source + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
+            w = tl.load(
+                source + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first"
+            )
             if GATED:
-                u = tl.load(second + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first")
+                u = tl.load(
+                    second + start + BLOCK_K, mask=there, other=0.0, eviction_policy="evict_first"
+                )
     result = tl.sum(acc, 1)
     if PARTS:
         result *= scale
@@ -140,17 +174,49 @@ def _read(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, POLICY: t
 
 
 @triton.jit
-def _given(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr, GIVEN: tl.constexpr,
-           WARPS: tl.constexpr):
+def _given(
+    source,
+    start,
+    columns,
+    K: tl.constexpr,
+    EVEN: tl.constexpr,
+    STEPS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    WARPS: tl.constexpr,
+):
     """Columns of x as the second operand of a product, [WARPS, STEPS * 32, ROWS]."""
-    return tl.permute(_operand(_read(source, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS), [0, 2, 1])
+    return tl.permute(
+        _operand(_read(source, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS), [0, 2, 1]
+    )
 
 
 @triton.jit(do_not_specialize=["T"])
-def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_squares, T, N, eps, x_stride, out_stride,
-            K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
-            PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NEXT: tl.constexpr, GATED: tl.constexpr,
-            PDL: tl.constexpr):
+def _skinny(
+    x,
+    weight,
+    bias,
+    squares,
+    next_norm,
+    out,
+    next_weighted,
+    next_squares,
+    T,
+    N,
+    eps,
+    x_stride,
+    out_stride,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     HALVES: tl.constexpr = BLOCK_N // 8
     GIVEN: tl.constexpr = ROWS // 8
     TURN: tl.constexpr = STEPS * WARPS * 32
@@ -187,7 +253,9 @@ def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_square
         value = _given(values, start, x_columns, K, EVEN, STEPS, GIVEN, WARPS)
         if GATED:
             next_u = _read(second, start + TURN, columns, K, EVEN, "evict_first")
-            acc_up = tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee")
+            acc_up = tl.dot(
+                _operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee"
+            )
             u = next_u
         acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
         w = next_w
@@ -205,7 +273,9 @@ def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_square
     if BIAS:
         result += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        up = tl.sum(tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee"), 0)
+        up = tl.sum(
+            tl.dot(_operand(u, STEPS, HALVES, WARPS), value, acc_up, input_precision="ieee"), 0
+        )
         if PARTS:
             up *= scale
         result = _activate(result, up, out.dtype.element_ty)
@@ -215,10 +285,15 @@ def _skinny(x, weight, bias, squares, next_norm, out, next_weighted, next_square
     tl.store(out + tokens[None, :] * out_stride + rows[:, None], rounded, mask=inside)
     if NEXT:
         wide = rounded.to(tl.float32)
-        tl.store(next_weighted + tokens[None, :] * N + rows[:, None], (wide * scales).to(out.dtype.element_ty),
-                 mask=inside)
+        tl.store(
+            next_weighted + tokens[None, :] * N + rows[:, None],
+            (wide * scales).to(out.dtype.element_ty),
+            mask=inside,
+        )
         parts = tl.sum(tl.where(inside, wide * wide, 0.0), 0)
-        tl.store(next_squares + tokens * tl.num_programs(0) + tl.program_id(0), parts, mask=tokens < T)
+        tl.store(
+            next_squares + tokens * tl.num_programs(0) + tl.program_id(0), parts, mask=tokens < T
+        )
 
 
 def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
@@ -226,8 +301,11 @@ def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
     if gated and num_inputs >= 4096:
         return SkinnyConfig(1, 4096, 8, tensor_cores=False)
     # Enough programs for all processors.
-    return SkinnyConfig(4, 512, 4, tensor_cores=False) if num_outputs >= 2048 else \
-        SkinnyConfig(2, 1024, 4, tensor_cores=False)
+    return (
+        SkinnyConfig(4, 512, 4, tensor_cores=False)
+        if num_outputs >= 2048
+        else SkinnyConfig(2, 1024, 4, tensor_cores=False)
+    )
 
 
 def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
@@ -235,18 +313,59 @@ def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfi
     return SkinnyConfig(16, 1024, 4 if num_inputs <= 2048 else 8)
 
 
-def launch(x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...], eps: float,
-           flags: tuple[int, bool, bool, bool, bool], c: SkinnyConfig) -> None:
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    tensors: tuple[Tensor, ...],
+    eps: float,
+    flags: tuple[int, bool, bool, bool, bool],
+    c: SkinnyConfig,
+) -> None:
     """Either kernel, as kernels.own_linear says. tensors: bias, squares, next norm, out, and what of the next norm is
     written; flags: parts of the squares, and whether there is a bias, an addition, a next norm, a gate."""
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
     grid = (triton.cdiv(num_outputs, c.block_n),)
     if not c.tensor_cores:
-        _gemv[grid](x, weight, bias, squares, next_norm, out, weighted, sums, num_outputs, eps, num_inputs, c.block_n,
-                    c.block_k, *flags, num_warps=c.num_warps, **pdl(x))
+        _gemv[grid](
+            x,
+            weight,
+            bias,
+            squares,
+            next_norm,
+            out,
+            weighted,
+            sums,
+            num_outputs,
+            eps,
+            num_inputs,
+            c.block_n,
+            c.block_k,
+            *flags,
+            num_warps=c.num_warps,
+            **pdl(x),
+        )
         return
     _skinny[grid](
-        x, weight, bias, squares, next_norm, out, weighted, sums, tokens, num_outputs, eps, x.stride(0), out.stride(0),
-        num_inputs, 8 if tokens <= 8 else MAX_ROWS, c.block_n, max(1, c.block_k // (32 * c.num_warps)), c.num_warps,
-        *flags, num_warps=c.num_warps, **pdl(x))
+        x,
+        weight,
+        bias,
+        squares,
+        next_norm,
+        out,
+        weighted,
+        sums,
+        tokens,
+        num_outputs,
+        eps,
+        x.stride(0),
+        out.stride(0),
+        num_inputs,
+        8 if tokens <= 8 else MAX_ROWS,
+        c.block_n,
+        max(1, c.block_k // (32 * c.num_warps)),
+        c.num_warps,
+        *flags,
+        num_warps=c.num_warps,
+        **pdl(x),
+    )

@@ -22,11 +22,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.streamed_config import ALIGNED, MAX_ROWS, MOST_PARTIALS, StreamedConfig, padded
+from sidestep.kernels.streamed_config import (
+    ALIGNED,
+    MAX_ROWS,
+    MOST_PARTIALS,
+    StreamedConfig,
+    padded,
+)
 
 # Triton 3.9 has these by other names than 3.6.
 _bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -41,8 +52,20 @@ def _activate(gate, up, dtype):
 
 
 @gluon.jit
-def _ask_for_w(w_tiles, ring, up_ring, bars, row, up_row, step, slot, pred, BYTES: gl.constexpr, BK: gl.constexpr,
-               GATED: gl.constexpr):
+def _ask_for_w(
+    w_tiles,
+    ring,
+    up_ring,
+    bars,
+    row,
+    up_row,
+    step,
+    slot,
+    pred,
+    BYTES: gl.constexpr,
+    BK: gl.constexpr,
+    GATED: gl.constexpr,
+):
     """A tile of W, and word that one of x comes too."""
     mbarrier.expect(bars.index(slot), BYTES, pred=pred)
     _bulk_load(w_tiles, [row, step * BK], bars.index(slot), ring.index(slot), pred=pred)
@@ -56,8 +79,11 @@ def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warp
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     part = gl.arange(0, triton.next_power_of_2(PARTS), layout=gl.SliceLayout(0, layout))
-    given = gl.load(squares + gl.minimum(token, T - 1)[:, None] * PARTS + part[None, :], mask=(part < PARTS)[None, :],
-                    other=0.0)
+    given = gl.load(
+        squares + gl.minimum(token, T - 1)[:, None] * PARTS + part[None, :],
+        mask=(part < PARTS)[None, :],
+        other=0.0,
+    )
     return gl.rsqrt(gl.sum(given, 1) / K + eps)
 
 
@@ -71,10 +97,35 @@ def _sum_of(parts, NUMBER: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["T"])
-def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, next_squares, partials, counters, T, N,
-              K, eps, out_stride, ROWS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-              STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
-              NEXT: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr):
+def _streamed(
+    x_tiles,
+    w_tiles,
+    bias,
+    squares,
+    next_norm,
+    out,
+    next_weighted,
+    next_squares,
+    partials,
+    counters,
+    T,
+    N,
+    K,
+    eps,
+    out_stride,
+    ROWS: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
+    BIAS: gl.constexpr,
+    ADD: gl.constexpr,
+    NEXT: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     dtype: gl.constexpr = x_tiles.dtype
     BYTES: gl.constexpr = (BN * (2 if GATED else 1) + ROWS) * BK * 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
@@ -95,7 +146,20 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
         mbarrier.init(bars.index(slot), count=1)
     # 1. The first tiles of W, then those of x, which another kernel may still write.
     for slot in gl.static_range(STAGES):
-        _ask_for_w(w_tiles, ring, up_ring, bars, row, N + row, first + slot, slot, slot < steps, BYTES, BK, GATED)
+        _ask_for_w(
+            w_tiles,
+            ring,
+            up_ring,
+            bars,
+            row,
+            N + row,
+            first + slot,
+            slot,
+            slot < steps,
+            BYTES,
+            BK,
+            GATED,
+        )
     n = row + gl.arange(0, BN, layout=gl.SliceLayout(1, WIDE))
     t = gl.arange(0, ROWS, layout=gl.SliceLayout(0, WIDE))
     inside = (n < N)[:, None] & (t < T)[None, :]
@@ -106,12 +170,20 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for slot in gl.static_range(STAGES):
-        _bulk_load(x_tiles, [0, (first + slot) * BK], bars.index(slot), x_ring.index(slot), pred=slot < steps)
+        _bulk_load(
+            x_tiles,
+            [0, (first + slot) * BK],
+            bars.index(slot),
+            x_ring.index(slot),
+            pred=slot < steps,
+        )
     # While they are on their way.
     if ADD:
         before = gl.load(places, mask=inside, other=0.0)
     if PARTS:
-        scale = gl.convert_layout(_scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE))
+        scale = gl.convert_layout(
+            _scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
+        )
     # 2. Step by step; a tile's place is asked for again once the product after it has begun.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)
     acc_up = acc
@@ -128,8 +200,12 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
         after = step + STAGES - 1
         more = (step > 0) & (after < steps)
         used = after % STAGES
-        _ask_for_w(w_tiles, ring, up_ring, bars, row, N + row, first + after, used, more, BYTES, BK, GATED)
-        _bulk_load(x_tiles, [0, (first + after) * BK], bars.index(used), x_ring.index(used), pred=more)
+        _ask_for_w(
+            w_tiles, ring, up_ring, bars, row, N + row, first + after, used, more, BYTES, BK, GATED
+        )
+        _bulk_load(
+            x_tiles, [0, (first + after) * BK], bars.index(used), x_ring.index(used), pred=more
+        )
     if GATED:
         acc, acc_up = warpgroup_mma_wait(0, deps=[acc, acc_up])
     else:
@@ -142,8 +218,12 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
     last = True
     if SPLIT > 1:
         HALF: gl.constexpr = SPLIT * BN * ROWS
-        parts_of_tile = partials + tile.to(gl.int64) * (2 * HALF if GATED else HALF) + t[None, :] * BN \
+        parts_of_tile = (
+            partials
+            + tile.to(gl.int64) * (2 * HALF if GATED else HALF)
+            + t[None, :] * BN
             + (n - row)[:, None]
+        )
         gl.store(parts_of_tile + part * BN * ROWS, result)
         if GATED:
             gl.store(parts_of_tile + HALF + part * BN * ROWS, up)
@@ -170,7 +250,11 @@ def _streamed(x_tiles, w_tiles, bias, squares, next_norm, out, next_weighted, ne
         gl.store(places, rounded, mask=inside)
         if NEXT:
             wide = rounded.to(gl.float32)
-            gl.store(next_weighted + t[None, :] * N + n[:, None], (wide * scales[:, None]).to(dtype), mask=inside)
+            gl.store(
+                next_weighted + t[None, :] * N + n[:, None],
+                (wide * scales[:, None]).to(dtype),
+                mask=inside,
+            )
             parts = gl.sum(gl.where(inside, wide * wide, 0.0), 0)
             gl.store(next_squares + t * (gl.num_programs(0) // SPLIT) + tile, parts, mask=t < T)
 
@@ -190,21 +274,55 @@ _workspace = functools.cache(_Workspace)
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns],
-                            gl.NVMMASharedLayout.get_default_for([rows, columns], dtype))
+    return TensorDescriptor(
+        matrix,
+        list(matrix.shape),
+        [matrix.stride(0), 1],
+        [rows, columns],
+        gl.NVMMASharedLayout.get_default_for([rows, columns], dtype),
+    )
 
 
-def launch(x: Tensor, weight: Tensor, tensors: tuple[Tensor, ...], eps: float,
-           flags: tuple[int, bool, bool, bool, bool], c: StreamedConfig) -> None:
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    tensors: tuple[Tensor, ...],
+    eps: float,
+    flags: tuple[int, bool, bool, bool, bool],
+    c: StreamedConfig,
+) -> None:
     """See kernels.skinny_linear_triton.launch."""
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
     rows, gated = padded(tokens), flags[-1]
     tiles = triton.cdiv(num_outputs, c.block_n)
-    assert rows <= MAX_ROWS and num_inputs % ALIGNED == 0, f"{tuple(x.shape)} by {tuple(weight.shape)}"
+    assert rows <= MAX_ROWS and num_inputs % ALIGNED == 0, (
+        f"{tuple(x.shape)} by {tuple(weight.shape)}"
+    )
     assert c.split == 1 or tiles * c.split * c.block_n * rows * (1 + gated) <= MOST_PARTIALS, f"{c}"
     workspace = _workspace(x.device)
     _streamed[(tiles * c.split,)](
-        _tiles(x, rows, c.block_k), _tiles(weight, c.block_n, c.block_k), bias, squares, next_norm, out, weighted, sums,
-        workspace.partials, workspace.counters, tokens, num_outputs, num_inputs, eps, out.stride(0), rows, c.block_n,
-        c.block_k, c.stages, c.split, *flags, num_warps=4, **pdl(x))
+        _tiles(x, rows, c.block_k),
+        _tiles(weight, c.block_n, c.block_k),
+        bias,
+        squares,
+        next_norm,
+        out,
+        weighted,
+        sums,
+        workspace.partials,
+        workspace.counters,
+        tokens,
+        num_outputs,
+        num_inputs,
+        eps,
+        out.stride(0),
+        rows,
+        c.block_n,
+        c.block_k,
+        c.stages,
+        c.split,
+        *flags,
+        num_warps=4,
+        **pdl(x),
+    )

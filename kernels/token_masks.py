@@ -22,5 +22,5 @@ def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
     rows = marks.nonzero().flatten()
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = (words.index_select(0, marks.index_select(0, rows) - 1)[:, :, None] >> shifts) & 1
-    forbidden = (bits == 0).flatten(1)[:, :logits.shape[1]]
+    forbidden = (bits == 0).flatten(1)[:, : logits.shape[1]]
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))

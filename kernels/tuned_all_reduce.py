@@ -16,13 +16,16 @@ SUMS: dict[int, tuple[Entry, ...]] = {
         (65536, "pushed", 128),
         (131072, "one_shot", 16),
         (524288, "one_shot", 64),
-        (16777216, "one_shot", 128),),
+        (16777216, "one_shot", 128),
+    ),
     4: (  # not measured on it
         (32768, "pushed", 128),
         (2097152, "one_shot", 128),
-        (16777216, "two_shot", 128),),
+        (16777216, "two_shot", 128),
+    ),
     8: (  # not measured on it
         (32768, "pushed", 128),
         (524288, "one_shot", 128),
-        (16777216, "two_shot", 128),),
+        (16777216, "two_shot", 128),
+    ),
 }

@@ -16,5 +16,6 @@ GATED: dict[tuple[int, int], tuple[tuple[int, Fields | None], ...]] = {
         (64, (64, 64, 128, 4, 4, 1, True)),
         (128, None),
         (256, (64, 64, 64, 4, 4, 2, True)),
-        (_ANY, (128, 64, 64, 4, 3, 2, True))),
+        (_ANY, (128, 64, 64, 4, 3, 2, True)),
+    ),
 }

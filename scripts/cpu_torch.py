@@ -24,7 +24,12 @@ TIMEOUT_S = 5.0
 def pip_arguments(index: str = INDEX) -> list[str]:
     """Return the arguments of `pip install`. Return none where torch is installed, where there is a GPU, on systems
     whose torch has no CUDA, and where the index cannot be reached."""
-    if importlib.util.find_spec("torch") or platform.system() != "Linux" or has_gpu() or not is_reachable(index):
+    if (
+        importlib.util.find_spec("torch")
+        or platform.system() != "Linux"
+        or has_gpu()
+        or not is_reachable(index)
+    ):
         return []
     return ["--index-url", index, torch_requirement()]
 
@@ -33,7 +38,8 @@ def has_gpu() -> bool:
     """Return whether the machine has an NVIDIA GPU with its driver."""
     command = shutil.which("nvidia-smi")
     return Path("/proc/driver/nvidia/version").exists() or (
-        command is not None and subprocess.run([command, "-L"], capture_output=True).returncode == 0)
+        command is not None and subprocess.run([command, "-L"], capture_output=True).returncode == 0
+    )
 
 
 def is_reachable(index: str) -> bool:

@@ -23,36 +23,65 @@ from sidestep.ipc.config import DEFAULT_MODEL
 REQUEST_FORMATS = ("/v1/completions", "/v1/chat/completions")
 
 
-def run_load(guidellm: str, url: str, model: str, path: str, requests: int, streams: int) -> dict[str, int]:
+def run_load(
+    guidellm: str, url: str, model: str, path: str, requests: int, streams: int
+) -> dict[str, int]:
     """Requests by how they ended: successful, errored, incomplete."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         subprocess.run(
-            [guidellm, "run", "--backend", f"kind=openai_http,target={url},request_format={path}",
-             "--profile", f"kind=concurrent,streams={streams}", "--constraint", f"kind=max_requests,count={requests}",
-             "--tokenizer", f"kind=huggingface_auto,model={model}",
-             "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=32",
-             "--output", "kind=console", "--output", f"kind=json,path={report}", "--disable-progress"],
-            check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-        totals: dict[str, int] = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+            [
+                guidellm,
+                "run",
+                "--backend",
+                f"kind=openai_http,target={url},request_format={path}",
+                "--profile",
+                f"kind=concurrent,streams={streams}",
+                "--constraint",
+                f"kind=max_requests,count={requests}",
+                "--tokenizer",
+                f"kind=huggingface_auto,model={model}",
+                "--data",
+                "kind=synthetic_text,prompt_tokens=64,output_tokens=32",
+                "--output",
+                "kind=console",
+                "--output",
+                f"kind=json,path={report}",
+                "--disable-progress",
+            ],
+            check=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        totals: dict[str, int] = json.loads(report.read_text())["benchmarks"][0]["metrics"][
+            "request_totals"
+        ]
     return totals
 
 
 def main() -> int:
     """Runs both kinds of requests against a server of its own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--guidellm", default="guidellm", metavar="PROGRAM")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokenizer", default=DEFAULT_MODEL, help="folder of the model's tokenizer")
+    parser.add_argument(
+        "--tokenizer", default=DEFAULT_MODEL, help="folder of the model's tokenizer"
+    )
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[])
     args = parser.parse_args()
-    server = subprocess.Popen([sys.executable, "-m", "sidestep", "serve", "--port", "0", *args.serve],
-                              stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "sidestep", "serve", "--port", "0", *args.serve],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     failed = False
     try:
         assert server.stderr is not None
-        url = next(found[1] for line in server.stderr if (found := re.match(r"serving \S+ at (\S+)", line)))
+        url = next(
+            found[1] for line in server.stderr if (found := re.match(r"serving \S+ at (\S+)", line))
+        )
         for path in REQUEST_FORMATS:
             totals = run_load(args.guidellm, url, args.tokenizer, path, args.requests, args.streams)
             print(f"{path}: {totals}", flush=True)

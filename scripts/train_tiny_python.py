@@ -27,20 +27,34 @@ CPU_BATCH_TOKENS = 4096
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2500, help="optimiser steps at most (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="end training after this long, if --steps is not reached first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2500, help="optimiser steps at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="end training after this long, if --steps is not reached first",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the model's folder (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=DEFAULT_OUT, help="the model's folder (default: %(default)s)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch-tokens", type=int, help="tokens a step (default: 32768 on a GPU, 4096 on a CPU)")
+    parser.add_argument(
+        "--batch-tokens", type=int, help="tokens a step (default: 32768 on a GPU, 4096 on a CPU)"
+    )
     parser.add_argument(
         "--stdlib",
         type=Path,
         default=Path(sysconfig.get_paths()["stdlib"]),
         help="the library to read (default: that of this Python)",
     )
-    parser.add_argument("--evaluate", action="store_true", help="do not train; score the model in --out")
+    parser.add_argument(
+        "--evaluate", action="store_true", help="do not train; score the model in --out"
+    )
     return parser.parse_args()
 
 
@@ -60,12 +74,18 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
 def python_name(stdlib: Path) -> str:
     """The Python whose library was read, by its folder's usual name."""
     name = stdlib.name.removeprefix("python")
-    return f"Python {name}" if name[:1].isdigit() else f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"Python {name}"
+        if name[:1].isdigit()
+        else f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    )
 
 
 def command_line(arguments: argparse.Namespace, steps_done: int) -> str:
     """The command that repeats this run; a time limit that was not reached played no part."""
-    command = f"python scripts/train_tiny_python.py --steps {arguments.steps} --seed {arguments.seed}"
+    command = (
+        f"python scripts/train_tiny_python.py --steps {arguments.steps} --seed {arguments.seed}"
+    )
     if arguments.seconds and steps_done < arguments.steps:
         command += f" --seconds {arguments.seconds:g}"
     return command + (f" --batch-tokens {arguments.batch_tokens}" if arguments.batch_tokens else "")

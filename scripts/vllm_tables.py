@@ -16,10 +16,22 @@ from sidestep.ipc.vllm.params import SAMPLING_FIELDS, STRUCTURE_FIELDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate-from-vllm.md"
 BEGIN = "<!-- Written by `python -m scripts.vllm_tables`; a test compares. -->\n"
-OURS_ALONE = {"dummy_seed", "num_kv_blocks", "target_itl_ms", "pipeline_layers", "cpu_threads", "fake_step_ms",
-              "max_num_queued_reqs", "max_num_queued_tokens", "routing", "public_prefixes", "api_key_file",
-              "max_body_bytes", "read_timeout",
-              "access_log"}
+OURS_ALONE = {
+    "dummy_seed",
+    "num_kv_blocks",
+    "target_itl_ms",
+    "pipeline_layers",
+    "cpu_threads",
+    "fake_step_ms",
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "routing",
+    "public_prefixes",
+    "api_key_file",
+    "max_body_bytes",
+    "read_timeout",
+    "access_log",
+}
 """Options that vLLM does not have, or not by this name."""
 
 
@@ -36,19 +48,35 @@ def _parts() -> Iterator[str]:
     yield "### vLLM's words for values\n\n| option | vLLM's value | value here |\n|---|---|---|\n"
     for name, words in VALUES.items():
         yield "".join(f"| `{name}` | `{theirs}` | `{ours}` |\n" for theirs, ours in words.items())
-    for title, table in (("Engine options", ENGINE_OPTIONS), ("Server options", SERVER_OPTIONS),
-                         ("SamplingParams", SAMPLING_FIELDS), ("StructuredOutputsParams", STRUCTURE_FIELDS),
-                         ("Keys of prompts", PROMPT_KEYS), ("Arguments of calls", ARGUMENTS)):
+    for title, table in (
+        ("Engine options", ENGINE_OPTIONS),
+        ("Server options", SERVER_OPTIONS),
+        ("SamplingParams", SAMPLING_FIELDS),
+        ("StructuredOutputsParams", STRUCTURE_FIELDS),
+        ("Keys of prompts", PROMPT_KEYS),
+        ("Arguments of calls", ARGUMENTS),
+    ):
         yield f"\n### {title}\n\n| name (values that are taken) | what there is here |\n|---|---|\n"
-        yield from _rows({name: (_with_values(name, foreign), foreign.instead) for name, foreign in table.items()})
-    for title, names in (("Methods and attributes", METHODS), ("Imported names", NAMES), ("Modules", MODULES)):
+        yield from _rows(
+            {
+                name: (_with_values(name, foreign), foreign.instead)
+                for name, foreign in table.items()
+            }
+        )
+    for title, names in (
+        ("Methods and attributes", METHODS),
+        ("Imported names", NAMES),
+        ("Modules", MODULES),
+    ):
         yield f"\n### {title}\n\n| name | what there is here |\n|---|---|\n"
         yield from _rows({name: (f"`{name}`", text) for name, text in names.items()})
 
 
 def _with_values(name: str, foreign: Foreign) -> str:
     values = ", ".join(f"`{value!r}`" for value in foreign.accepted)
-    return f"`{name}` (all)" if foreign.same_as else f"`{name}` ({values})" if values else f"`{name}`"
+    return (
+        f"`{name}` (all)" if foreign.same_as else f"`{name}` ({values})" if values else f"`{name}`"
+    )
 
 
 def _rows(table: Mapping[str, tuple[str, str]]) -> Iterator[str]:

@@ -28,7 +28,14 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from sidestep.frontend.prompts import ChatPrompt, TextPrompt, TokensPrompt
-    from sidestep.frontend.scaling import BestOfN, Revision, Vote, best_of_n, critique_and_revise, self_consistency
+    from sidestep.frontend.scaling import (
+        BestOfN,
+        Revision,
+        Vote,
+        best_of_n,
+        critique_and_revise,
+        self_consistency,
+    )
     from sidestep.inputs import PromptType
     from sidestep.ipc.beam_search_params import BeamSearchParams
     from sidestep.ipc.config import DEFAULT_MODEL
@@ -44,7 +51,11 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from sidestep.ipc.records import RequestRecord, StepRecord
-    from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from sidestep.ipc.sampling_params import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
 __version__: str
@@ -91,14 +102,44 @@ _HOMES = {
 }
 
 __all__ = [
-    "DEFAULT_MODEL", "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput",
-    "BeamSearchParams", "BeamSearchSequence", "BestOfN", "ChatPrompt", "CompletionOutput",
-    "EngineArgs", "EngineDeadError", "EngineStalledError", "EngineStartError", "Logprob",
-    "PromptType", "QueueFullError", "RepetitionDetectionParams", "RequestError",
-    "RequestMetrics", "RequestOutput", "RequestOutputKind", "RequestRecord", "Revision",
-    "SamplingParams", "SidestepError", "StepRecord", "StructuredOutputsParams", "TextPrompt",
-    "TokensPrompt", "UnknownNameError", "UnsupportedError", "ValidationError", "Vote",
-    "best_of_n", "critique_and_revise", "self_consistency",
+    "DEFAULT_MODEL",
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "BestOfN",
+    "ChatPrompt",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineDeadError",
+    "EngineStalledError",
+    "EngineStartError",
+    "Logprob",
+    "PromptType",
+    "QueueFullError",
+    "RepetitionDetectionParams",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "RequestRecord",
+    "Revision",
+    "SamplingParams",
+    "SidestepError",
+    "StepRecord",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "UnknownNameError",
+    "UnsupportedError",
+    "ValidationError",
+    "Vote",
+    "best_of_n",
+    "critique_and_revise",
+    "self_consistency",
 ]
 
 
@@ -109,7 +150,9 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         instead = _instead_of(name)
-        raise AttributeError(f"module 'sidestep' has no attribute {name!r}" + (f": {instead}" if instead else ""))
+        raise AttributeError(
+            f"module 'sidestep' has no attribute {name!r}" + (f": {instead}" if instead else "")
+        )
     value = getattr(importlib.import_module(f"sidestep.{home}"), name)
     globals()[name] = value
     return value
@@ -142,8 +185,9 @@ class _MissingModules:
     importlib.abc.MetaPathFinder: every process of an engine would import that module, which takes 15 ms.
     """
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None,
-                  /) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
         """Raises ModuleNotFoundError for a name that vLLM has and sidestep lacks."""
         package, _, name = fullname.partition(".")
         if package == "sidestep" and name and (instead := _instead_of(name)) is not None:

@@ -10,4 +10,6 @@ def init_logger(name: str) -> logging.Logger:
 
 __all__ = ["init_logger"]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

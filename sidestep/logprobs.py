@@ -4,4 +4,6 @@ from sidestep.frontend.outputs import Logprob
 
 __all__ = ["Logprob"]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

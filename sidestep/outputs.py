@@ -1,7 +1,14 @@
 """Outputs of requests, under the name of vLLM's module."""
 
-from sidestep.frontend.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from sidestep.frontend.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
 
 __all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RequestOutput"]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

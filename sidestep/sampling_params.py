@@ -1,10 +1,21 @@
 """Parameters of requests, under the name of vLLM's module."""
 
 from sidestep.ipc.beam_search_params import BeamSearchParams
-from sidestep.ipc.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from sidestep.ipc.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from sidestep.ipc.structured_outputs import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams",
-           "StructuredOutputsParams"]
+__all__ = [
+    "BeamSearchParams",
+    "RepetitionDetectionParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

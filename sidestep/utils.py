@@ -17,12 +17,19 @@ def random_uuid() -> str:
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """A parser that takes each flag with underscores too: `--max_model_len` is `--max-model-len`."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None,  # type: ignore[override]  # as argparse has it
-                         namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(
+        self,
+        args: Sequence[str] | None = None,  # type: ignore[override]  # as argparse has it
+        namespace: Any = None,
+    ) -> tuple[Any, list[str]]:
         """See the base class."""
-        return super().parse_known_args(with_dashes(sys.argv[1:] if args is None else args), namespace)
+        return super().parse_known_args(
+            with_dashes(sys.argv[1:] if args is None else args), namespace
+        )
 
 
 __all__ = ["FlexibleArgumentParser", "random_uuid"]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

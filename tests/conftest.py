@@ -13,7 +13,9 @@ import pytest
 
 from sidestep.ipc.config import exact_products_environment
 
-os.environ.update(exact_products_environment())  # before torch loads MKL: tests run models in their own process too
+os.environ.update(
+    exact_products_environment()
+)  # before torch loads MKL: tests run models in their own process too
 
 import torch
 
@@ -33,7 +35,9 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--screenshots: the docs' pictures are made by the tests of the page, but only when they are asked for."""
-    parser.addoption("--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures")
+    parser.addoption(
+        "--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,8 +48,13 @@ def pytest_xdist_auto_num_workers() -> int:
     """
     if torch.cuda.is_available():
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores * 3 // 2, MOST_PROCESSES, psutil.virtual_memory().available // BYTES_PER_PROCESS))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(
+        1,
+        min(cores * 3 // 2, MOST_PROCESSES, psutil.virtual_memory().available // BYTES_PER_PROCESS),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,27 @@ from sidestep.ipc.structured_outputs import Grammar
 
 VOCAB_SIZE = 50
 SPEC = ModelSpec(
-    path="", architecture="LlamaForCausalLM", dtype="float32", vocab_size=VOCAB_SIZE, hidden_size=8,
-    intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, max_position_embeddings=4096,
-    rms_norm_eps=1e-6, rope=RopeSpec(theta=10000.0), tie_word_embeddings=True, attention_bias=False,
-    attention_output_bias=False, mlp_bias=False, qk_norm=False, windows=(0,), eos_token_ids=())
+    path="",
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+    rope=RopeSpec(theta=10000.0),
+    tie_word_embeddings=True,
+    attention_bias=False,
+    attention_output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    windows=(0,),
+    eos_token_ids=(),
+)
 
 _made: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
@@ -46,35 +63,87 @@ class Clock:
         return self.now
 
 
-def make_request(prompt: list[int], max_tokens: int = 8, *, handle: int = 0, client: int = 0, priority: int = 0,
-                 cache_salt: str | None = None, num_public_tokens: int = 0, arrival: float = 0.0,
-                 deadline: float | None = None, grammar: Grammar | None = None, **sampling: object) -> AddRequest:
+def make_request(
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    handle: int = 0,
+    client: int = 0,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    num_public_tokens: int = 0,
+    arrival: float = 0.0,
+    deadline: float | None = None,
+    grammar: Grammar | None = None,
+    **sampling: object,
+) -> AddRequest:
     """A request as a frontend would send it."""
     params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})  # type: ignore[arg-type]
-    return AddRequest(client=client, handle=handle, request_id=f"request {handle}", prompt_token_ids=pack_ids(prompt),
-                      sampling=params, arrival=arrival, priority=priority, cache_salt=cache_salt,
-                      num_public_tokens=num_public_tokens, deadline=deadline, grammar=grammar)
+    return AddRequest(
+        client=client,
+        handle=handle,
+        request_id=f"request {handle}",
+        prompt_token_ids=pack_ids(prompt),
+        sampling=params,
+        arrival=arrival,
+        priority=priority,
+        cache_salt=cache_salt,
+        num_public_tokens=num_public_tokens,
+        deadline=deadline,
+        grammar=grammar,
+    )
 
 
-def make_beam_request(prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object) -> AddRequest:
+def make_beam_request(
+    prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object
+) -> AddRequest:
     """A search as a frontend would send it."""
-    plain = make_request(prompt, params.max_tokens, handle=handle, ignore_eos=params.ignore_eos, temperature=0.0,
-                         **more)  # type: ignore[arg-type]
+    plain = make_request(
+        prompt,
+        params.max_tokens,
+        handle=handle,
+        ignore_eos=params.ignore_eos,
+        temperature=0.0,
+        **more,
+    )  # type: ignore[arg-type]
     return msgspec.structs.replace(plain, beam_search=params)
 
 
-def make_scheduler(*, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 64,
-                   policy: str = "fcfs", prefix_caching: bool = True, max_model_len: int = 4096,
-                   eos: tuple[int, ...] = (), clock: Callable[[], float] | None = None,
-                   overlap: bool = True, target_itl_ms: float | None = None,
-                   grammars: Grammars | None = None, num_stages: int = 1) -> Scheduler:
+def make_scheduler(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    policy: str = "fcfs",
+    prefix_caching: bool = True,
+    max_model_len: int = 4096,
+    eos: tuple[int, ...] = (),
+    clock: Callable[[], float] | None = None,
+    overlap: bool = True,
+    target_itl_ms: float | None = None,
+    grammars: Grammars | None = None,
+    num_stages: int = 1,
+) -> Scheduler:
     """A scheduler over a small cache; its invariants are checked after the test."""
     clock = clock or Clock()
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, scheduling_policy=policy,
-                             async_scheduling=overlap, target_itl_ms=target_itl_ms)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        scheduling_policy=policy,
+        async_scheduling=overlap,
+        target_itl_ms=target_itl_ms,
+    )
     kv = KVCacheManager(num_blocks, block_size, prefix_caching)
-    scheduler = Scheduler(config, config.limits("fake", num_stages), kv, max_model_len=max_model_len,
-                          eos_token_ids=eos, clock=clock, grammars=grammars or Grammars("", VOCAB_SIZE, eos, clock))
+    scheduler = Scheduler(
+        config,
+        config.limits("fake", num_stages),
+        kv,
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+        clock=clock,
+        grammars=grammars or Grammars("", VOCAB_SIZE, eos, clock),
+    )
     _made.add(scheduler)
     return scheduler
 
@@ -90,11 +159,21 @@ def invariants_hold() -> object:
 
 def make_runner(scheduler: Scheduler, vocab_size: int = VOCAB_SIZE) -> FakeRunner:
     """A fake device with the scheduler's sizes."""
-    cache = CacheConfig(block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks)
+    cache = CacheConfig(
+        block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks
+    )
     parallel = ParallelConfig(device="fake", pipeline_parallel_size=scheduler._limits.num_stages)
-    return FakeRunner(WorkerArgs(
-        rank=0, spec=msgspec.structs.replace(SPEC, vocab_size=vocab_size), model=ModelConfig(), cache=cache,
-        parallel=parallel, scheduler=scheduler._config, max_model_len=4096))
+    return FakeRunner(
+        WorkerArgs(
+            rank=0,
+            spec=msgspec.structs.replace(SPEC, vocab_size=vocab_size),
+            model=ModelConfig(),
+            cache=cache,
+            parallel=parallel,
+            scheduler=scheduler._config,
+            max_model_len=4096,
+        )
+    )
 
 
 def _on_the_wire(message: Columns) -> bytes:
@@ -114,7 +193,9 @@ class Engine:
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[int, Finished] = field(default_factory=dict)
     started: dict[int, Started] = field(default_factory=dict)
-    logprobs: dict[int, list[tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[int, list[tuple[int, list[int]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """For each sampled token: its position, and the tokens whose log-probabilities the frontend got."""
     steps: list[StepInput] = field(default_factory=list)
 
@@ -133,8 +214,11 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             # The core would sleep now: with nothing in flight, nobody would wake it.
-            assert self._in_flight or not self.scheduler.has_unfinished or self.scheduler.grammars.num_compiling, \
-                f"stuck: {self.scheduler!r}"
+            assert (
+                self._in_flight
+                or not self.scheduler.has_unfinished
+                or self.scheduler.grammars.num_compiling
+            ), f"stuck: {self.scheduler!r}"
             return False
         self.steps.append(step)
         self._check_contract(step)
@@ -145,15 +229,25 @@ class Engine:
 
     def _check_contract(self, step: StepInput) -> None:
         """What every worker relies on."""
-        limits, counts, slots = self.scheduler._limits, step.num_tokens.tolist(), step.slots.tolist()
-        assert 0 < sum(counts) <= limits.max_num_batched_tokens and len(counts) <= limits.max_num_seqs
+        limits, counts, slots = (
+            self.scheduler._limits,
+            step.num_tokens.tolist(),
+            step.slots.tolist(),
+        )
+        assert (
+            0 < sum(counts) <= limits.max_num_batched_tokens and len(counts) <= limits.max_num_seqs
+        )
         assert min(counts) > 0 and len(set(slots)) == len(slots)
         first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"
-        assert not set(step.copy_sources.tolist()) & set(step.copy_targets.tolist()), "a source is a target"
+        assert not set(step.copy_sources.tolist()) & set(step.copy_targets.tolist()), (
+            "a source is a target"
+        )
         assert len(set(step.copy_targets.tolist())) == len(step.copy_targets), "a target twice"
         new = set(step.new_slots.tolist())
-        assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), "new columns follow their rows"
+        assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), (
+            "new columns follow their rows"
+        )
 
     def take(self) -> None:
         """Runs the oldest step and gives its output to the scheduler."""
@@ -192,13 +286,17 @@ class Engine:
 
     def _note(self, outputs: dict[int, Outputs]) -> None:
         for box in outputs.values():
-            for handle, token in zip(unpack_ids(box.handles), unpack_ids(box.token_ids), strict=True):
+            for handle, token in zip(
+                unpack_ids(box.handles), unpack_ids(box.token_ids), strict=True
+            ):
                 assert int(handle) not in self.finished, "a token came after the end"
                 self.tokens[int(handle)].append(int(token))
             if box.logprobs:
                 columns = LogprobColumns.unpack(box.logprobs)
                 ids = np.split(columns.token_ids, np.cumsum(columns.sizes)[:-1])
-                for handle, position, tokens in zip(columns.keys, columns.positions, ids, strict=True):
+                for handle, position, tokens in zip(
+                    columns.keys, columns.positions, ids, strict=True
+                ):
                     self.logprobs[int(handle)].append((int(position), tokens.tolist()))
             for start in box.started:
                 assert start.handle not in self.started, "started twice"

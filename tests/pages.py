@@ -20,7 +20,9 @@ def text_of(page: str) -> str:
 
 def commands(page: str) -> Iterator[str]:
     """Yield each command of a page, on one line and without its comment."""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
+    for language, block in re.findall(
+        r"^```(\w*)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE
+    ):
         if language not in ("", "bash"):
             continue
         for line in block.replace("\\\n", " ").splitlines():
@@ -30,7 +32,9 @@ def commands(page: str) -> Iterator[str]:
 
 def of_sidestep(*pages: str) -> list[str]:
     """Return the commands that run `sidestep`, each once."""
-    found = [command for page in pages for command in commands(page) if "sidestep" in _words(command)[:3]]
+    found = [
+        command for page in pages for command in commands(page) if "sidestep" in _words(command)[:3]
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -38,7 +42,7 @@ def with_variables(command: str) -> tuple[dict[str, str], list[str]]:
     """Return the variables before a command, and its words after `sidestep`."""
     words = _words(command)
     at = words.index("sidestep")
-    return dict(word.split("=", 1) for word in words[:at]), words[at + 1:]
+    return dict(word.split("=", 1) for word in words[:at]), words[at + 1 :]
 
 
 def _words(command: str) -> list[str]:

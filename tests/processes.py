@@ -23,4 +23,6 @@ def is_alive(pid: int) -> bool:
 
 def cores(pid: int) -> list[psutil.Process]:
     """Return the engine cores that a process has started, in the order of their starts."""
-    return [child for child in psutil.Process(pid).children() if child.cmdline()[-1] == "engine core"]
+    return [
+        child for child in psutil.Process(pid).children() if child.cmdline()[-1] == "engine core"
+    ]

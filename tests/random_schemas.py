@@ -6,9 +6,17 @@ import random
 from typing import Any
 
 PATTERNS = ("^[a-z]{1,6}$", "^(foo|ba[rz]+){1,3}$", r"^[0-9]{3}-[0-9]{4}$", "^[A-F0-9]{2,8}$")
-REGEXES = (r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)", r"(0|[1-9][0-9]{0,4})(\.[0-9]{1,3})?", r"(yes|no|maybe), (yes|no)!?",
-           r"\[([0-9],){0,4}[0-9]\]", r"#[0-9a-fA-F]{6}", r"(a|b){3}(c|d|)", r"[^\n]{1,12}",
-           r"\"[^\"\\]{0,9}\"", "á{2,3}é?/\\\\x")
+REGEXES = (
+    r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)",
+    r"(0|[1-9][0-9]{0,4})(\.[0-9]{1,3})?",
+    r"(yes|no|maybe), (yes|no)!?",
+    r"\[([0-9],){0,4}[0-9]\]",
+    r"#[0-9a-fA-F]{6}",
+    r"(a|b){3}(c|d|)",
+    r"[^\n]{1,12}",
+    r"\"[^\"\\]{0,9}\"",
+    "á{2,3}é?/\\\\x",
+)
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
@@ -30,15 +38,23 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
         case "pattern":
             return {"type": "string", "pattern": rng.choice(PATTERNS)}
         case "enum":
-            return {"enum": rng.sample(["red", "green", 1, -2.5, None, True, "ü\"\\", ["x"], {"k": 0}], 3)}
+            return {
+                "enum": rng.sample(
+                    ["red", "green", 1, -2.5, None, True, 'ü"\\', ["x"], {"k": 0}], 3
+                )
+            }
         case "const":
             return {"const": rng.choice(["only", 7, {"a": [1, "b"]}, None])}
         case "object":
             return _object(rng, depth)
         case "array":
             least = rng.randint(0, 2)
-            return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": least,
-                    "maxItems": least + rng.randint(0, 2)}
+            return {
+                "type": "array",
+                "items": random_schema(rng, depth - 1),
+                "minItems": least,
+                "maxItems": least + rng.randint(0, 2),
+            }
         case "anyOf":
             return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
         case _:
@@ -46,7 +62,12 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
 
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
-    names = rng.sample(["name", "age", "tags", "x y", "ключ", "a\"b", "n/m"], rng.randint(0, 4))
+    names = rng.sample(["name", "age", "tags", "x y", "ключ", 'a"b', "n/m"], rng.randint(0, 4))
     properties = {name: random_schema(rng, depth - 1) for name in names}
     required = [name for name in names if rng.random() < 0.6]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }

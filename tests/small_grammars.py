@@ -28,12 +28,34 @@ def _tokenizer() -> str:
     """Token 0 ends an output; token i is the i-th character."""
     vocab = {"<eos>": EOS} | {character: i for i, character in enumerate(_CHARACTERS, 1)}
     assert len(vocab) == VOCAB_SIZE
-    end = {"id": EOS, "content": "<eos>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-           "special": True}
-    return json.dumps({
-        "version": "1.0", "added_tokens": [end], "model": {"type": "BPE", "vocab": vocab, "merges": []},
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}})
+    end = {
+        "id": EOS,
+        "content": "<eos>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [end],
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": False,
+            },
+            "decoder": {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": False,
+            },
+        }
+    )
 
 
 class SmallGrammars(Grammars):
@@ -58,8 +80,9 @@ class SmallGrammars(Grammars):
         self._done.put(compilation)
         self._bell.ring()
 
-    def masks(self, requests: Sequence[Request], most_late: int, patience_s: float,
-              longest_s: float) -> list[Int32 | None]:
+    def masks(
+        self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
+    ) -> list[Int32 | None]:
         found = super().masks(requests, most_late, patience_s, longest_s)
         if longest_s == FOREVER:
             return found
@@ -71,15 +94,18 @@ class SmallGrammars(Grammars):
         """The next request with any grammar has to wait for it."""
         self._cache.clear()
 
-    def expected_tokens(self, grammar: Grammar, prompt: list[int], count: int, seed: int) -> list[int]:
+    def expected_tokens(
+        self, grammar: Grammar, prompt: list[int], count: int, seed: int
+    ) -> list[int]:
         """What a request must give, whatever runs beside it."""
         matcher = LLMatcher(self._tokenizer, grammar.text, limits=grammar_limits())
         state, tokens = 0, list[int]()
         for token in prompt:
             state = chain(state, token)
         while len(tokens) < count and not matcher.is_stopped():
-            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8),
-                                                   bitorder="little"))
+            allowed = np.flatnonzero(
+                np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            )
             tokens.append(int(allowed[next_token(state, seed, len(allowed))]))
             assert matcher.consume_token(tokens[-1])
             state = chain(state, tokens[-1])

@@ -111,7 +111,7 @@ class AttentionBackend(abc.ABC):
         """Copies blocks in all layers, in one launch: before a step, and after what is queued already."""
         # In whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
         columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
-        columns[:, :len(sources)] = sources, targets
+        columns[:, : len(sources)] = sources, targets
         copy_blocks(self.cache, *to_device(columns, self.cache.device))
 
     @abc.abstractmethod

@@ -54,8 +54,16 @@ class FlashInferAttention(AttentionBackend):
         shape = setup.shape
         self._setup, self._shape = setup, shape
         # Zeros: what lies behind a row's last token may be read and masked, and 0 x NaN would spread.
-        self.cache = torch.zeros(shape.num_layers, setup.num_blocks, 2, shape.num_kv_heads, setup.block_size,
-                                 shape.head_dim, dtype=setup.dtype, device=setup.device)
+        self.cache = torch.zeros(
+            shape.num_layers,
+            setup.num_blocks,
+            2,
+            shape.num_kv_heads,
+            setup.block_size,
+            shape.head_dim,
+            dtype=setup.dtype,
+            device=setup.device,
+        )
         self._wrappers: Wrappers | None = None
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -71,9 +79,18 @@ class FlashInferAttention(AttentionBackend):
         shape, setup, rows, wrappers = self._shape, self._setup, self._num_decode, self._wrappers
         assert wrappers is not None, "begin_step comes first"
         cache, window = self.cache[layer], shape.windows[layer]
-        qkv_rope(qkv, self._batch.positions, self._batch.places, setup.rotary.cos, setup.rotary.sin, norms,
-                 setup.norm_eps, cache.flatten(1, 2), shape.num_heads)
-        q = qkv.view(len(qkv), -1, shape.head_dim)[:, :shape.num_heads]
+        qkv_rope(
+            qkv,
+            self._batch.positions,
+            self._batch.places,
+            setup.rotary.cos,
+            setup.rotary.sin,
+            norms,
+            setup.norm_eps,
+            cache.flatten(1, 2),
+            shape.num_heads,
+        )
+        q = qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.num_heads]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if rows:
             wrappers.decode[window].run(q[:rows], cache, out=out[:rows])
@@ -104,12 +121,15 @@ def pages_of(host: HostBatch, first: int, stop: int) -> Pages:
     counts = -(-seq_lens // host.block_size)
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
-    tables = host.block_tables[first:stop, :int(counts.max())]
-    queries = host.query_starts[first:stop + 1]
+    tables = host.block_tables[first:stop, : int(counts.max())]
+    queries = host.query_starts[first : stop + 1]
     return Pages(
-        query_starts=(queries - queries[0]).astype(np.int32), page_starts=starts,
+        query_starts=(queries - queries[0]).astype(np.int32),
+        page_starts=starts,
         pages=tables[np.arange(tables.shape[1]) < counts[:, None]],
-        last_page_lens=seq_lens - (counts - 1) * host.block_size, seq_lens=seq_lens)
+        last_page_lens=seq_lens - (counts - 1) * host.block_size,
+        seq_lens=seq_lens,
+    )
 
 
 class Wrappers:
@@ -126,10 +146,16 @@ class Wrappers:
         shape, windows = setup.shape, set(setup.shape.windows)
         workspace = torch.zeros(workspace_size(setup), dtype=torch.uint8, device=setup.device)
         grouped = shape.num_heads // shape.num_kv_heads >= _GROUPED
-        self.decode = {window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, _LAYOUT, use_tensor_cores=grouped) for window in windows}
-        self.prompts = {window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
-                        for window in windows}
+        self.decode = {
+            window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, _LAYOUT, use_tensor_cores=grouped
+            )
+            for window in windows
+        }
+        self.prompts = {
+            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
+            for window in windows
+        }
         self._copied = torch.cuda.Event()
 
     def plan(self, host: HostBatch) -> None:
@@ -145,7 +171,9 @@ class Wrappers:
     def compile(self) -> None:
         """Plans a row of one token, which loads the kernels or compiles them."""
         zero, one, ends = np.zeros(1, np.int32), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
-        row = Pages(query_starts=ends, page_starts=ends, pages=zero, last_page_lens=one, seq_lens=one)
+        row = Pages(
+            query_starts=ends, page_starts=ends, pages=zero, last_page_lens=one, seq_lens=one
+        )
         self._plan_decode(row)
         self._plan_prompts(row)
         self._copied.record()
@@ -157,10 +185,15 @@ class Wrappers:
             wrapper.plan(*columns, *self._sizes(), seq_lens=seq_lens, **self._options(window))
 
     def _plan_prompts(self, rows: Pages) -> None:
-        columns = [pinned(column) for column in (rows.query_starts, rows.page_starts, rows.pages, rows.last_page_lens)]
+        columns = [
+            pinned(column)
+            for column in (rows.query_starts, rows.page_starts, rows.pages, rows.last_page_lens)
+        ]
         seq_lens = pinned(rows.seq_lens)
         for window, wrapper in self.prompts.items():
-            wrapper.plan(*columns, *self._sizes(), causal=True, seq_lens=seq_lens, **self._options(window))
+            wrapper.plan(
+                *columns, *self._sizes(), causal=True, seq_lens=seq_lens, **self._options(window)
+            )
 
     def _sizes(self) -> tuple[int, int, int, int]:
         shape = self._setup.shape
@@ -168,8 +201,12 @@ class Wrappers:
 
     def _options(self, window: int) -> dict[str, Any]:
         # FlashInfer does not count the token itself as part of the window, and -1 is none.
-        return {"window_left": window - 1, "q_data_type": self._setup.dtype, "kv_data_type": self._setup.dtype,
-                "sm_scale": self._setup.shape.head_dim**-0.5}
+        return {
+            "window_left": window - 1,
+            "q_data_type": self._setup.dtype,
+            "kv_data_type": self._setup.dtype,
+            "sm_scale": self._setup.shape.head_dim**-0.5,
+        }
 
 
 def load_wrappers(setup: AttentionSetup) -> Wrappers:
@@ -186,7 +223,8 @@ def load_wrappers(setup: AttentionSetup) -> Wrappers:
         raise EngineStartError(
             f"attention_backend: flashinfer did not start ({type(error).__name__}: {cause}). It compiles its kernels "
             "when they are first used, which needs nvcc and ninja on the path; install those, or the package "
-            "flashinfer-jit-cache of the same version, or choose another backend") from error
+            "flashinfer-jit-cache of the same version, or choose another backend"
+        ) from error
     return wrappers
 
 
@@ -207,9 +245,13 @@ def pinned(column: Int32) -> Tensor:
 
 def _check(setup: AttentionSetup) -> None:
     if setup.dtype not in FlashInferAttention.dtypes:
-        raise EngineStartError(f"dtype: attention_backend 'flashinfer' computes in bfloat16 or float16, not "
-                               f"{str(setup.dtype).removeprefix('torch.')}; change one of the two")
+        raise EngineStartError(
+            f"dtype: attention_backend 'flashinfer' computes in bfloat16 or float16, not "
+            f"{str(setup.dtype).removeprefix('torch.')}; change one of the two"
+        )
     if setup.shape.head_dim not in FlashInferAttention.head_dims:
         sizes = ", ".join(map(str, sorted(FlashInferAttention.head_dims)))
-        raise EngineStartError(f"attention_backend: 'flashinfer' takes heads of size {sizes}, this model's have "
-                               f"{setup.shape.head_dim}; choose another backend")
+        raise EngineStartError(
+            f"attention_backend: 'flashinfer' takes heads of size {sizes}, this model's have "
+            f"{setup.shape.head_dim}; choose another backend"
+        )

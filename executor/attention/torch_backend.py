@@ -23,7 +23,12 @@ from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.layers.rotary import FullRotaryTable
 from sidestep.ipc.step import Int32, Int64
 from sidestep.kernels.kv_write import write_kv
-from sidestep.kernels.paged_attention import causal_mask, decode_attention, padded_length, prefill_attention
+from sidestep.kernels.paged_attention import (
+    causal_mask,
+    decode_attention,
+    padded_length,
+    prefill_attention,
+)
 from sidestep.kernels.rms_norm import rms_norm
 from sidestep.kernels.rotary import apply_rotary
 
@@ -74,7 +79,13 @@ class TorchAttention(AttentionBackend):
         self._norm_eps = setup.norm_eps
         self._scale = shape.head_dim**-0.5
         self._rotary_table = FullRotaryTable(setup.rotary, setup.dtype)
-        size = (shape.num_layers, setup.num_blocks, setup.block_size, 2 * shape.num_kv_heads, shape.head_dim)
+        size = (
+            shape.num_layers,
+            setup.num_blocks,
+            setup.block_size,
+            2 * shape.num_kv_heads,
+            shape.head_dim,
+        )
         # Zeros: padding reads blocks that were never written, and 0 x NaN would spread.
         self.cache = torch.zeros(size, dtype=setup.dtype, device=setup.device)
         self._layers = self.cache.unbind()
@@ -96,15 +107,19 @@ class TorchAttention(AttentionBackend):
         self._num_decode = host.num_decode_rows
         if self._num_decode:
             self._begin_decode(host)
-        self._chunks = [self._plan_chunk(host, row) for row in range(self._num_decode, len(host.slots))]
+        self._chunks = [
+            self._plan_chunk(host, row) for row in range(self._num_decode, len(host.slots))
+        ]
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
         by_head = qkv.view(-1, heads + 2 * kv_heads, self._shape.head_dim)
         if norms is not None:
             by_head[:, :heads] = rms_norm(by_head[:, :heads], norms[0], self._norm_eps)
-            by_head[:, heads:heads + kv_heads] = rms_norm(by_head[:, heads:heads + kv_heads], norms[1], self._norm_eps)
-        apply_rotary(by_head[:, :heads + kv_heads], *self._rotary)
+            by_head[:, heads : heads + kv_heads] = rms_norm(
+                by_head[:, heads : heads + kv_heads], norms[1], self._norm_eps
+            )
+        apply_rotary(by_head[:, : heads + kv_heads], *self._rotary)
         return self._attend(layer, by_head[:, :heads], by_head[:, heads:]).flatten(1)
 
     def _attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
@@ -120,8 +135,9 @@ class TorchAttention(AttentionBackend):
         for chunk in self._chunks:
             keys_values = cache.index_select(0, chunk.blocks).flatten(0, 1).float()
             for piece in chunk.pieces:
-                out[piece.tokens] = prefill_attention(q[piece.tokens], keys_values[:piece.num_keys],
-                                                      piece.masks[window], self._scale)
+                out[piece.tokens] = prefill_attention(
+                    q[piece.tokens], keys_values[: piece.num_keys], piece.masks[window], self._scale
+                )
         return out
 
     def _decode(self, layer: int, q: Tensor, kv: Tensor, window: int) -> Tensor:
@@ -133,10 +149,19 @@ class TorchAttention(AttentionBackend):
             copy = self._gather(layer)
         else:
             copy[self._row_index, :, self._last_index] = kv.float()
-        made = [decode_attention(q[group.rows], copy[group.rows, :, :group.num_keys], group.masks[window], self._scale)
-                for group in self._groups]
+        made = [
+            decode_attention(
+                q[group.rows],
+                copy[group.rows, :, : group.num_keys],
+                group.masks[window],
+                self._scale,
+            )
+            for group in self._groups
+        ]
         out = made[0] if len(made) == 1 else torch.cat(made)
-        return out if self._order is None else torch.empty_like(out).index_copy_(0, self._order, out)
+        return (
+            out if self._order is None else torch.empty_like(out).index_copy_(0, self._order, out)
+        )
 
     def _gather(self, layer: int) -> Tensor:
         """Return float32 [R, 2 KVH, room, D] with each row's tokens. Keep it for the next step if it is small enough: a
@@ -155,8 +180,10 @@ class TorchAttention(AttentionBackend):
         self._longest = int(lengths.max())
         # By entry, not by slot: the next request in a slot may well be one token longer than the last one became.
         self._extend_copy = (
-            padded_length(self._longest) <= self._copy_room and np.array_equal(entries, self._copied_entries)
-            and np.array_equal(lengths, self._copied_lens + 1))
+            padded_length(self._longest) <= self._copy_room
+            and np.array_equal(entries, self._copied_entries)
+            and np.array_equal(lengths, self._copied_lens + 1)
+        )
         if not self._extend_copy:
             self._plan_gather(batch, entries)
         self._copied_lens = lengths.copy()
@@ -190,8 +217,14 @@ class TorchAttention(AttentionBackend):
         cuts = [0, *(np.flatnonzero(np.diff(padded)) + 1).tolist(), len(lengths)]
         for first, last in pairwise(cuts):
             num_keys = int(padded[first])
-            yield _DecodeGroup(slice(first, last), num_keys, {
-                window: self._mask(lengths[first:last], num_keys, window) for window in self._windows})
+            yield _DecodeGroup(
+                slice(first, last),
+                num_keys,
+                {
+                    window: self._mask(lengths[first:last], num_keys, window)
+                    for window in self._windows
+                },
+            )
 
     def _mask(self, lengths: Int32, num_keys: int, window: int) -> Tensor:
         """Return a mask, float32 [R, 1, 1, L]: 0 where a decode row attends, -inf elsewhere."""
@@ -207,13 +240,19 @@ class TorchAttention(AttentionBackend):
         length = int(batch.seq_lens[row])
         first = length - (stop - start)
         width = -(-padded_length(length) // self._block_size)
-        chunk = _Chunk(torch.from_numpy(_filled_up(batch.block_tables[row:row + 1], width)[0]).to(self._device))
+        chunk = _Chunk(
+            torch.from_numpy(_filled_up(batch.block_tables[row : row + 1], width)[0]).to(
+                self._device
+            )
+        )
         position = first
         while position < length:
             num_keys = padded_length(position + 1)
             end = min(length, num_keys, position + _MOST_QUERIES)
-            masks = {window: causal_mask(position, end - position, num_keys, window, self._device)
-                     for window in self._windows}
+            masks = {
+                window: causal_mask(position, end - position, num_keys, window, self._device)
+                for window in self._windows
+            }
             tokens = slice(start + position - first, start + end - first)
             chunk.pieces.append(_Piece(tokens, num_keys, masks))
             position = end

@@ -31,7 +31,11 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        return None if gpu_of(device) is not None or triton.knobs.runtime.interpret else "it needs a GPU"
+        return (
+            None
+            if gpu_of(device) is not None or triton.knobs.runtime.interpret
+            else "it needs a GPU"
+        )
 
     def __init__(self, setup: AttentionSetup) -> None:
         shape = self._shape = setup.shape
@@ -39,17 +43,34 @@ class TritonAttention(AttentionBackend):
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         self._scale = shape.head_dim**-0.5
         # Not cleared: no kernel reads a place that was not written.
-        self.cache = torch.empty(shape.num_layers, setup.num_blocks, 2 * shape.num_kv_heads, setup.block_size,
-                                 shape.head_dim, dtype=setup.dtype, device=setup.device)
+        self.cache = torch.empty(
+            shape.num_layers,
+            setup.num_blocks,
+            2 * shape.num_kv_heads,
+            setup.block_size,
+            shape.head_dim,
+            dtype=setup.dtype,
+            device=setup.device,
+        )
         self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
         self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
-        self._scratch = DecodeScratch(shape.num_heads, shape.num_kv_heads, shape.head_dim, setup.max_rows,
-                                      setup.device,
-                                      decode_config(shape.head_dim, setup.dtype.itemsize, shape.num_heads))
+        self._scratch = DecodeScratch(
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            setup.max_rows,
+            setup.device,
+            decode_config(shape.head_dim, setup.dtype.itemsize, shape.num_heads),
+        )
         many = triton.next_power_of_2(max(_FEW_ROWS, setup.max_rows))
-        self._plans = {(window, size): (torch.zeros(size, dtype=torch.int32, device=setup.device),
-                                        torch.zeros(size, dtype=torch.int32, device=setup.device))
-                       for window in set(shape.windows) for size in {_FEW_ROWS, many}}
+        self._plans = {
+            (window, size): (
+                torch.zeros(size, dtype=torch.int32, device=setup.device),
+                torch.zeros(size, dtype=torch.int32, device=setup.device),
+            )
+            for window in set(shape.windows)
+            for size in {_FEW_ROWS, many}
+        }
         self._sizes = (_FEW_ROWS, many)
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -61,8 +82,16 @@ class TritonAttention(AttentionBackend):
         size = self._sizes[0] if few else self._sizes[1]
         self._plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
         for window, (decode_ends, prefill_ends) in self._plan.items():
-            plan_attention(batch.rows.seq_lens, batch.rows.query_starts, batch.rows.header, decode_ends, prefill_ends,
-                           tile=self._scratch.config.tile, tokens=self._tokens, window=window)
+            plan_attention(
+                batch.rows.seq_lens,
+                batch.rows.query_starts,
+                batch.rows.header,
+                decode_ends,
+                prefill_ends,
+                tile=self._scratch.config.tile,
+                tokens=self._tokens,
+                window=window,
+            )
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
         shape, rows, setup = self._shape, self._rows, self._setup
@@ -71,8 +100,17 @@ class TritonAttention(AttentionBackend):
         if rows.max_prompt_rows == 0 and qkv.shape[0] <= _FEW_ROWS:
             self._attend_decodes(layer, qkv, out, rope)
             return out
-        qkv_rope(qkv, self._batch.positions, self._batch.places, rope.cos, rope.sin, norms, rope.eps,
-                 self.cache[layer], shape.num_heads)
+        qkv_rope(
+            qkv,
+            self._batch.positions,
+            self._batch.places,
+            rope.cos,
+            rope.sin,
+            norms,
+            rope.eps,
+            self.cache[layer],
+            shape.num_heads,
+        )
         if rows.max_prompt_rows == 0:
             self._attend_decodes(layer, qkv, out, None)
         elif rows.max_decode_rows == 0:
@@ -96,12 +134,36 @@ class TritonAttention(AttentionBackend):
 
     def _attend_decodes(self, layer: int, qkv: Tensor, out: Tensor, rope: Rope | None) -> None:
         rows, window = self._rows, self._shape.windows[layer]
-        decode_attention(qkv, self.cache[layer], rows.block_tables, rows.slots, rows.seq_lens, self._plan[window][0],
-                         out, self._scratch, num_heads=self._shape.num_heads, window=window, scale=self._scale,
-                         rope=rope)
+        decode_attention(
+            qkv,
+            self.cache[layer],
+            rows.block_tables,
+            rows.slots,
+            rows.seq_lens,
+            self._plan[window][0],
+            out,
+            self._scratch,
+            num_heads=self._shape.num_heads,
+            window=window,
+            scale=self._scale,
+            rope=rope,
+        )
 
     def _attend_prompts(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         rows, window = self._rows, self._shape.windows[layer]
-        prefill_attention(qkv, self.cache[layer], rows.block_tables, rows.slots, rows.seq_lens, rows.query_starts,
-                          self._plan[window][1], out, self._prefill, num_heads=self._shape.num_heads,
-                          max_tokens=qkv.shape[0], max_rows=rows.max_prompt_rows, window=window, scale=self._scale)
+        prefill_attention(
+            qkv,
+            self.cache[layer],
+            rows.block_tables,
+            rows.slots,
+            rows.seq_lens,
+            rows.query_starts,
+            self._plan[window][1],
+            out,
+            self._prefill,
+            num_heads=self._shape.num_heads,
+            max_tokens=qkv.shape[0],
+            max_rows=rows.max_prompt_rows,
+            window=window,
+            scale=self._scale,
+        )

@@ -82,7 +82,10 @@ def packed(weight: Tensor) -> Product | None:
     try:
         laid_out = reorder(weight, _PACK_FOR_ROWS)
         probe = torch.ones(1, weight.shape[1], dtype=weight.dtype)
-        got, expected = multiply(probe, laid_out, None, "none", [], ""), probe.float() @ weight.float().T
+        got, expected = (
+            multiply(probe, laid_out, None, "none", [], ""),
+            probe.float() @ weight.float().T,
+        )
     except RuntimeError:
         return None
     bound = 0.02 * weight.float().abs().sum(1)
@@ -119,7 +122,9 @@ def in_blocks(weight: Tensor) -> Product:
 
 
 _LAYOUTS: dict[str, Layout] = {
-    layout.__name__: layout for layout in (plain, transposed, transposed_in_fours, packed, widened, in_blocks)}
+    layout.__name__: layout
+    for layout in (plain, transposed, transposed_in_fours, packed, widened, in_blocks)
+}
 _chosen: dict[tuple[torch.Size, torch.dtype, int], tuple[str, int]] = {}
 """By a weight's size and type and the number of threads: its layout, and the number of rows that it takes at once."""
 
@@ -155,12 +160,16 @@ def _rows_that_agree(product: Product, weight: Tensor) -> int:
     """Return the largest number of rows that was tried; 0 if a row's bits depend on the number of rows."""
     num_outputs, num_inputs = weight.shape
     budget = _TRIAL_PRODUCTS // max(1, num_outputs * num_inputs)
-    sizes = [rows for i, rows in enumerate(_TRIED_ROWS) if i < 5 or sum(_TRIED_ROWS[:i + 1]) <= budget]
+    sizes = [
+        rows for i, rows in enumerate(_TRIED_ROWS) if i < 5 or sum(_TRIED_ROWS[: i + 1]) <= budget
+    ]
     most = sizes[-1]
     x = torch.randn(most, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     together = product(x)
     # The last rows, so that their place differs among fewer rows.
-    return most if all(torch.equal(product(x[most - n:]), together[most - n:]) for n in sizes) else 0
+    return (
+        most if all(torch.equal(product(x[most - n :]), together[most - n :]) for n in sizes) else 0
+    )
 
 
 def _packing() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:

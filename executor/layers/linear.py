@@ -54,20 +54,43 @@ class Linear:
         return None
 
 
-def column_parallel(weights: Weights, parts: Sequence[tuple[str, int, range]], num_inputs: int, *,
-                    bias: bool = False) -> Linear:
+def column_parallel(
+    weights: Weights,
+    parts: Sequence[tuple[str, int, range]],
+    num_inputs: int,
+    *,
+    bias: bool = False,
+) -> Linear:
     """One product for several matrices, stacked; each part is (name, rows of the whole matrix, this rank's rows)."""
-    weight = torch.cat([weights.get(f"{name}.weight", (total, num_inputs), rows=rows) for name, total, rows in parts])
-    stacked_bias = torch.cat([weights.get(f"{name}.bias", (total,), rows=rows) for name, total, rows in parts]) \
-        if bias else None
+    weight = torch.cat(
+        [
+            weights.get(f"{name}.weight", (total, num_inputs), rows=rows)
+            for name, total, rows in parts
+        ]
+    )
+    stacked_bias = (
+        torch.cat([weights.get(f"{name}.bias", (total,), rows=rows) for name, total, rows in parts])
+        if bias
+        else None
+    )
     return Linear(weight, stacked_bias)
 
 
 class RowParallelLinear:
     """x W^T + b with the inputs spread over ranks, each of which adds its part to the residual stream."""
 
-    def __init__(self, weights: Weights, name: str, num_outputs: int, num_inputs: int, columns: range,
-                 parallel: Parallel, place: Place, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        num_outputs: int,
+        num_inputs: int,
+        columns: range,
+        parallel: Parallel,
+        place: Place,
+        *,
+        bias: bool = False,
+    ) -> None:
         weight = weights.get(f"{name}.weight", (num_outputs, num_inputs), columns=columns)
         # The bias must be added once, not once a rank.
         own_bias = weights.get(f"{name}.bias", (num_outputs,)) if bias else None

@@ -40,7 +40,10 @@ def _yarn(inverse: Tensor, rope: RopeSpec, head_dim: int) -> tuple[Tensor, float
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = dimension_of(scaling.get("beta_fast") or 32), dimension_of(scaling.get("beta_slow") or 1)
+    low, high = (
+        dimension_of(scaling.get("beta_fast") or 32),
+        dimension_of(scaling.get("beta_slow") or 1),
+    )
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -65,7 +68,9 @@ class RotaryTable:
     def __init__(self, rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> None:
         """length: number of positions."""
         inverse, factor = frequencies(rope, head_dim)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), inverse.to(device))
+        angles = torch.outer(
+            torch.arange(length, dtype=torch.float32, device=device), inverse.to(device)
+        )
         self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
 
 
@@ -78,4 +83,6 @@ class FullRotaryTable:
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, D] of positions [T]."""
-        return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
+        return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[
+            :, None
+        ]

@@ -12,7 +12,9 @@ from sidestep.executor.weight_loader import Weights
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 
 
-def vocab_shard(weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel) -> Tensor:
+def vocab_shard(
+    weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel
+) -> Tensor:
     """This rank's rows of a [V, D] matrix; the last rank's are filled up with zeros where V does not divide evenly."""
     part = -(-vocab_size // parallel.size)
     first = min(parallel.rank * part, vocab_size)
@@ -58,4 +60,4 @@ class VocabParallelHead:
     def __call__(self, stream: Stream, out: Tensor | None = None) -> Tensor:
         """out [R, V and what fills V up]: memory that the logits are written to."""
         own = self._linear(stream, out if self._parallel.size == 1 else None)
-        return self._parallel.all_gather(own, out)[:, :self._vocab_size]
+        return self._parallel.all_gather(own, out)[:, : self._vocab_size]

@@ -30,9 +30,12 @@ def rows_of_heads(heads: range, head_dim: int) -> range:
 def attention_shape(spec: ModelSpec, parallel: Parallel, stage: Stage) -> AttentionShape:
     """One rank's part of the model's attention."""
     return AttentionShape(
-        num_layers=len(stage.layers), num_heads=len(parallel.share(spec.num_heads)),
-        num_kv_heads=len(parallel.kv_heads(spec.num_kv_heads)), head_dim=spec.head_dim,
-        windows=spec.windows[stage.layers.start:stage.layers.stop])
+        num_layers=len(stage.layers),
+        num_heads=len(parallel.share(spec.num_heads)),
+        num_kv_heads=len(parallel.kv_heads(spec.num_kv_heads)),
+        head_dim=spec.head_dim,
+        windows=spec.windows[stage.layers.start : stage.layers.stop],
+    )
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
@@ -48,25 +51,53 @@ def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
 class Attention:
     """Self-attention of one layer. following: the norm after it."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel
+    ) -> None:
         self._following = following
         heads, kv_heads = parallel.share(spec.num_heads), parallel.kv_heads(spec.num_kv_heads)
-        q_rows, kv_rows = rows_of_heads(heads, spec.head_dim), rows_of_heads(kv_heads, spec.head_dim)
+        q_rows, kv_rows = (
+            rows_of_heads(heads, spec.head_dim),
+            rows_of_heads(kv_heads, spec.head_dim),
+        )
         total_q, total_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._qkv = column_parallel(
-            weights, [(f"{name}.q_proj", total_q, q_rows), (f"{name}.k_proj", total_kv, kv_rows),
-                      (f"{name}.v_proj", total_kv, kv_rows)], spec.hidden_size, bias=spec.attention_bias)
+            weights,
+            [
+                (f"{name}.q_proj", total_q, q_rows),
+                (f"{name}.k_proj", total_kv, kv_rows),
+                (f"{name}.v_proj", total_kv, kv_rows),
+            ],
+            spec.hidden_size,
+            bias=spec.attention_bias,
+        )
         self._width = len(q_rows)
-        self._out = RowParallelLinear(weights, f"{name}.o_proj", spec.hidden_size, total_q, q_rows, parallel,
-                                      Place.ATTENTION, bias=spec.attention_output_bias)
-        self._head_norms = (weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
-                            weights.get(f"{name}.k_norm.weight", (spec.head_dim,))) if spec.qk_norm else None
+        self._out = RowParallelLinear(
+            weights,
+            f"{name}.o_proj",
+            spec.hidden_size,
+            total_q,
+            q_rows,
+            parallel,
+            Place.ATTENTION,
+            bias=spec.attention_output_bias,
+        )
+        self._head_norms = (
+            (
+                weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
+                weights.get(f"{name}.k_norm.weight", (spec.head_dim,)),
+            )
+            if spec.qk_norm
+            else None
+        )
 
     def warm_up(self, stream: Stream) -> Stream:
         """Runs the products alone."""
-        return self._add(stream, self._qkv(stream)[:, :self._width].contiguous())
+        return self._add(stream, self._qkv(stream)[:, : self._width].contiguous())
 
-    def __call__(self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None) -> Stream:
+    def __call__(
+        self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
+    ) -> Stream:
         """rows: see Layer."""
         attended = attention.attend(layer, self._qkv(stream), self._head_norms)
         if rows is not None:
@@ -80,14 +111,27 @@ class Attention:
 class Mlp:
     """The gated MLP of one layer. following: the norm after it."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel
+    ) -> None:
         self._following = following
         width, part = spec.intermediate_size, parallel.share(spec.intermediate_size)
         self._gate_up = column_parallel(
-            weights, [(f"{name}.gate_proj", width, part), (f"{name}.up_proj", width, part)], spec.hidden_size,
-            bias=spec.mlp_bias)
-        self._down = RowParallelLinear(weights, f"{name}.down_proj", spec.hidden_size, width, part, parallel,
-                                       Place.MLP, bias=spec.mlp_bias)
+            weights,
+            [(f"{name}.gate_proj", width, part), (f"{name}.up_proj", width, part)],
+            spec.hidden_size,
+            bias=spec.mlp_bias,
+        )
+        self._down = RowParallelLinear(
+            weights,
+            f"{name}.down_proj",
+            spec.hidden_size,
+            width,
+            part,
+            parallel,
+            Place.MLP,
+            bias=spec.mlp_bias,
+        )
 
     def __call__(self, stream: Stream) -> Stream:
         return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)
@@ -106,8 +150,15 @@ class Layer:
     this rank.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, index: int, place: int, following: RmsNorm,
-                 parallel: Parallel) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        index: int,
+        place: int,
+        following: RmsNorm,
+        parallel: Parallel,
+    ) -> None:
         name = f"model.layers.{index}"
         self._place = place
         between = hidden_norm(spec, weights, f"{name}.post_attention_layernorm")
@@ -118,7 +169,9 @@ class Layer:
         """Runs the products alone."""
         self._mlp(self._attention.warm_up(stream))
 
-    def __call__(self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None) -> Stream:
+    def __call__(
+        self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None
+    ) -> Stream:
         """rows: the tokens of which anything is needed but their keys and values (int [R]; None for all)."""
         return self._mlp(self._attention(stream, self._place, attention, rows))
 
@@ -126,7 +179,9 @@ class Layer:
 class DecoderForCausalLM:
     """What one rank has of the model."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None
+    ) -> None:
         """stage: of a pipeline; None for all layers."""
         stage = stage or stage_of((spec.num_layers,), 0)
 
@@ -134,19 +189,32 @@ class DecoderForCausalLM:
             return vocab_shard(weights, name, spec.vocab_size, spec.hidden_size, parallel)
 
         embedded = shard("model.embed_tokens") if stage.is_first else None
-        self._embedding = VocabParallelEmbedding(embedded, parallel) if embedded is not None else None
-        norms = [hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in stage.layers]
+        self._embedding = (
+            VocabParallelEmbedding(embedded, parallel) if embedded is not None else None
+        )
+        norms = [
+            hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in stage.layers
+        ]
         self._first_norm = norms[0]
         # What a stage sends on is the stream itself. The norm that its last product is told of is looked at by nobody,
         # so any will do: the right one is another stage's.
-        following = [*norms[1:], hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0]]
-        self._windows = spec.windows[stage.layers.start:stage.layers.stop]
-        self._layers = [Layer(spec, weights, index, place, following[place], parallel)
-                        for place, index in enumerate(stage.layers)]
+        following = [
+            *norms[1:],
+            hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0],
+        ]
+        self._windows = spec.windows[stage.layers.start : stage.layers.stop]
+        self._layers = [
+            Layer(spec, weights, index, place, following[place], parallel)
+            for place, index in enumerate(stage.layers)
+        ]
         self._head: VocabParallelHead | None = None
         if stage.is_last:
             tied = spec.tie_word_embeddings
-            output = embedded if tied and embedded is not None else shard("model.embed_tokens" if tied else "lm_head")
+            output = (
+                embedded
+                if tied and embedded is not None
+                else shard("model.embed_tokens" if tied else "lm_head")
+            )
             self._head = VocabParallelHead(output, spec.vocab_size, parallel)
 
     @contextmanager
@@ -155,7 +223,11 @@ class DecoderForCausalLM:
         two (the first of all takes a stream whose norm nobody has begun), and the last, which goes on with fewer
         tokens."""
         layers, windows = self._layers, self._windows
-        found = {i for window in set(windows) for i in [i for i, w in enumerate(windows) if w == window][:2]}
+        found = {
+            i
+            for window in set(windows)
+            for i in [i for i, w in enumerate(windows) if w == window][:2]
+        }
         self._layers = [layers[i] for i in sorted(found | {0, len(layers) - 1})]
         try:
             yield
@@ -167,7 +239,9 @@ class DecoderForCausalLM:
         chooses among many kernels by size, and loads one when it is first used, for which it stops the device."""
         norm = self._first_norm
         for num_tokens in sizes:
-            self._layers[0].warm_up(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
+            self._layers[0].warm_up(
+                Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm)
+            )
             if with_head:
                 self.logits(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 
@@ -176,8 +250,13 @@ class DecoderForCausalLM:
         assert self._head is not None
         return self._head.new_logits(rows, self._first_norm.weight)
 
-    def __call__(self, token_ids: Tensor, attention: AttentionBackend, logits_rows: Tensor | None,
-                 out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        attention: AttentionBackend,
+        logits_rows: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]. out: the first R
         rows of new_logits, where they shall be written; on a GPU only."""
         return self.logits(self.states(token_ids, attention, logits_rows), out)

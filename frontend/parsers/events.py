@@ -95,8 +95,12 @@ class ReasoningParser(Parser, Protocol):
 class AnswerParser:
     """Both: tools are looked for in what is not reasoning."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None,
-                 most_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        most_calls: int | None = None,
+    ) -> None:
         """most_calls: calls of an answer that are kept; further calls are dropped."""
         self._reasoning = reasoning
         self._tools = tools
@@ -105,7 +109,9 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Event]:
         """What the new text settles."""
-        return self._find_calls([Content(text)] if self._reasoning is None else self._reasoning.feed(text))
+        return self._find_calls(
+            [Content(text)] if self._reasoning is None else self._reasoning.feed(text)
+        )
 
     def finish(self) -> list[Event]:
         """What was held back: nothing follows."""
@@ -117,7 +123,11 @@ class AnswerParser:
             return events
         found: list[Event] = []
         for event in events:
-            found += self._limited(self._tools.feed(event.text)) if isinstance(event, Content) else [event]
+            found += (
+                self._limited(self._tools.feed(event.text))
+                if isinstance(event, Content)
+                else [event]
+            )
         return found
 
     def _limited(self, events: list[Event]) -> list[Event]:
@@ -127,7 +137,9 @@ class AnswerParser:
         kept: list[Event] = []
         for event in events:
             self._num_calls += isinstance(event, CallBegin)
-            if self._num_calls <= self._most_calls or not isinstance(event, CallBegin | CallArguments):
+            if self._num_calls <= self._most_calls or not isinstance(
+                event, CallBegin | CallArguments
+            ):
                 kept.append(event)
         return kept
 

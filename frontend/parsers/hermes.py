@@ -36,15 +36,31 @@ class HermesToolParser:
     @staticmethod
     def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
         """Calls alone."""
-        return grammar_of_calls(functions, "arguments", begin="", end="", each=(_OPEN + "\n", "\n" + _CLOSE),
-                                between="\n", most=most)
+        return grammar_of_calls(
+            functions,
+            "arguments",
+            begin="",
+            end="",
+            each=(_OPEN + "\n", "\n" + _CLOSE),
+            between="\n",
+            most=most,
+        )
 
     @staticmethod
     def structural_tag(functions: Sequence[Function]) -> dict[str, Any]:
         """Calls in text."""
-        return {"type": "structural_tag", "triggers": [_OPEN], "structures": [
-            {"begin": f'{_OPEN}\n{{"name": {json.dumps(function.name)}, "arguments": ',
-             "schema": function.parameters or ANY_ARGUMENTS, "end": "}\n" + _CLOSE} for function in functions]}
+        return {
+            "type": "structural_tag",
+            "triggers": [_OPEN],
+            "structures": [
+                {
+                    "begin": f'{_OPEN}\n{{"name": {json.dumps(function.name)}, "arguments": ',
+                    "schema": function.parameters or ANY_ARGUMENTS,
+                    "end": "}\n" + _CLOSE,
+                }
+                for function in functions
+            ],
+        }
 
     def feed(self, text: str) -> list[Event]:
         """What the new text settles."""
@@ -73,12 +89,12 @@ class HermesToolParser:
         at = self._held.find(_OPEN)
         if at < 0:
             # White space before a call does not belong to the answer, so it waits for what follows it.
-            known = self._held[:len(self._held) - partial_length(self._held, _OPEN)].rstrip()
+            known = self._held[: len(self._held) - partial_length(self._held, _OPEN)].rstrip()
             self._tell(known, events)
-            self._held = self._held[len(known):]
+            self._held = self._held[len(known) :]
             return False
         self._tell(self._held[:at].rstrip(), events)
-        self._held, self._call = self._held[at + len(_OPEN):], CallScanner()
+        self._held, self._call = self._held[at + len(_OPEN) :], CallScanner()
         return True
 
     def _read_call(self, call: CallScanner, events: list[Event]) -> bool:
@@ -95,9 +111,9 @@ class HermesToolParser:
     def _skip_to_close(self) -> bool:
         at = self._held.find(_CLOSE)
         if at < 0:
-            self._held = self._held[len(self._held) - partial_length(self._held, _CLOSE):]
+            self._held = self._held[len(self._held) - partial_length(self._held, _CLOSE) :]
             return False
-        self._held, self._skips = self._held[at + len(_CLOSE):], False
+        self._held, self._skips = self._held[at + len(_CLOSE) :], False
         return True
 
     def _tell(self, text: str, events: list[Event]) -> None:

@@ -119,8 +119,12 @@ class CallScanner:
         if self._at is _At.KEY and character == '"':
             self._value, self._collected = ValueScanner(), ""
             return i
-        follows = {(_At.OPEN, "{"): _At.KEY, (_At.COLON, ":"): _At.VALUE_START, (_At.COMMA, ","): _At.KEY,
-                   (_At.COMMA, "}"): _At.DONE}
+        follows = {
+            (_At.OPEN, "{"): _At.KEY,
+            (_At.COLON, ":"): _At.VALUE_START,
+            (_At.COMMA, ","): _At.KEY,
+            (_At.COMMA, "}"): _At.DONE,
+        }
         self._at = follows.get((self._at, character), _At.BROKEN)
         if self._at is _At.DONE and not self.begun:
             self._at = _At.BROKEN

@@ -79,7 +79,7 @@ class Llama3JsonToolParser:
             self._held, self._call = text, CallScanner()
             return True
         if text.startswith(_TAG):
-            self._held = text[len(_TAG):]
+            self._held = text[len(_TAG) :]
             return True
         if text and not _TAG.startswith(text):
             self._is_text = True

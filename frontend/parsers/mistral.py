@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from sidestep.frontend.parsers.call_grammars import grammar_of_calls
-from sidestep.frontend.parsers.events import CallArguments, CallBegin, Content, Event, Function, partial_length
+from sidestep.frontend.parsers.events import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Function,
+    partial_length,
+)
 from sidestep.frontend.parsers.json_calls import CallScanner, ValueScanner
 
 _MARK = "[TOOL_CALLS]"
@@ -42,8 +49,14 @@ class MistralToolParser:
     @staticmethod
     def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
         """Calls alone, as a list, which all models of the family read."""
-        return grammar_of_calls(functions, "arguments", begin=f'{literal(_MARK)} "["', end='"]"', between=", ",
-                                most=most)
+        return grammar_of_calls(
+            functions,
+            "arguments",
+            begin=f'{literal(_MARK)} "["',
+            end='"]"',
+            between=", ",
+            most=most,
+        )
 
     @staticmethod
     def structural_tag(functions: Sequence[Function]) -> None:
@@ -68,7 +81,13 @@ class MistralToolParser:
             rest = _MARK + rest
         elif self._has_calls and not rest.strip():
             rest = ""
-        self._held, self._call, self._arguments, self._in_list, self._is_marked = "", None, None, False, False
+        self._held, self._call, self._arguments, self._in_list, self._is_marked = (
+            "",
+            None,
+            None,
+            False,
+            False,
+        )
         return [Content(rest)] if rest else []
 
     def _step(self, events: list[Event]) -> bool:
@@ -86,12 +105,12 @@ class MistralToolParser:
     def _find_mark(self, events: list[Event]) -> bool:
         at = self._held.find(_MARK)
         if at < 0:
-            known = self._held[:len(self._held) - partial_length(self._held, _MARK)].rstrip()
+            known = self._held[: len(self._held) - partial_length(self._held, _MARK)].rstrip()
             self._tell(known, events)
-            self._held = self._held[len(known):]
+            self._held = self._held[len(known) :]
             return False
         self._tell(self._held[:at].rstrip(), events)
-        self._held, self._is_marked = self._held[at + len(_MARK):], True
+        self._held, self._is_marked = self._held[at + len(_MARK) :], True
         return True
 
     def _read_name_or_list(self, events: list[Event]) -> bool:
@@ -101,7 +120,7 @@ class MistralToolParser:
             return True
         if (name := _NAME.match(text)) is not None:
             events.append(CallBegin(name["name"]))
-            self._held, self._is_marked = text[name.end():], False
+            self._held, self._is_marked = text[name.end() :], False
             self._arguments, self._has_calls = ValueScanner(), True
             return True
         if _NAME_SO_FAR.fullmatch(text):

@@ -13,7 +13,9 @@ class ThinkParser:
     def __init__(self, begins_inside: bool, prompt: str) -> None:
         """begins_inside: the prompt, or the model's habit, has opened the reasoning already."""
         ended = prompt.rstrip().endswith(_CLOSE)
-        self.marks: tuple[str | None, str] | None = None if ended else (None if begins_inside else _OPEN, _CLOSE)
+        self.marks: tuple[str | None, str] | None = (
+            None if ended else (None if begins_inside else _OPEN, _CLOSE)
+        )
         self._inside = begins_inside
         self._at_start = True
         """Where an opening mark may still come."""
@@ -47,7 +49,7 @@ class ThinkParser:
         """False while it is open whether the text begins with a mark."""
         text = self._held.lstrip()
         if text.startswith(_OPEN):
-            self._held, self._inside = text[len(_OPEN):], True
+            self._held, self._inside = text[len(_OPEN) :], True
         elif _OPEN.startswith(text):
             return False
         elif not self._inside:
@@ -65,9 +67,9 @@ class ThinkParser:
             events.append(Reasoning(known))
             self._is_first = False
         if at >= 0:
-            self._held, self._inside, self._is_first = self._held[at + len(_CLOSE):], False, True
+            self._held, self._inside, self._is_first = self._held[at + len(_CLOSE) :], False, True
         else:
-            self._held = self._held[len(known):]
+            self._held = self._held[len(known) :]
 
     def _read_answer(self, events: list[Event]) -> None:
         text = self._held.lstrip() if self._is_first else self._held

@@ -45,17 +45,25 @@ class PrefixRouter(Router):
 
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
         size = self._block_size
-        hashes = block_hashes(request.token_ids, size, request.cache_salt, request.num_public_tokens)
+        hashes = block_hashes(
+            request.token_ids, size, request.cache_salt, request.num_public_tokens
+        )
         loads = self.candidates
         known = {replica: self._seen[replica].match(hashes) for replica in loads}
         home = self._home(request, known)
         in_flight = _excess(loads, _FEW_TOKENS)
-        sent = _excess({replica: self._sent[replica] for replica in loads},
-                       max(_FEW_TOKENS, _FEW_OF_CACHE * self._cache_tokens))
+        sent = _excess(
+            {replica: self._sent[replica] for replica in loads},
+            max(_FEW_TOKENS, _FEW_OF_CACHE * self._cache_tokens),
+        )
         least, chosen, work = math.inf, -1, 0
         for replica, num_known in known.items():
             to_do = request.num_tokens - num_known * size + SEQUENCE_TOKENS * request.num_sequences
-            cost = math.log(to_do) + (in_flight[replica] + sent[replica]) / _DEARER - _HOME * (replica == home)
+            cost = (
+                math.log(to_do)
+                + (in_flight[replica] + sent[replica]) / _DEARER
+                - _HOME * (replica == home)
+            )
             if cost < least:
                 least, chosen, work = cost, replica, to_do
         self._seen[chosen].add(hashes)
@@ -66,7 +74,7 @@ class PrefixRouter(Router):
         """Where it belongs, if several know equally much of it."""
         most, width = max(known.values()), self._block_size * 4
         equals = [replica for replica, num_known in known.items() if num_known == most]
-        block = request.token_ids[most * width:(most + 1) * width]
+        block = request.token_ids[most * width : (most + 1) * width]
         return rendezvous(block, equals) if len(equals) > 1 and len(block) == width else None
 
     def _note(self, replica: int, work: int) -> None:
@@ -85,4 +93,6 @@ def _excess(amounts: Mapping[int, float], little: float) -> dict[int, float]:
 
 def rendezvous(key: bytes, replicas: Iterable[int]) -> int:
     """The one of them that a key belongs to, in every process; a replica's end moves no other's keys."""
-    return max(replicas, key=lambda r: blake2b(key, digest_size=8, salt=r.to_bytes(4, "little")).digest())
+    return max(
+        replicas, key=lambda r: blake2b(key, digest_size=8, salt=r.to_bytes(4, "little")).digest()
+    )

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 _ID_BYTES = 4
 
 
-def block_hashes(token_ids: bytes, block_size: int, cache_salt: str | None = None,
-                 num_public_tokens: int = 0) -> list[int]:
+def block_hashes(
+    token_ids: bytes, block_size: int, cache_salt: str | None = None, num_public_tokens: int = 0
+) -> list[int]:
     """Of each full block of int32 token ids. As in the KV cache, the salt enters with the first block that is not
     wholly public. They differ from process to process."""
     hashes: list[int] = []
@@ -24,7 +25,7 @@ def block_hashes(token_ids: bytes, block_size: int, cache_salt: str | None = Non
     for index in range(len(token_ids) // width):
         if index == salted_from:
             parent = hash((parent, cache_salt))
-        parent = hash((parent, token_ids[index * width:(index + 1) * width]))
+        parent = hash((parent, token_ids[index * width : (index + 1) * width]))
         hashes.append(parent)
     return hashes
 

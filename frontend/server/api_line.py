@@ -51,8 +51,12 @@ _decode = msgspec.msgpack.Decoder(Joined | Serve | Drain | Ask | Tell).decode
 class Line:
     """One end. `run` must run for anything to be heard."""
 
-    def __init__(self, connection: socket.socket, figures: Callable[[], Awaitable[Figures]],
-                 on_word: Callable[[Word], None]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        figures: Callable[[], Awaitable[Figures]],
+        on_word: Callable[[Word], None],
+    ) -> None:
         """figures: what the other side is told when it asks."""
         self._connection = connection
         self._figures = figures

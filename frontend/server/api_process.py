@@ -49,6 +49,7 @@ def _tracing(job: ApiProcessArgs) -> Tracing | None:
     if job.args.otlp_traces_endpoint is None:
         return None
     from sidestep.frontend.server.tracing import Tracing
+
     return Tracing.to_endpoint(job.args.otlp_traces_endpoint, job.version)
 
 

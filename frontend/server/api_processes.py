@@ -101,9 +101,15 @@ class ApiProcesses:
     async def wait_ended(self) -> None:
         """Returns when all that served have ended by themselves, or could have."""
         self._is_serving = False
-        ends = [asyncio.create_task(member.ended.wait()) for member in self._members.values() if member.serves]
+        ends = [
+            asyncio.create_task(member.ended.wait())
+            for member in self._members.values()
+            if member.serves
+        ]
         if ends:
-            _, late = await asyncio.wait(ends, timeout=self._service.args.shutdown_timeout + _LAST_S)
+            _, late = await asyncio.wait(
+                ends, timeout=self._service.args.shutdown_timeout + _LAST_S
+            )
             for task in late:
                 task.cancel()
 
@@ -116,7 +122,9 @@ class ApiProcesses:
         await asyncio.gather(*(asyncio.to_thread(member.child.stop) for member in members))
         for member in members:
             member.hearing.cancel()
-        await asyncio.gather(*self._tasks, *(member.hearing for member in members), return_exceptions=True)
+        await asyncio.gather(
+            *self._tasks, *(member.hearing for member in members), return_exceptions=True
+        )
 
     async def gather(self) -> Figures:
         """The figures of all processes, this one's and those of the past among them: no counter ever falls."""
@@ -137,11 +145,23 @@ class ApiProcesses:
         ours, theirs = socket.socketpair()
         with theirs:
             service = self._service
-            job = ApiProcessArgs(service.args, self._keys, self._version, service.names,
-                                 service.public_prefixes.prefixes, await service.llm.invite(),
-                                 self._listener.fileno(), theirs.fileno())
-            child = spawn(f"API process {number}", "sidestep.frontend.server.api_process:main", job,
-                          pass_fds=(job.listener, job.line), remove=Invitation.decode(job.invitation).folders)
+            job = ApiProcessArgs(
+                service.args,
+                self._keys,
+                self._version,
+                service.names,
+                service.public_prefixes.prefixes,
+                await service.llm.invite(),
+                self._listener.fileno(),
+                theirs.fileno(),
+            )
+            child = spawn(
+                f"API process {number}",
+                "sidestep.frontend.server.api_process:main",
+                job,
+                pass_fds=(job.listener, job.line),
+                remove=Invitation.decode(job.invitation).folders,
+            )
 
         def on_word(word: Word) -> None:
             if isinstance(word, Joined):
@@ -150,7 +170,10 @@ class ApiProcesses:
         member = self._members[number] = _Member(child, Line(ours, self.gather, on_word))
         loop = asyncio.get_running_loop()
         child.on_death(lambda cause: _tell(loop, lambda: self._ended(number, member, cause)))
-        joined, ended = asyncio.create_task(member.has_joined.wait()), asyncio.create_task(member.ended.wait())
+        joined, ended = (
+            asyncio.create_task(member.has_joined.wait()),
+            asyncio.create_task(member.ended.wait()),
+        )
         try:
             await asyncio.wait((joined, ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -170,7 +193,10 @@ class ApiProcesses:
             else:
                 self._past.add(member.latest)
         if self._is_serving and member.has_joined.is_set() and not self._service.llm.errored:
-            tell(f"sidestep: {cause}; its requests have ended, another takes its place", logging.ERROR)
+            tell(
+                f"sidestep: {cause}; its requests have ended, another takes its place",
+                logging.ERROR,
+            )
             task = asyncio.create_task(self._replace(number))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

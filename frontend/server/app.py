@@ -38,21 +38,40 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
     """Everything, as one ASGI application. `keys`: one of them must come with each request, if there are any."""
     status = StatusRoutes(service, version)
     gets: dict[str, Get] = {
-        "/health": status.health, "/ready": status.ready, "/version": status.version, "/metrics": status.metrics,
-        "/v1/models": status.models, "/v1/models/{model:path}": status.model, "/v1/load": status.load,
-        "/v1/flight": FlightRoute(service), "/openapi.json": OpenApiRoute(version), **page_routes()}
+        "/health": status.health,
+        "/ready": status.ready,
+        "/version": status.version,
+        "/metrics": status.metrics,
+        "/v1/models": status.models,
+        "/v1/models/{model:path}": status.model,
+        "/v1/load": status.load,
+        "/v1/flight": FlightRoute(service),
+        "/openapi.json": OpenApiRoute(version),
+        **page_routes(),
+    }
     posts: dict[str, Post] = {
-        "/v1/chat/completions": ChatRoute(service), "/v1/completions": CompletionRoute(service),
+        "/v1/chat/completions": ChatRoute(service),
+        "/v1/completions": CompletionRoute(service),
         "/v1/responses": ResponsesRoute(service),
-        "/tokenize": TokenizeRoute(service), "/detokenize": DetokenizeRoute(service)}
+        "/tokenize": TokenizeRoute(service),
+        "/detokenize": DetokenizeRoute(service),
+    }
     routes = [Route(path, _get(path, handler), methods=["GET"]) for path, handler in gets.items()]
-    routes += [Route(path, _post(path, service, handler), methods=["POST"]) for path, handler in posts.items()]
-    handlers: dict[Any, Any] = {HTTPException: _http_error, ClientGoneError: _gone, ApiError: _error,
-                                Exception: _error}
+    routes += [
+        Route(path, _post(path, service, handler), methods=["POST"])
+        for path, handler in posts.items()
+    ]
+    handlers: dict[Any, Any] = {
+        HTTPException: _http_error,
+        ClientGoneError: _gone,
+        ApiError: _error,
+        Exception: _error,
+    }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return _Counted(RequestLog(Guard(app, keys, service.args),
-                               access_log=service.args.access_log), service)
+    return _Counted(
+        RequestLog(Guard(app, keys, service.args), access_log=service.args.access_log), service
+    )
 
 
 def _get(path: str, handler: Get) -> Get:
@@ -101,9 +120,13 @@ async def _gone(http: Request, error: Exception) -> Response:
 async def _http_error(http: Request, error: Exception) -> Response:
     """What the router says of paths and methods."""
     wrong = cast(HTTPException, error)
-    text = {404: f"there is no {http.url.path} here{_why_not(http.url.path)}",
-            405: f"{http.url.path} does not take {http.method}"}
-    return ApiError(wrong.status_code, text.get(wrong.status_code, wrong.detail), headers=wrong.headers).response()
+    text = {
+        404: f"there is no {http.url.path} here{_why_not(http.url.path)}",
+        405: f"{http.url.path} does not take {http.method}",
+    }
+    return ApiError(
+        wrong.status_code, text.get(wrong.status_code, wrong.detail), headers=wrong.headers
+    ).response()
 
 
 _NOT_SERVED = {

@@ -18,14 +18,24 @@ from sidestep.ipc.errors import EngineDeadError
 _HEADERS = {"content-type": "application/json"}
 
 
-async def answer_all(llm: AsyncLLM, args: ServerArgs, names: Sequence[str], requests: Sequence[BatchRequest],
-                     max_concurrency: int, take: Callable[[BatchResult], None]) -> None:
+async def answer_all(
+    llm: AsyncLLM,
+    args: ServerArgs,
+    names: Sequence[str],
+    requests: Sequence[BatchRequest],
+    max_concurrency: int,
+    take: Callable[[BatchResult], None],
+) -> None:
     """Gives `take` the results as they come, of at most so many requests at a time. Raises EngineDeadError: the
     requests that ran then have no result, so another run does them."""
     # The one who starts this owns the engine: there is nobody to keep out.
-    transport = httpx2.ASGITransport(make_app(Service(llm, args, names), Keys(), ""), raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(
+        make_app(Service(llm, args, names), Keys(), ""), raise_app_exceptions=False
+    )
     waiting = iter(requests)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", headers=_HEADERS) as client:
+    async with httpx2.AsyncClient(
+        transport=transport, base_url="http://localhost", headers=_HEADERS
+    ) as client:
 
         async def work() -> None:
             for request in waiting:
@@ -45,5 +55,7 @@ async def _answer(client: httpx2.AsyncClient, request: BatchRequest) -> BatchRes
     if answer.status_code == 503:
         raise EngineDeadError(answer.json()["error"]["message"])
     request_id = answer.headers.get("x-request-id") or new_id("req")
-    return BatchResult(custom_id=request.custom_id,
-                       response=BatchResponse(answer.status_code, request_id, msgspec.Raw(answer.content)))
+    return BatchResult(
+        custom_id=request.custom_id,
+        response=BatchResponse(answer.status_code, request_id, msgspec.Raw(answer.content)),
+    )

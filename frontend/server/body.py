@@ -18,8 +18,9 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 
 _SPELLING = re.compile(r"^Object contains unknown field|^Expected `int.*got `float`")
 """Errors of bodies that may be valid after `_plain`."""
-_CLIENTS_OWN = frozenset(("parameters", "schema", "json", "structural_tag", "chat_template_kwargs",
-                          "metadata"))
+_CLIENTS_OWN = frozenset(
+    ("parameters", "schema", "json", "structural_tag", "chat_template_kwargs", "metadata")
+)
 """Fields whose values belong to the client: in a schema, null and 1.0 have meanings of their own."""
 _EXACT = 2**53
 _MEDIA = frozenset(("image_url", "input_audio", "video_url", "audio_url", "file", "file_data"))
@@ -36,7 +37,9 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A page of another origin can send other types without asking first; see guard.py.
-        raise ApiError(415, f"the body must be application/json, not {kind or 'without a content-type'}")
+        raise ApiError(
+            415, f"the body must be application/json, not {kind or 'without a content-type'}"
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -55,8 +58,9 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
-        raise ApiError(408, f"the body has not come within {timeout_s:g} s",
-                       headers={"connection": "close"}) from None
+        raise ApiError(
+            408, f"the body has not come within {timeout_s:g} s", headers={"connection": "close"}
+        ) from None
 
 
 def _too_large(limit: int) -> ApiError:
@@ -84,8 +88,11 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 def _plain(value: Any) -> Any:
     """Return the value without nulls, and with whole numbers as int. The client's own values stay as they are."""
     if isinstance(value, dict):
-        return {key: item if key in _CLIENTS_OWN else _plain(item)
-                for key, item in value.items() if item is not None}
+        return {
+            key: item if key in _CLIENTS_OWN else _plain(item)
+            for key, item in value.items()
+            if item is not None
+        }
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
@@ -97,12 +104,15 @@ def _wrong_field(message: str) -> ApiError:
     """msgspec's message, which ends with a path such as `$.messages[0].role`, as an error of that field."""
     path = _PATH.search(message)
     at = path["path"] if path else ""
-    text = message[:path.start()] if path else message
+    text = message[: path.start()] if path else message
     if (unknown := _UNKNOWN.search(text)) is not None:
         if unknown["name"] in _MEDIA:
             return refused(_join(at, unknown["name"]), _TEXT_ONLY, "unsupported_field")
-        return refused(_join(at, unknown["name"]), "is not a field of this request; nothing is accepted and ignored",
-                       "unknown_field")
+        return refused(
+            _join(at, unknown["name"]),
+            "is not a field of this request; nothing is accepted and ignored",
+            "unknown_field",
+        )
     if (missing := _MISSING.search(text)) is not None:
         return refused(_join(at, missing["name"]), "is required", "missing_field")
     for place, sentence in _ONE_KIND.items():

@@ -44,20 +44,31 @@ class Call(Protocol):
         """The reader of one choice; leaving it ends the choice. Raises what AsyncLLM's methods raise."""
 
 
-def make_call(llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, beam_search: BeamSearchParams | None,
-              options: CallOptions) -> Call:
+def make_call(
+    llm: AsyncLLM,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    beam_search: BeamSearchParams | None,
+    options: CallOptions,
+) -> Call:
     """The call for a prompt; beam_search: instead of sampling."""
     if beam_search is not None:
         return _WholeCall(partial(_search, llm, prompt, beam_search, options))
     if params.ranks_choices:
         return _WholeCall(partial(_last, llm, prompt, params, options))
-    return _PlainCall(llm, prompt, params, options) if params.n == 1 else _SharedCall(llm, prompt, params, options)
+    return (
+        _PlainCall(llm, prompt, params, options)
+        if params.n == 1
+        else _SharedCall(llm, prompt, params, options)
+    )
 
 
 class _PlainCall:
     """Of one choice."""
 
-    def __init__(self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions) -> None:
+    def __init__(
+        self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions
+    ) -> None:
         self._llm = llm
         self._start = partial(llm.start, prompt, params, **vars(options))
 
@@ -73,7 +84,9 @@ class _PlainCall:
 class _SharedCall:
     """Of several choices, each of which goes on and ends by itself."""
 
-    def __init__(self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions) -> None:
+    def __init__(
+        self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions
+    ) -> None:
         self._llm = llm
         self._start = partial(llm.start, prompt, params, **vars(options))
         self._sending: asyncio.Task[list[RequestState]] | None = None
@@ -139,17 +152,35 @@ def _choice_of(output: RequestOutput, place: int) -> RequestOutput:
     return replace(output, outputs=[completion], metrics=metrics)
 
 
-async def _last(llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions) -> RequestOutput:
+async def _last(
+    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions
+) -> RequestOutput:
     async for output in llm.generate(prompt, params, **vars(options)):
         pass
     return output
 
 
-async def _search(llm: AsyncLLM, prompt: Sequence[int], params: BeamSearchParams,
-                  options: CallOptions) -> RequestOutput:
+async def _search(
+    llm: AsyncLLM, prompt: Sequence[int], params: BeamSearchParams, options: CallOptions
+) -> RequestOutput:
     found: BeamSearchOutput = await llm.beam_search(prompt, params, **vars(options))
     completions = [
-        CompletionOutput(i, s.text, s.tokens[len(found.prompt_token_ids):], s.finish_reason, s.stop_reason,
-                         cumulative_logprob=s.cum_logprob) for i, s in enumerate(found.sequences)]
-    return RequestOutput(found.request_id, found.prompt, found.prompt_token_ids, completions, True, found.metrics,
-                         found.num_cached_tokens)
+        CompletionOutput(
+            i,
+            s.text,
+            s.tokens[len(found.prompt_token_ids) :],
+            s.finish_reason,
+            s.stop_reason,
+            cumulative_logprob=s.cum_logprob,
+        )
+        for i, s in enumerate(found.sequences)
+    ]
+    return RequestOutput(
+        found.request_id,
+        found.prompt,
+        found.prompt_token_ids,
+        completions,
+        True,
+        found.metrics,
+        found.num_cached_tokens,
+    )

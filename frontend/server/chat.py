@@ -73,17 +73,25 @@ class ChatRoute:
         asked = form_of(request.response_format, request.structured_outputs)
         form = await service.large.run(size, self._reader.form, asked, use, prompt)
         params = sampling_params(
-            request, max_tokens_of(request), service.llm.sampling_defaults, logprobs=num_logprobs_of(request),
+            request,
+            max_tokens_of(request),
+            service.llm.sampling_defaults,
+            logprobs=num_logprobs_of(request),
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             structured_outputs=None if form is None else form.params,
-            **self._reader.sampling(use, request.skip_special_tokens))
+            **self._reader.sampling(use, request.skip_special_tokens),
+        )
         if form is not None:
             await form.check(service.llm)
         # The template writes the special tokens itself.
-        ids = await service.tokenize("messages", prompt, add_special_tokens=request.add_special_tokens is True)
+        ids = await service.tokenize(
+            "messages", prompt, add_special_tokens=request.add_special_tokens is True
+        )
         name = new_id("chatcmpl")
         choices = service.choices(http, name, [ids], params, request, n=request.n)
-        answer = ChatAnswer(service, name, model, choices, parsers, self._reader, bool(request.return_token_ids))
+        answer = ChatAnswer(
+            service, name, model, choices, parsers, self._reader, bool(request.return_token_ids)
+        )
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
         events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
@@ -94,18 +102,32 @@ class ChatRoute:
 
 def _render(service: Service, request: ChatRequest, use: ToolUse | None) -> str:
     """Return the prompt of the conversation. Raises ApiError and ValidationError."""
-    return render(service, template_messages(request.messages), PromptOptions(
-        variables=request.chat_template_kwargs, tools=None if use is None else use.for_template(),
-        effort=request.reasoning_effort, add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message))
-
+    return render(
+        service,
+        template_messages(request.messages),
+        PromptOptions(
+            variables=request.chat_template_kwargs,
+            tools=None if use is None else use.for_template(),
+            effort=request.reasoning_effort,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+        ),
+    )
 
 
 class ChatAnswer:
     """The answer to one request, in its two forms."""
 
-    def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice],
-                 parsers: Sequence[AnswerParser | None], reader: AnswerReader, with_ids: bool) -> None:
+    def __init__(
+        self,
+        service: Service,
+        name: str,
+        model: str,
+        choices: Sequence[Choice],
+        parsers: Sequence[AnswerParser | None],
+        reader: AnswerReader,
+        with_ids: bool,
+    ) -> None:
         """with_ids: send token ids beside the text."""
         self._service = service
         self._name = name
@@ -121,14 +143,22 @@ class ChatAnswer:
         """One body."""
         outputs = await self._service.whole(self._choices)
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
-        body = ChatCompletion(id=self._name, created=self._created, model=self._model, choices=choices,
-                              usage=usage_of(outputs, len(outputs)))
+        body = ChatCompletion(
+            id=self._name,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage_of(outputs, len(outputs)),
+        )
         if (asked := outputs[0].prompt_logprobs) is not None:
             body.prompt_logprobs = prompt_logprobs(asked)
         if self._with_ids:
             body.prompt_token_ids = list(outputs[0].prompt_token_ids)
-        return Response(msgspec.json.encode(body), media_type="application/json",
-                        headers={"x-request-id": self._name})
+        return Response(
+            msgspec.json.encode(body),
+            media_type="application/json",
+            headers={"x-request-id": self._name},
+        )
 
     def _choice(self, index: int, output: RequestOutput) -> ChatChoice:
         completion, parser = output.outputs[0], self._parsers[index]
@@ -136,8 +166,13 @@ class ChatAnswer:
         if parser is not None:
             message = self._message(parser.feed(completion.text) + parser.finish())
         reason = _finish_word(completion.finish_reason, bool(message.tool_calls))
-        choice = ChatChoice(index=index, message=message, logprobs=self._logprobs(index, completion.logprobs),
-                            finish_reason=reason, stop_reason=completion.stop_reason)
+        choice = ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs(index, completion.logprobs),
+            finish_reason=reason,
+            stop_reason=completion.stop_reason,
+        )
         if self._with_ids:
             choice.token_ids = list(completion.token_ids)
         return choice
@@ -154,7 +189,9 @@ class ChatAnswer:
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, CallBegin):
-                calls.append(ToolCall(id=self._reader.new_call_id(), function=FunctionCall(event.name, "")))
+                calls.append(
+                    ToolCall(id=self._reader.new_call_id(), function=FunctionCall(event.name, ""))
+                )
             elif isinstance(event, CallArguments):
                 calls[-1].function.arguments += event.text
             else:
@@ -166,23 +203,47 @@ class ChatAnswer:
             message.tool_calls = calls
         return message
 
-    def events(self, options: StreamOptions, writer: BodyWriter | None) -> AsyncGenerator[bytes, None]:
+    def events(
+        self, options: StreamOptions, writer: BodyWriter | None
+    ) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
-        head: dict[str, object] = {"id": self._name, "object": "chat.completion.chunk", "created": self._created,
-                                   "model": self._model}
-        encoders = [EventEncoder(i, head, "delta", options.include_usage) for i in range(len(self._choices))]
+        head: dict[str, object] = {
+            "id": self._name,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+        }
+        encoders = [
+            EventEncoder(i, head, "delta", options.include_usage) for i in range(len(self._choices))
+        ]
 
         def end() -> bytes:
             outputs = cast(list[RequestOutput], self._last)
-            return usage_event(head, usage_of(outputs, len(outputs))) + DONE if options.include_usage else DONE
+            return (
+                usage_event(head, usage_of(outputs, len(outputs))) + DONE
+                if options.include_usage
+                else DONE
+            )
 
         if len(encoders) == 1:
-            return events_of(self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer)
-        return merged([events_of(self._service, self._choices[i], self._encode(i, encoder, options))
-                       for i, encoder in enumerate(encoders)], end)
+            return events_of(
+                self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer
+            )
+        return merged(
+            [
+                events_of(self._service, self._choices[i], self._encode(i, encoder, options))
+                for i, encoder in enumerate(encoders)
+            ],
+            end,
+        )
 
-    def _encode(self, index: int, encoder: EventEncoder, options: StreamOptions,
-                end: Callable[[], bytes] | None = None) -> Encode:
+    def _encode(
+        self,
+        index: int,
+        encoder: EventEncoder,
+        options: StreamOptions,
+        end: Callable[[], bytes] | None = None,
+    ) -> Encode:
         """What makes the events of one choice; `end` gives what follows the last of them."""
         parser = self._parsers[index]
         deltas = None if parser is None else _Deltas(self._reader)
@@ -192,24 +253,38 @@ class ChatAnswer:
             nonlocal has_begun
             if options.continuous_usage_stats:
                 encoder.set_usage(usage_of([output], 1))
-            event = b"" if has_begun else encoder.delta(Delta(role="assistant", content=""), None,
-                                                        ids.of_prompt(output.prompt_token_ids))
+            event = (
+                b""
+                if has_begun
+                else encoder.delta(
+                    Delta(role="assistant", content=""),
+                    None,
+                    ids.of_prompt(output.prompt_token_ids),
+                )
+            )
             has_begun, completion = True, output.outputs[0]
             untold.extend(completion.logprobs or ())
             ids.add(completion.token_ids)
             if deltas is None or parser is None:
                 if completion.text:
-                    event += encoder.content(completion.text, self._logprobs(index, untold), ids.take())
+                    event += encoder.content(
+                        completion.text, self._logprobs(index, untold), ids.take()
+                    )
                     untold.clear()
             else:
-                for delta in deltas.of(parser.feed(completion.text) + (parser.finish() if output.finished else [])):
+                for delta in deltas.of(
+                    parser.feed(completion.text) + (parser.finish() if output.finished else [])
+                ):
                     # Those of a token go with the first that comes of it.
                     event += encoder.delta(delta, self._logprobs(index, untold), ids.take())
                     untold.clear()
             if output.finished:
-                word = _finish_word(completion.finish_reason, deltas is not None and deltas.num_calls > 0)
-                event += encoder.end(b"{}", word, completion.stop_reason, self._logprobs(index, untold),
-                                     ids.take())
+                word = _finish_word(
+                    completion.finish_reason, deltas is not None and deltas.num_calls > 0
+                )
+                event += encoder.end(
+                    b"{}", word, completion.stop_reason, self._logprobs(index, untold), ids.take()
+                )
                 self._last[index] = output
                 if end is not None:
                     event += end()
@@ -234,11 +309,24 @@ class _Deltas:
             return Delta(content=event.text)
         if isinstance(event, CallBegin):
             self.num_calls += 1
-            return Delta(tool_calls=[ToolCallDelta(index=self.num_calls - 1, id=self._reader.new_call_id(),
-                                                   type="function", function=FunctionDelta(event.name, ""))])
+            return Delta(
+                tool_calls=[
+                    ToolCallDelta(
+                        index=self.num_calls - 1,
+                        id=self._reader.new_call_id(),
+                        type="function",
+                        function=FunctionDelta(event.name, ""),
+                    )
+                ]
+            )
         if isinstance(event, CallArguments):
-            return Delta(tool_calls=[ToolCallDelta(index=self.num_calls - 1,
-                                                   function=FunctionDelta(arguments=event.text))])
+            return Delta(
+                tool_calls=[
+                    ToolCallDelta(
+                        index=self.num_calls - 1, function=FunctionDelta(arguments=event.text)
+                    )
+                ]
+            )
         return Delta(reasoning_content=event.text)
 
 

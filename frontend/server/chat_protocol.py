@@ -23,18 +23,24 @@ class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 Text = str | list[TextPart]
 
 
-class SystemMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
+class SystemMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"
+):
     """What the model is to keep to."""
 
     content: Text
     name: str | None = None
 
 
-class DeveloperMessage(SystemMessage, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="developer"):
+class DeveloperMessage(
+    SystemMessage, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="developer"
+):
     """The system's message by its newer name: the same for every model that is served here."""
 
 
-class UserMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
+class UserMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"
+):
     """What the user says."""
 
     content: Text
@@ -68,7 +74,9 @@ class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """See PastCall."""
 
 
-class AssistantMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
+class AssistantMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
+):
     """An earlier answer of the model. The last fields are empty in answers of this server, or repeat it."""
 
     content: Text | None = None
@@ -87,7 +95,9 @@ class AssistantMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     """See PastCall."""
 
 
-class ToolMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"):
+class ToolMessage(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"
+):
     """What a call has given."""
 
     content: Text
@@ -96,8 +106,13 @@ class ToolMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_
 
 
 ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-_ROLES: dict[type, str] = {SystemMessage: "system", DeveloperMessage: "system", UserMessage: "user",
-                           AssistantMessage: "assistant", ToolMessage: "tool"}
+_ROLES: dict[type, str] = {
+    SystemMessage: "system",
+    DeveloperMessage: "system",
+    UserMessage: "user",
+    AssistantMessage: "assistant",
+    ToolMessage: "tool",
+}
 """As templates know them."""
 
 
@@ -183,7 +198,9 @@ def _template_message(index: int, message: ChatMessage) -> Message:
     calls = message.tool_calls if isinstance(message, AssistantMessage) else None
     if content is None:
         if not calls:
-            raise refused(f"messages[{index}].content", "is required in a message without tool calls")
+            raise refused(
+                f"messages[{index}].content", "is required in a message without tool calls"
+            )
         content = ""  # templates join it to other text
     elif not isinstance(content, str):
         content = "\n".join(part.text for part in content)
@@ -193,11 +210,19 @@ def _template_message(index: int, message: ChatMessage) -> Message:
             made[name] = value
     if calls:
         made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {
-                "name": call.function.name,
-                "arguments": arguments_of(f"messages[{index}].tool_calls[{i}].function.arguments",
-                                          call.function.arguments)}}
-            for i, call in enumerate(calls)]
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_of(
+                        f"messages[{index}].tool_calls[{i}].function.arguments",
+                        call.function.arguments,
+                    ),
+                },
+            }
+            for i, call in enumerate(calls)
+        ]
     return made
 
 
@@ -213,6 +238,13 @@ def tool_use_of(request: ChatRequest) -> ToolUse | None:
     """Return the tools that the request offers the model, and how it may call them; None without tools. Raises
     ApiError."""
     choice = request.tool_choice
-    word, chosen = (None, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice, None)
-    return ToolUse.of([tool.function for tool in request.tools or ()], word, chosen,
-                      request.parallel_tool_calls, "tool_choice.function.name")
+    word, chosen = (
+        (None, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice, None)
+    )
+    return ToolUse.of(
+        [tool.function for tool in request.tools or ()],
+        word,
+        chosen,
+        request.parallel_tool_calls,
+        "tool_choice.function.name",
+    )

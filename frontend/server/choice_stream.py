@@ -38,8 +38,9 @@ def writer_of(http: Request) -> BodyWriter | None:
     return http.scope.get(WRITER)
 
 
-async def events_of(service: Service, choice: Choice, encode: Encode,
-                    writer: BodyWriter | None = None) -> AsyncGenerator[bytes, None]:
+async def events_of(
+    service: Service, choice: Choice, encode: Encode, writer: BodyWriter | None = None
+) -> AsyncGenerator[bytes, None]:
     """Yield an empty event once the engine has taken the request, then the events as they come. With a writer, yield
     only the events that could not be written at once; the caller must send each before it asks for the next."""
     with service.tally(choice) as tally:

@@ -28,7 +28,12 @@ from sidestep.frontend.server.fields import (
 )
 from sidestep.frontend.server.http_protocol import BodyWriter
 from sidestep.frontend.server.logprobs import CompletionLogprobWriter, joined, prompt_logprobs
-from sidestep.frontend.server.protocol import Completion, CompletionChoice, CompletionLogprobs, FinishWord
+from sidestep.frontend.server.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishWord,
+)
 from sidestep.frontend.server.service import Choice, Service, new_id, usage_of
 from sidestep.frontend.server.structure import form_of
 from sidestep.ipc.beam_search_params import BeamSearchParams
@@ -86,7 +91,9 @@ class CompletionRoute:
             refuse("echo", "repeats the prompt's text")
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         if request.stream and (request.best_of or 0) > (request.n or 1):
-            raise refused("best_of", "cannot be streamed: which completions are best is known at the end")
+            raise refused(
+                "best_of", "cannot be streamed: which completions are best is known at the end"
+            )
         form = form_of(request.response_format, request.structured_outputs)
         only_echo = request.max_tokens == 0
         if only_echo and (not request.echo or request.use_beam_search):
@@ -100,9 +107,16 @@ class CompletionRoute:
         search = beam_search_params(request, limit)
         if form is not None and search is not None:
             raise refused("use_beam_search", "cannot go with a form that the output must have")
-        params = sampling_params(request, limit, defaults, output_kind=kind,
-                                 logprobs=request.logprobs, n=request.n or 1, best_of=request.best_of,
-                                 structured_outputs=None if form is None else form.params)
+        params = sampling_params(
+            request,
+            limit,
+            defaults,
+            output_kind=kind,
+            logprobs=request.logprobs,
+            n=request.n or 1,
+            best_of=request.best_of,
+            structured_outputs=None if form is None else form.params,
+        )
         if form is not None:
             await form.check(service.llm)
         wants_prompt = request.prompt_logprobs is not None
@@ -111,9 +125,24 @@ class CompletionRoute:
             params = msgspec.structs.replace(params, prompt_logprobs=most)
         name, n = new_id("cmpl"), request.n or 1
         choices = service.choices(http, name, prompts, params, request, n=n, beam_search=search)
-        echo = await service.large.run(size, self._texts, prompts) if request.echo else [""] * len(prompts)
-        answer = CompletionAnswer(service, name, model, choices, n, echo, Shown(
-            prompt_logprobs=wants_prompt, output=not only_echo, token_ids=bool(request.return_token_ids)))
+        echo = (
+            await service.large.run(size, self._texts, prompts)
+            if request.echo
+            else [""] * len(prompts)
+        )
+        answer = CompletionAnswer(
+            service,
+            name,
+            model,
+            choices,
+            n,
+            echo,
+            Shown(
+                prompt_logprobs=wants_prompt,
+                output=not only_echo,
+                token_ids=bool(request.return_token_ids),
+            ),
+        )
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
         events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
@@ -124,11 +153,16 @@ class CompletionRoute:
         prompts = await self._service.large.run(size, _prompts, request.prompt)
         num = request.best_of or request.n or 1
         if len(prompts) * num > MAX_CHOICES:
-            raise refused("prompt", f"{len(prompts)} prompts with {num} completions each are more than {MAX_CHOICES}")
+            raise refused(
+                "prompt",
+                f"{len(prompts)} prompts with {num} completions each are more than {MAX_CHOICES}",
+            )
         special, tokenize = request.add_special_tokens is not False, self._service.tokenize
         names = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
-        ids = [await tokenize(name, p, add_special_tokens=special) if isinstance(p, str) else p
-               for name, p in zip(names, prompts, strict=True)]
+        ids = [
+            await tokenize(name, p, add_special_tokens=special) if isinstance(p, str) else p
+            for name, p in zip(names, prompts, strict=True)
+        ]
         for name, prompt in zip(names, ids, strict=True):
             if not prompt:
                 raise refused(name, "is empty")
@@ -148,10 +182,27 @@ class CompletionRoute:
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (), "logprobs": (), "prompt_logprobs": (), "stream": (False,), "temperature": (0,), "top_p": (1,),
-    "top_k": (0, -1), "min_p": (0,), "min_tokens": (0,), "seed": (), "stop": (), "stop_token_ids": ([],),
-    "skip_special_tokens": (), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "repetition_detection": ()}
+    "best_of": (),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "stream": (False,),
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "seed": (),
+    "stop": (),
+    "stop_token_ids": ([],),
+    "skip_special_tokens": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "repetition_detection": (),
+}
 """Fields that would do nothing to a beam search, and the values that ask for nothing."""
 
 
@@ -166,10 +217,13 @@ def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearc
         if (value := getattr(request, name)) is not None and value not in neutral:
             raise refused(name, "has no meaning with use_beam_search: true")
     return BeamSearchParams(
-        beam_width=request.n or 1, max_tokens=max_tokens, ignore_eos=request.ignore_eos is True,
+        beam_width=request.n or 1,
+        max_tokens=max_tokens,
+        ignore_eos=request.ignore_eos is True,
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
         early_stopping=request.early_stopping or False,
-        include_stop_str_in_output=request.include_stop_str_in_output is True)
+        include_stop_str_in_output=request.include_stop_str_in_output is True,
+    )
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -180,7 +234,9 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
         if any(cast(int, item) < 0 for item in prompt):
             raise refused("prompt", "holds a negative number, which is not a token id")
         return [cast(list[int], prompt)]
-    if not all(isinstance(item, str) for item in prompt) and not all(isinstance(item, list) for item in prompt):
+    if not all(isinstance(item, str) for item in prompt) and not all(
+        isinstance(item, list) for item in prompt
+    ):
         raise refused("prompt", "must be text, token ids, or a list of one of these")
     return cast(list[str | list[int]], prompt)
 
@@ -199,8 +255,16 @@ class Shown:
 class CompletionAnswer:
     """The answer to one request, in its two forms."""
 
-    def __init__(self, service: Service, name: str, model: str, choices: Sequence[Choice], n: int,
-                 echo: Sequence[str], shown: Shown) -> None:
+    def __init__(
+        self,
+        service: Service,
+        name: str,
+        model: str,
+        choices: Sequence[Choice],
+        n: int,
+        echo: Sequence[str],
+        shown: Shown,
+    ) -> None:
         """echo: for each prompt, the text that its completions begin with."""
         self._service = service
         self._name = name
@@ -216,21 +280,35 @@ class CompletionAnswer:
         """One body."""
         outputs = [self._trimmed(output) for output in await self._service.whole(self._choices)]
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
-        body = Completion(id=self._name, created=self._created, model=self._model, choices=choices,
-                          usage=usage_of(outputs, self._n))
-        return Response(msgspec.json.encode(body), media_type="application/json",
-                        headers={"x-request-id": self._name})
+        body = Completion(
+            id=self._name,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage_of(outputs, self._n),
+        )
+        return Response(
+            msgspec.json.encode(body),
+            media_type="application/json",
+            headers={"x-request-id": self._name},
+        )
 
     def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
         completion, logprobs = output.outputs[0], self._writer(index)
         choice = CompletionChoice(
-            index=index, text=self._echo[index // self._n] + completion.text,
+            index=index,
+            text=self._echo[index // self._n] + completion.text,
             logprobs=None if logprobs is None else logprobs.write(output),
-            finish_reason=cast(FinishWord, completion.finish_reason), stop_reason=completion.stop_reason)
+            finish_reason=cast(FinishWord, completion.finish_reason),
+            stop_reason=completion.stop_reason,
+        )
         if self._shown.prompt_logprobs and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         if self._shown.token_ids:
-            choice.prompt_token_ids, choice.token_ids = list(output.prompt_token_ids), list(completion.token_ids)
+            choice.prompt_token_ids, choice.token_ids = (
+                list(output.prompt_token_ids),
+                list(completion.token_ids),
+            )
         return choice
 
     def _trimmed(self, output: RequestOutput) -> RequestOutput:
@@ -240,31 +318,59 @@ class CompletionAnswer:
         completion = replace(output.outputs[0], text="", token_ids=[], logprobs=None)
         if completion.finish_reason == "stop":  # the dropped token has ended the text
             completion = replace(completion, finish_reason="length", stop_reason=None)
-        return replace(output, outputs=[completion], metrics=replace(output.metrics, num_generation_tokens=0))
+        return replace(
+            output, outputs=[completion], metrics=replace(output.metrics, num_generation_tokens=0)
+        )
 
     def _writer(self, index: int) -> CompletionLogprobWriter | None:
         params = self._choices[index].params
         if params.logprobs is None:
             return None
-        return CompletionLogprobWriter(self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n]))
+        return CompletionLogprobWriter(
+            self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n])
+        )
 
-    def events(self, options: StreamOptions, writer: BodyWriter | None) -> AsyncGenerator[bytes, None]:
+    def events(
+        self, options: StreamOptions, writer: BodyWriter | None
+    ) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
-        head: dict[str, object] = {"id": self._name, "object": "text_completion", "created": self._created,
-                                   "model": self._model}
-        encoders = [EventEncoder(i, head, "text", options.include_usage) for i in range(len(self._choices))]
+        head: dict[str, object] = {
+            "id": self._name,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+        }
+        encoders = [
+            EventEncoder(i, head, "text", options.include_usage) for i in range(len(self._choices))
+        ]
 
         def end() -> bytes:
             outputs = cast(list[RequestOutput], self._last)
-            return usage_event(head, usage_of(outputs, self._n)) + DONE if options.include_usage else DONE
+            return (
+                usage_event(head, usage_of(outputs, self._n)) + DONE
+                if options.include_usage
+                else DONE
+            )
 
         if len(encoders) == 1:
-            return events_of(self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer)
-        return merged([events_of(self._service, self._choices[i], self._encode(i, encoder, options))
-                       for i, encoder in enumerate(encoders)], end)
+            return events_of(
+                self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer
+            )
+        return merged(
+            [
+                events_of(self._service, self._choices[i], self._encode(i, encoder, options))
+                for i, encoder in enumerate(encoders)
+            ],
+            end,
+        )
 
-    def _encode(self, index: int, encoder: EventEncoder, options: StreamOptions,
-                end: Callable[[], bytes] | None = None) -> Encode:
+    def _encode(
+        self,
+        index: int,
+        encoder: EventEncoder,
+        options: StreamOptions,
+        end: Callable[[], bytes] | None = None,
+    ) -> Encode:
         """What makes the events of one choice; `end` gives what follows the last of them."""
         echo, logprobs = self._echo[index // self._n], self._writer(index)
         untold: CompletionLogprobs | None = None
@@ -289,7 +395,13 @@ class CompletionAnswer:
                 event += encoder.text(text, untold, before + ids.take())
                 untold = None
             if output.finished:
-                event += encoder.end(b'""', completion.finish_reason or "", completion.stop_reason, untold, ids.take())
+                event += encoder.end(
+                    b'""',
+                    completion.finish_reason or "",
+                    completion.stop_reason,
+                    untold,
+                    ids.take(),
+                )
                 self._last[index] = output
                 if end is not None:
                     event += end()

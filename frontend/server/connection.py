@@ -62,8 +62,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None,
-                 encode_error: Callable[[ApiError], bytes] | None = None, *, comment_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        encode_error: Callable[[ApiError], bytes] | None = None,
+        *,
+        comment_s: float,
+    ) -> None:
         """events: whole events, one or several at a time; the first, empty one says that the engine has taken the
         request. encode_error: makes the last event of a stream that fails. comment_s: seconds between comments; 0:
         none."""
@@ -93,7 +99,9 @@ class EventStream(Response):
                 await asyncio.wait((first,), timeout=_AT_ONCE_S)
                 if first.done() and (failure := first.exception()) is not None:
                     raise as_api_error(cast(Exception, failure)) from failure
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
                 await self._send_rest(first, events, put)
             finally:
                 # Wait for its end: a generator that is still running cannot be closed.
@@ -101,8 +109,12 @@ class EventStream(Response):
                 await asyncio.gather(first, return_exceptions=True)
             await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_rest(self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None],
-                         put: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _send_rest(
+        self,
+        first: asyncio.Future[bytes],
+        events: AsyncGenerator[bytes, None],
+        put: Callable[[bytes], Awaitable[None]],
+    ) -> None:
         while not first.done():
             await asyncio.wait((first,), timeout=self._comment_s)
             if not first.done():
@@ -115,8 +127,9 @@ class EventStream(Response):
             await put(self._encode_error(as_api_error(error)))
 
 
-async def merged(streams: Sequence[AsyncGenerator[bytes, None]],
-                 end: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
+async def merged(
+    streams: Sequence[AsyncGenerator[bytes, None]], end: Callable[[], bytes]
+) -> AsyncGenerator[bytes, None]:
     """Yield the events of several streams as they come, after each stream has given its first, empty event; events that
     are ready together are sent together. Then yield the result of `end`."""
     ready: list[bytes] = []

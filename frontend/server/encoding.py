@@ -18,7 +18,11 @@ class EventEncoder:
     def __init__(self, index: int, head: dict[str, object], slot: str, include_usage: bool) -> None:
         """head: what each event has besides its choice. slot: the choice's key for what is new: 'delta' or 'text'."""
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-        self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (_encode(head)[:-1], index, slot.encode())
+        self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (
+            _encode(head)[:-1],
+            index,
+            slot.encode(),
+        )
         self._set_tail(tail)
 
     def _set_tail(self, tail: bytes) -> None:
@@ -34,7 +38,9 @@ class EventEncoder:
         """Return the event with new text of a chat. ids: see IdsOfChoice."""
         return b'%b{"content":%b}%b' % (self._before, _encode(text), self._with(logprobs, ids))
 
-    def text(self, text: str, logprobs: CompletionLogprobs | None = None, ids: bytes = b"") -> bytes:
+    def text(
+        self, text: str, logprobs: CompletionLogprobs | None = None, ids: bytes = b""
+    ) -> bytes:
         """New text of a completion."""
         return b"%b%b%b" % (self._before, _encode(text), self._with(logprobs, ids))
 
@@ -42,12 +48,24 @@ class EventEncoder:
         """Anything else that is new of a chat."""
         return b"%b%b%b" % (self._before, _encode(delta), self._with(logprobs, ids))
 
-    def end(self, empty: bytes, finish_reason: str, stop_reason: int | str | None,
-            logprobs: ChatLogprobs | CompletionLogprobs | None = None, ids: bytes = b"") -> bytes:
+    def end(
+        self,
+        empty: bytes,
+        finish_reason: str,
+        stop_reason: int | str | None,
+        logprobs: ChatLogprobs | CompletionLogprobs | None = None,
+        ids: bytes = b"",
+    ) -> bytes:
         """The choice's last event; `empty` is what stands where the new text was."""
         return b'%b%b,"logprobs":%b%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
-            self._before, empty, _encode(logprobs), ids, _encode(finish_reason), _encode(stop_reason),
-            self._tail)
+            self._before,
+            empty,
+            _encode(logprobs),
+            ids,
+            _encode(finish_reason),
+            _encode(stop_reason),
+            self._tail,
+        )
 
     def _with(self, logprobs: ChatLogprobs | CompletionLogprobs | None, ids: bytes) -> bytes:
         """What follows the new text."""

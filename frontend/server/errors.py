@@ -42,8 +42,16 @@ class ErrorBody(msgspec.Struct):
 class ApiError(Exception):
     """An answer that is an error. The message is for whoever sent the request."""
 
-    def __init__(self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
-                 code: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.headers = dict(headers or {})
@@ -51,7 +59,9 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """As an answer of its own."""
-        return Response(msgspec.json.encode(self.body), self.status, self.headers, media_type="application/json")
+        return Response(
+            msgspec.json.encode(self.body), self.status, self.headers, media_type="application/json"
+        )
 
 
 class ClientGoneError(Exception):
@@ -66,9 +76,14 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
 def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
     """Return the error for a prompt that leaves no room for output, in the words that clients of OpenAI's API look
     for."""
-    return ApiError(400, f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
-                    f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. Please reduce "
-                    f"the length of the {field}.", param=field, code=TOO_LONG)
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
+        f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. Please reduce "
+        f"the length of the {field}.",
+        param=field,
+        code=TOO_LONG,
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -79,7 +94,9 @@ def as_api_error(error: Exception) -> ApiError:
         code = TOO_LONG if isinstance(error, PromptTooLongError) else None
         return refused(error.field, str(error).partition(": ")[2], code)
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=RETRY_AFTER)
+        return ApiError(
+            429, str(error), kind="rate_limit_error", code="queue_full", headers=RETRY_AFTER
+        )
     if isinstance(error, EngineDeadError | EngineStalledError):
         return ApiError(503, str(error), kind="server_error", code="engine_dead")
     logger.error("a request failed", exc_info=error)

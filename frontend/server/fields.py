@@ -60,13 +60,13 @@ _ADVICE = {
     "functions": "is the older form of tools; send tools",
     "function_call": "is the older form of tool_choice; send tools and tool_choice",
     "chat_template": "is not taken from requests: a template is a program, and nothing could stop one that does not "
-                     "end; the server renders with the model's own, which chat_template_kwargs reach",
-    "guided_json": "is an older name; send structured_outputs: {\"json\": ...} or response_format",
-    "guided_regex": "is an older name; send structured_outputs: {\"regex\": ...}",
-    "guided_choice": "is an older name; send structured_outputs: {\"choice\": [...]}",
-    "guided_grammar": "is an older name; send structured_outputs: {\"grammar\": ...}",
+    "end; the server renders with the model's own, which chat_template_kwargs reach",
+    "guided_json": 'is an older name; send structured_outputs: {"json": ...} or response_format',
+    "guided_regex": 'is an older name; send structured_outputs: {"regex": ...}',
+    "guided_choice": 'is an older name; send structured_outputs: {"choice": [...]}',
+    "guided_grammar": 'is an older name; send structured_outputs: {"grammar": ...}',
     "guided_decoding_backend": "names no backend of this server, which has one; leave it out and send "
-                               "structured_outputs",
+    "structured_outputs",
     "guided_whitespace_pattern": "is not supported by this server; structured_outputs has disable_any_whitespace",
 }
 """Known field -> the text of its refusal that replaces the general sentence."""
@@ -97,8 +97,9 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 Note = Annotated[str, msgspec.Meta(max_length=512)]
-Metadata = Annotated[dict[Annotated[str, msgspec.Meta(max_length=64)], Note],
-                     msgspec.Meta(max_length=16)]
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Note], msgspec.Meta(max_length=16)
+]
 
 
 class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +132,8 @@ class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Return the client's notes about the request by name, for traces and logs."""
         named = {name: getattr(self, name) for name in _NOTES}
         return {name: text for name, text in named.items() if text is not None} | {
-            f"metadata.{key}": text for key, text in (self.metadata or {}).items()}
+            f"metadata.{key}": text for key, text in (self.metadata or {}).items()
+        }
 
 
 _NOTES = ("user", "safety_identifier", "prompt_cache_key")
@@ -149,8 +151,13 @@ class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[Natural, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
-                          msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Natural, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+            msgspec.Meta(max_length=MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
     # As users of vLLM know them.
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -161,8 +168,13 @@ class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
     allowed_token_ids: Annotated[list[Natural], msgspec.Meta(min_length=1)] | None = None
-    bad_words: Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
-                         msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+            msgspec.Meta(max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = None
     prompt_logprobs: NumLogprobs | None = None
     """Of each token of the prompt; not in streams."""
     repetition_detection: RepetitionDetection | None = None
@@ -180,10 +192,26 @@ class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
     truncate_prompt_tokens: Any = None
 
 
-_ENGINE_FIELDS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "ignore_eos",
-                  "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output", "presence_penalty",
-                  "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-                  "prompt_logprobs")
+_ENGINE_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+)
 
 
 def refuse_not_yet(request: msgspec.Struct, table: Mapping[str, tuple[Any, ...]] = NOT_YET) -> None:
@@ -196,19 +224,28 @@ def refuse_not_yet(request: msgspec.Struct, table: Mapping[str, tuple[Any, ...]]
         if not getattr(request, "stream", False):
             raise refused("stream_options", "has a meaning only with stream: true")
         if options.continuous_usage_stats and not options.include_usage:
-            raise refused("stream_options.continuous_usage_stats", "has a meaning only with include_usage: true")
+            raise refused(
+                "stream_options.continuous_usage_stats",
+                "has a meaning only with include_usage: true",
+            )
         refuse_unless("stream_options.include_obfuscation", options.include_obfuscation, False)
 
 
 def refuse_unless(name: str, value: object, *neutral: object) -> None:
     """Raises ApiError unless the value is null or one of `neutral`; True is not 1 here."""
-    if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+    if value is None or any(
+        value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
+    ):
         return
     if name in _ADVICE:
         raise refused(name, _ADVICE[name], "unsupported_field")
     allowed = " or ".join(msgspec.json.encode(n).decode() for n in neutral)
-    raise refused(name, "is not supported by this server; leave it out" + (f" or send {allowed}" if allowed else ""),
-                  "unsupported_field")
+    raise refused(
+        name,
+        "is not supported by this server; leave it out"
+        + (f" or send {allowed}" if allowed else ""),
+        "unsupported_field",
+    )
 
 
 def refusal_of(name: str) -> str:
@@ -216,14 +253,19 @@ def refusal_of(name: str) -> str:
     return f"Not implemented: {_ADVICE[name]}." if name in _ADVICE else "Not implemented."
 
 
-def sampling_params(request: msgspec.Struct, max_tokens: int | None, defaults: Mapping[str, Any],
-                    **more: Any) -> SamplingParams:
+def sampling_params(
+    request: msgspec.Struct, max_tokens: int | None, defaults: Mapping[str, Any], **more: Any
+) -> SamplingParams:
     """Return the request's sampling parameters for the engine.
 
     defaults: the model's defaults, for fields that the request leaves out (AsyncLLM.sampling_defaults). Raises
     ValidationError, and ApiError for stop strings beyond the bound.
     """
-    given = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None)) is not None}
+    given = {
+        name: value
+        for name in _ENGINE_FIELDS
+        if (value := getattr(request, name, None)) is not None
+    }
     if given.get("seed") == -1:
         del given["seed"]
     stops = given.get("stop", ())
@@ -233,7 +275,9 @@ def sampling_params(request: msgspec.Struct, max_tokens: int | None, defaults: M
         raise refused("prompt_logprobs", "cannot be streamed")
     detection: RepetitionDetection | None = getattr(request, "repetition_detection", None)
     if detection is not None:
-        given["repetition_detection"] = RepetitionDetectionParams(**msgspec.structs.asdict(detection))
+        given["repetition_detection"] = RepetitionDetectionParams(
+            **msgspec.structs.asdict(detection)
+        )
     if max_tokens is None and (default := defaults.get("max_tokens")) is not None:
         max_tokens = max(default, given.get("min_tokens", 0))
     return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens, **more})

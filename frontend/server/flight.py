@@ -137,21 +137,38 @@ class FlightRoute:
         # Another engine's number may be larger than any of this one's: then the watcher begins anew.
         first = max(0, scheduled - _IN_FLIGHT - MOST_STEPS, since if since <= scheduled else 0)
         records, requests, figures = await asyncio.gather(
-            llm.get_step_records(first, replica=replica), llm.get_request_records(MOST_REQUESTS), service.figures())
+            llm.get_step_records(first, replica=replica),
+            llm.get_request_records(MOST_REQUESTS),
+            service.figures(),
+        )
         records = records[-MOST_STEPS:]
         own = None if http.scope[OPERATOR] else service.request_ids(http.scope[TENANT])
         body = Flight(
-            replica=replica, replicas=[FlightReplica(each.number, each.dead, each.stalled) for each in llm.replicas],
-            now_us=time.monotonic_ns() // 1000, next=records[-1].step_id + 1 if records else min(first, scheduled),
-            model=service.names[0], device=status.ready.device,
-            num_kv_blocks=status.ready.num_kv_blocks, block_size=status.ready.block_size,
-            kv_cache_usage=stats["kv_cache_usage"], num_running=int(stats["num_running"]),
-            num_waiting=int(stats["num_waiting"]), steps=[_step(record) for record in records],
-            requests=[_request(record, own is None or record.request_id in own) for record in requests
-                      if record.finished_ns is None and record.replica == replica],
-            ttft_s=percentiles(figures.last_ttfts), itl_s=percentiles(figures.last_gaps))
-        return Response(msgspec.json.encode(body), media_type="application/json",
-                        headers={"cache-control": "no-store"})
+            replica=replica,
+            replicas=[FlightReplica(each.number, each.dead, each.stalled) for each in llm.replicas],
+            now_us=time.monotonic_ns() // 1000,
+            next=records[-1].step_id + 1 if records else min(first, scheduled),
+            model=service.names[0],
+            device=status.ready.device,
+            num_kv_blocks=status.ready.num_kv_blocks,
+            block_size=status.ready.block_size,
+            kv_cache_usage=stats["kv_cache_usage"],
+            num_running=int(stats["num_running"]),
+            num_waiting=int(stats["num_waiting"]),
+            steps=[_step(record) for record in records],
+            requests=[
+                _request(record, own is None or record.request_id in own)
+                for record in requests
+                if record.finished_ns is None and record.replica == replica
+            ],
+            ttft_s=percentiles(figures.last_ttfts),
+            itl_s=percentiles(figures.last_gaps),
+        )
+        return Response(
+            msgspec.json.encode(body),
+            media_type="application/json",
+            headers={"cache-control": "no-store"},
+        )
 
 
 def _numbers(http: Request) -> tuple[int, int | None]:
@@ -173,17 +190,40 @@ def _number(http: Request, name: str, whose: str) -> int | None:
 
 def _step(record: StepRecord) -> FlightStep:
     return FlightStep(
-        record.step_id, record.kind, record.num_rows, record.num_tokens, record.num_sampled, record.num_running,
-        record.num_waiting, record.num_free_blocks, record.schedule_ns // 1000, record.submit_ns // 1000,
-        record.received_ns // 1000, record.launched_ns // 1000, record.start_ns // 1000, record.end_ns // 1000,
-        record.taken_ns // 1000, record.told_ns // 1000,
-        FlightIdle(record.idle_no_work_ns // 1000, record.idle_result_ns // 1000, record.idle_schedule_ns // 1000,
-                   record.idle_prepare_ns // 1000))
+        record.step_id,
+        record.kind,
+        record.num_rows,
+        record.num_tokens,
+        record.num_sampled,
+        record.num_running,
+        record.num_waiting,
+        record.num_free_blocks,
+        record.schedule_ns // 1000,
+        record.submit_ns // 1000,
+        record.received_ns // 1000,
+        record.launched_ns // 1000,
+        record.start_ns // 1000,
+        record.end_ns // 1000,
+        record.taken_ns // 1000,
+        record.told_ns // 1000,
+        FlightIdle(
+            record.idle_no_work_ns // 1000,
+            record.idle_result_ns // 1000,
+            record.idle_schedule_ns // 1000,
+            record.idle_prepare_ns // 1000,
+        ),
+    )
 
 
 def _request(record: RequestRecord, with_name: bool) -> FlightRequest:
     return FlightRequest(
-        record.request_id if with_name else "", record.status, record.waiting_for, record.num_prompt_tokens,
+        record.request_id if with_name else "",
+        record.status,
+        record.waiting_for,
+        record.num_prompt_tokens,
         record.num_cached_tokens,
-        record.num_output_tokens, record.num_preemptions, record.arrival_ns // 1000,
-        None if record.scheduled_ns is None else record.scheduled_ns // 1000)
+        record.num_output_tokens,
+        record.num_preemptions,
+        record.arrival_ns // 1000,
+        None if record.scheduled_ns is None else record.scheduled_ns // 1000,
+    )

@@ -41,21 +41,31 @@ class Guard:
         # Digests are of one length: comparing them tells nothing of a key's.
         self._keys = [_digest(key) for key in keys.all]
         self._operators = frozenset(_digest(key) for key in keys.operators)
-        self._origins = frozenset(origin.rstrip("/").lower() for origin in args.allowed_origins or ())
+        self._origins = frozenset(
+            origin.rstrip("/").lower() for origin in args.allowed_origins or ()
+        )
         self._hosts = known_hosts(args, keys.all)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         if self._hosts is not None and not is_known(headers.get("host", ""), self._hosts):
-            error = ApiError(403, f"this server is not known as {headers['host']!r}; see --allowed-hosts",
-                             kind="permission_error", code="host_not_allowed")
+            error = ApiError(
+                403,
+                f"this server is not known as {headers['host']!r}; see --allowed-hosts",
+                kind="permission_error",
+                code="host_not_allowed",
+            )
             return await error.response()(scope, receive, send)
         origin = headers.get("origin")
         if origin is None:
             return await self._with_key(headers, scope, receive, send)
         if not self._is_allowed(origin, headers.get("host", "")):
-            error = ApiError(403, f"pages of {origin} may not call this server; see --allowed-origins",
-                             kind="permission_error", code="origin_not_allowed")
+            error = ApiError(
+                403,
+                f"pages of {origin} may not call this server; see --allowed-origins",
+                kind="permission_error",
+                code="origin_not_allowed",
+            )
             return await error.response()(scope, receive, send)
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             wanted = headers.get("access-control-request-headers", "")
@@ -64,7 +74,12 @@ class Guard:
         async def send_with_origin(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(
-                    {"access-control-allow-origin": origin, "access-control-expose-headers": "*", "vary": "origin"})
+                    {
+                        "access-control-allow-origin": origin,
+                        "access-control-expose-headers": "*",
+                        "vary": "origin",
+                    }
+                )
             await send(message)
 
         await self._with_key(headers, scope, receive, send_with_origin)
@@ -86,9 +101,13 @@ class Guard:
             # All are compared, so that the time tells nothing of which is right.
             matches = [hmac.compare_digest(given, known) for known in self._keys]
             if kind.lower() != "bearer" or not any(matches):
-                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY",
-                                 kind="authentication_error", code="invalid_api_key",
-                                 headers={"www-authenticate": "Bearer"})
+                error = ApiError(
+                    401,
+                    "a valid API key is needed: Authorization: Bearer KEY",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
                 return await error.response()(scope, receive, send)
             scope[OPERATOR] = given in self._operators
             scope[TENANT] = given.hex()[:_NAME_DIGITS]
@@ -113,6 +132,13 @@ def _is_this_server(host: str) -> bool:
 
 def _preflight(origin: str, wanted: str) -> Response:
     """A browser asks before it sends: an allowed origin may send the headers it names."""
-    return Response(status_code=204, headers={
-        "access-control-allow-origin": origin, "access-control-allow-methods": "GET, POST",
-        "access-control-allow-headers": wanted, "access-control-max-age": "600", "vary": "origin"})
+    return Response(
+        status_code=204,
+        headers={
+            "access-control-allow-origin": origin,
+            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-headers": wanted,
+            "access-control-max-age": "600",
+            "vary": "origin",
+        },
+    )

@@ -36,7 +36,9 @@ class BodyWriter:
     def ready(self) -> bool:
         """Whether the client takes what is written: the answer's head is out, and not too much waits to be sent."""
         cycle = self._cycle
-        return bool(not self._flow.write_paused and cycle.chunked_encoding and not cycle.disconnected)
+        return bool(
+            not self._flow.write_paused and cycle.chunked_encoding and not cycle.disconnected
+        )
 
     def write(self, body: bytes) -> None:
         """One piece; not empty. Only when ready."""
@@ -65,8 +67,11 @@ class FileWatch:
         limit, now = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self._clock()
         if descriptor >= limit - _LAST_FILES and now - self._said_at >= _SAY_AGAIN_S:
             self._said_at = now
-            logger.warning("the limit on open files (%d) is reached: further connections are closed at once; "
-                           "raise the hard limit (ulimit -Hn)", limit)
+            logger.warning(
+                "the limit on open files (%d) is reached: further connections are closed at once; "
+                "raise the hard limit (ulimit -Hn)",
+                limit,
+            )
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

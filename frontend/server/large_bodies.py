@@ -41,7 +41,9 @@ class LargeBodies:
         """Return the struct. Raises ApiError."""
         return await self.run(len(data), self._decode, data, decoder)
 
-    async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(
+        self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Return the result of a function that works on a body of `size` bytes. Run it here if the body is small, else
         in the thread."""
         if size <= LARGE:
@@ -55,8 +57,11 @@ class LargeBodies:
 
     def _decode(self, data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         if len(data) > self._most_values and has_more_values(data, self._most_values):
-            raise ApiError(413, f"the body holds more than {self._most_values} values; send less in one request",
-                           code="body_too_large")
+            raise ApiError(
+                413,
+                f"the body holds more than {self._most_values} values; send less in one request",
+                code="body_too_large",
+            )
         return decode(data, decoder)
 
 
@@ -65,7 +70,7 @@ def has_more_values(data: bytes, most: int) -> bool:
     the first has one of them. Lets other threads run."""
     upper = 0
     for begin in range(0, len(data), _PIECE):
-        piece = data[begin:begin + _PIECE]
+        piece = data[begin : begin + _PIECE]
         upper += sum(map(piece.count, _MARKS))
         if upper > most:
             return _count_outside(data, most) > most

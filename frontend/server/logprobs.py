@@ -20,7 +20,9 @@ LOWEST = -9999.0
 Entries = Mapping[int, Logprob]
 
 
-def content_logprobs(tokenizer: Tokenizer, tokens: Sequence[Entries], most: int) -> list[ContentLogprob]:
+def content_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Entries], most: int
+) -> list[ContentLogprob]:
     """Of chats and responses; `most` alternatives of each token."""
     return [_content(tokenizer, entries, most) for entries in tokens]
 
@@ -29,8 +31,12 @@ def _content(tokenizer: Tokenizer, entries: Entries, most: int) -> ContentLogpro
     own = next(iter(entries))
     best = sorted(entries, key=lambda token: entries[token].rank)[:most]
     token = _token(tokenizer, own, entries[own])
-    return ContentLogprob(token.token, token.logprob, token.bytes,
-                          [_token(tokenizer, other, entries[other]) for other in best])
+    return ContentLogprob(
+        token.token,
+        token.logprob,
+        token.bytes,
+        [_token(tokenizer, other, entries[other]) for other in best],
+    )
 
 
 def _token(tokenizer: Tokenizer, token: int, found: Logprob) -> TokenLogprob:
@@ -44,9 +50,15 @@ def _number(found: Logprob) -> float:
 
 def prompt_logprobs(tokens: Sequence[Entries | None]) -> list[dict[int, PromptLogprob] | None]:
     """As users of vLLM know them."""
-    return [None if entries is None else {
-        token: PromptLogprob(_number(found), found.rank, found.decoded_token) for token, found in entries.items()}
-        for entries in tokens]
+    return [
+        None
+        if entries is None
+        else {
+            token: PromptLogprob(_number(found), found.rank, found.decoded_token)
+            for token, found in entries.items()
+        }
+        for entries in tokens
+    ]
 
 
 class CompletionLogprobWriter:
@@ -68,13 +80,17 @@ class CompletionLogprobWriter:
         if self._echo:
             self._echo = False
             # Fewer, if it was ended before the prompt was computed.
-            for token, prompt_entries in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False):
+            for token, prompt_entries in zip(
+                output.prompt_token_ids, output.prompt_logprobs or (), strict=False
+            ):
                 self._add(made, token, prompt_entries, token in self._tokenizer.special_ids)
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=False):
             self._add(made, token, entries, token in self._skipped)
         return made
 
-    def _add(self, made: CompletionLogprobs, token: int, entries: Entries | None, is_skipped: bool) -> None:
+    def _add(
+        self, made: CompletionLogprobs, token: int, entries: Entries | None, is_skipped: bool
+    ) -> None:
         data = self._tokenizer.token_bytes(token)
         made.tokens.append(data.decode("utf-8", "replace"))
         made.text_offset.append(self._offset)
@@ -96,5 +112,9 @@ def joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> Comp
     """One after the other."""
     if first is None:
         return second
-    return CompletionLogprobs(first.tokens + second.tokens, first.token_logprobs + second.token_logprobs,
-                              first.top_logprobs + second.top_logprobs, first.text_offset + second.text_offset)
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )

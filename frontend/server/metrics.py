@@ -12,14 +12,38 @@ from sidestep.frontend.outputs import RequestMetrics, RequestOutput
 from sidestep.frontend.server.figures import Figures, HistogramFigures, TenantCounts
 from sidestep.frontend.server.window import Window
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-            25.0, 50.0, 100.0, 250.0)
-_COUNTS = tuple(float(digit * 10 ** power) for power in range(6) for digit in (1, 2, 5))
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    25.0,
+    50.0,
+    100.0,
+    250.0,
+)
+_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From the request's arrival to its first token.", _SECONDS),
     "inter_token_latency_seconds": ("Between two tokens of a streamed request.", _SECONDS),
-    "request_time_per_output_token_seconds": ("A request's time after its first token, by token.", _SECONDS),
+    "request_time_per_output_token_seconds": (
+        "A request's time after its first token, by token.",
+        _SECONDS,
+    ),
     "e2e_request_latency_seconds": ("From the request's arrival to its last token.", _SECONDS),
     "request_queue_time_seconds": ("From the engine's queue to the first step.", _SECONDS),
     "request_prefill_time_seconds": ("From the first step to the first token.", _SECONDS),
@@ -66,7 +90,9 @@ class ServerMetrics:
         self.cached_tokens = 0
         self.generation_tokens = 0
 
-    def choice_ended(self, tenant: str, output: RequestOutput | None, reason: str, *, is_first: bool) -> None:
+    def choice_ended(
+        self, tenant: str, output: RequestOutput | None, reason: str, *, is_first: bool
+    ) -> None:
         """One choice has ended; `output` is its last one, if it gave any. is_first: of those of its prompt, which is
         counted with it."""
         self.finished[reason] += 1
@@ -93,12 +119,22 @@ class ServerMetrics:
     def figures(self, tokens_received: int) -> Figures:
         """A copy, to be sent to other processes and added to theirs."""
         return Figures(
-            histograms={name: HistogramFigures(each.counts.copy(), each.sum) for name, each in self.histograms.items()},
-            finished=dict(self.finished), responses=dict(self.responses), rejections=dict(self.rejections),
-            tenants={name: copy(counts) for name, counts in self.tenants.items()}, prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens, generation_tokens=self.generation_tokens,
-            tokens_received=tokens_received, cpu_seconds=time.process_time(), last_ttfts=self.last_ttfts.values(),
-            last_gaps=self.last_gaps.values())
+            histograms={
+                name: HistogramFigures(each.counts.copy(), each.sum)
+                for name, each in self.histograms.items()
+            },
+            finished=dict(self.finished),
+            responses=dict(self.responses),
+            rejections=dict(self.rejections),
+            tenants={name: copy(counts) for name, counts in self.tenants.items()},
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generation_tokens=self.generation_tokens,
+            tokens_received=tokens_received,
+            cpu_seconds=time.process_time(),
+            last_ttfts=self.last_ttfts.values(),
+            last_gaps=self.last_gaps.values(),
+        )
 
 
 def _spans(metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
@@ -112,7 +148,10 @@ def _spans(metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
     yield "e2e_request_latency_seconds", last - metrics.arrival_time
     yield "request_decode_time_seconds", last - first
     if metrics.num_generation_tokens > 1:
-        yield "request_time_per_output_token_seconds", (last - first) / (metrics.num_generation_tokens - 1)
+        yield (
+            "request_time_per_output_token_seconds",
+            (last - first) / (metrics.num_generation_tokens - 1),
+        )
     if scheduled is not None:
         yield "request_prefill_time_seconds", max(0.0, first - scheduled)
         yield "request_inference_time_seconds", max(0.0, last - scheduled)

@@ -27,7 +27,11 @@ from sidestep.frontend.server.protocol import (
     Tokens,
     Version,
 )
-from sidestep.frontend.server.responses_protocol import RESPONSES_NOT_YET, ResponsesAnswer, ResponsesRequest
+from sidestep.frontend.server.responses_protocol import (
+    RESPONSES_NOT_YET,
+    ResponsesAnswer,
+    ResponsesRequest,
+)
 from sidestep.frontend.server.service import DEADLINE_HEADER
 from sidestep.frontend.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -51,18 +55,37 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("/v1/chat/completions", "Answer a conversation.", ChatCompletion, ChatRequest, ChatChunk, ("429",)),
-    Operation("/v1/completions", "Complete prompts.", Completion, CompletionRequest, Completion, ("429",)),
-    Operation("/v1/responses", "Answer, item by item.", ResponsesAnswer, ResponsesRequest, dict, ("429",)),
+    Operation(
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        ChatCompletion,
+        ChatRequest,
+        ChatChunk,
+        ("429",),
+    ),
+    Operation(
+        "/v1/completions", "Complete prompts.", Completion, CompletionRequest, Completion, ("429",)
+    ),
+    Operation(
+        "/v1/responses", "Answer, item by item.", ResponsesAnswer, ResponsesRequest, dict, ("429",)
+    ),
     Operation("/tokenize", "Text or messages to token ids.", Tokens, TokenizeRequest),
     Operation("/detokenize", "Token ids to text.", Text, DetokenizeRequest),
     Operation("/v1/models", "The model, under all its names.", ModelList),
-    Operation("/v1/models/{model}", "The model under one of its names.", Model, more_statuses=("404",)),
+    Operation(
+        "/v1/models/{model}", "The model under one of its names.", Model, more_statuses=("404",)
+    ),
     Operation("/v1/load", "How busy the engine is.", Load),
-    Operation("/v1/flight", "The engine's last steps, and the requests that have not ended.", Flight,
-              more_statuses=("400",), query={
-                  "since": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
-                  "replica": {"type": "integer", "minimum": 0}}),
+    Operation(
+        "/v1/flight",
+        "The engine's last steps, and the requests that have not ended.",
+        Flight,
+        more_statuses=("400",),
+        query={
+            "since": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
+            "replica": {"type": "integer", "minimum": 0},
+        },
+    ),
     Operation("/health", "Whether the engine makes progress.", Status, open=True),
     Operation("/ready", "Whether new requests are taken.", Status, open=True),
     Operation("/version", "The server's version.", Version),
@@ -70,11 +93,17 @@ OPERATIONS = (
     Operation("/openapi.json", "This document.", dict),
 )
 _STATUSES = {
-    "400": "A field or parameter is wrong; it is named.", "401": "No key, or a wrong one.",
-    "403": "A page of another origin.", "404": "No such model.",
-    "408": "The body has not come in time.", "413": "The body is too large.",
-    "415": "The body is not application/json.", "429": "Too much waits already.",
-    "500": "The request failed inside the engine.", "503": "The engine is dead or stalled, or the server shuts down."}
+    "400": "A field or parameter is wrong; it is named.",
+    "401": "No key, or a wrong one.",
+    "403": "A page of another origin.",
+    "404": "No such model.",
+    "408": "The body has not come in time.",
+    "413": "The body is too large.",
+    "415": "The body is not application/json.",
+    "429": "Too much waits already.",
+    "500": "The request failed inside the engine.",
+    "503": "The engine is dead or stalled, or the server shuts down.",
+}
 _OF_GETS = ("401", "403", "500", "503")
 _OF_POSTS = ("400", "401", "403", "404", "408", "413", "415", "500", "503")
 _REF = "#/components/schemas/{name}"
@@ -84,7 +113,11 @@ def make_document(version: str) -> dict[str, Any]:
     """The document of this version."""
     used: list[Any] = [ErrorBody]
     for operation in OPERATIONS:
-        used += [t for t in (operation.answer, operation.request, operation.event) if t not in (None, dict)]
+        used += [
+            t
+            for t in (operation.answer, operation.request, operation.event)
+            if t not in (None, dict)
+        ]
     unique = list(dict.fromkeys(used))
     refs, schemas = msgspec.json.schema_components(unique, ref_template=_REF)
     by_type: dict[Any, Any] = dict(zip(unique, refs, strict=True))
@@ -94,54 +127,100 @@ def make_document(version: str) -> dict[str, Any]:
         method = "get" if operation.request is None else "post"
         paths[operation.path] = {method: _operation(operation, by_type)}
     return {
-        "openapi": "3.1.0", "info": {"title": "Sidestep", "version": version}, "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
+        "openapi": "3.1.0",
+        "info": {"title": "Sidestep", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
 
 
 def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}} if operation.answer is None else {
-        "application/json": {"schema": by_type.get(operation.answer, {"type": "object"})}}
+    content: dict[str, Any] = (
+        {"text/plain": {"schema": {"type": "string"}}}
+        if operation.answer is None
+        else {"application/json": {"schema": by_type.get(operation.answer, {"type": "object"})}}
+    )
     if operation.event is not None:
         data = by_type.get(operation.event, {"type": "object"})
-        content["text/event-stream"] = {"schema": {
-            "description": "Each event; the data of the last is [DONE].", "type": "object", "required": ["data"],
-            "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, {
-                "contentMediaType": "application/json", "contentSchema": data}]}}}}
+        content["text/event-stream"] = {
+            "schema": {
+                "description": "Each event; the data of the last is [DONE].",
+                "type": "object",
+                "required": ["data"],
+                "properties": {
+                    "data": {
+                        "type": "string",
+                        "anyOf": [
+                            {"const": "[DONE]"},
+                            {"contentMediaType": "application/json", "contentSchema": data},
+                        ],
+                    }
+                },
+            }
+        }
     error = {"application/json": {"schema": by_type[ErrorBody]}}
     statuses = (*(_OF_GETS if operation.request is None else _OF_POSTS), *operation.more_statuses)
     made: dict[str, Any] = {
         "summary": operation.summary,
-        "responses": {"200": {"description": "Success.", "content": content},
-                      **{s: {"description": _STATUSES[s], "content": error} for s in sorted(statuses)}},
+        "responses": {
+            "200": {"description": "Success.", "content": content},
+            **{s: {"description": _STATUSES[s], "content": error} for s in sorted(statuses)},
+        },
         # The empty alternative: keys are needed only where the server was given some.
-        "security": [] if operation.open else [{}, {"key": []}]}
+        "security": [] if operation.open else [{}, {"key": []}],
+    }
     if operation.query:
-        made["parameters"] = [{"name": name, "in": "query", "schema": schema}
-                              for name, schema in operation.query.items()]
+        made["parameters"] = [
+            {"name": name, "in": "query", "schema": schema}
+            for name, schema in operation.query.items()
+        ]
     if "{model}" in operation.path:
-        made["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        made["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
     if operation.request is not None:
-        made["requestBody"] = {"required": True,
-                               "content": {"application/json": {"schema": by_type[operation.request]}}}
+        made["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": by_type[operation.request]}},
+        }
     if operation.event is not None:
-        made["parameters"] = [{
-            "name": DEADLINE_HEADER, "in": "header", "schema": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-            "description": "Milliseconds after which the request ends with what it has."}]
+        made["parameters"] = [
+            {
+                "name": DEADLINE_HEADER,
+                "in": "header",
+                "schema": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+                "description": "Milliseconds after which the request ends with what it has.",
+            }
+        ]
     return made
 
 
 def _add_neutral_values(schemas: dict[str, Any]) -> None:
     """Fields that do nothing yet take only the values that ask for nothing."""
-    for request, table in ((ChatRequest, NOT_YET), (CompletionRequest, NOT_YET), (ResponsesRequest, RESPONSES_NOT_YET)):
+    for request, table in (
+        (ChatRequest, NOT_YET),
+        (CompletionRequest, NOT_YET),
+        (ResponsesRequest, RESPONSES_NOT_YET),
+    ):
         properties = schemas[request.__name__]["properties"]
         for name, neutral in table.items():
             if name in properties:
-                properties[name] = {"enum": [None, *neutral], "default": None, "description": refusal_of(name)}
+                properties[name] = {
+                    "enum": [None, *neutral],
+                    "default": None,
+                    "description": refusal_of(name),
+                }
         if "logit_bias" in properties:
             properties["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^[0-9]+$"}
     for name in ("summary", "generate_summary"):
         schemas["ReasoningOptions"]["properties"][name] = {"enum": [None], "default": None}
-    schemas["StreamOptions"]["properties"]["include_obfuscation"] = {"enum": [None, False], "default": None}
+    schemas["StreamOptions"]["properties"]["include_obfuscation"] = {
+        "enum": [None, False],
+        "default": None,
+    }
 
 
 class OpenApiRoute:

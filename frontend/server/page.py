@@ -12,17 +12,39 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 _FOLDER = Path(__file__).parent / "web"
-FILES = ("index.html", "style.css", "main.js", "api.js", "chat.js", "render.js", "engine.js", "queue.js",
-         "timeline.js", "charts.js", "icon.svg")
-_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8",
-          ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+FILES = (
+    "index.html",
+    "style.css",
+    "main.js",
+    "api.js",
+    "chat.js",
+    "render.js",
+    "engine.js",
+    "queue.js",
+    "timeline.js",
+    "charts.js",
+    "icon.svg",
+)
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 PATHS = ("/", *(f"/page/{name}" for name in FILES[1:]))
 # Nothing inline and nothing from elsewhere: what a model writes is text on the page and never becomes a part of it.
-_POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-           "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'")
-_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
-            "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
-            "cache-control": "no-cache"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
 
 
 class PageRoute:

@@ -11,8 +11,14 @@ from sidestep.frontend.server.errors import refused
 from sidestep.frontend.server.service import Service
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-                  "chat_template")
+_OWN_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,8 @@ def render(service: Service, messages: Sequence[Message], options: PromptOptions
     goes_on = bool(options.continue_final_message)
     begins = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
     return service.llm.get_tokenizer().render_chat(
-        messages, add_generation_prompt=begins, continue_final_message=goes_on, **variables)
+        messages, add_generation_prompt=begins, continue_final_message=goes_on, **variables
+    )
 
 
 def _effort(service: Service, options: PromptOptions) -> dict[str, Any]:
@@ -53,5 +60,8 @@ def _effort(service: Service, options: PromptOptions) -> dict[str, Any]:
         return {"enable_thinking": options.effort != "none"}
     if options.effort == "none" and service.args.reasoning_parser is None:
         return {}  # the model does not reason
-    raise refused(options.effort_field, "this model's chat template has neither reasoning_effort nor enable_thinking",
-                  "unsupported_field")
+    raise refused(
+        options.effort_field,
+        "this model's chat template has neither reasoning_effort nor enable_thinking",
+        "unsupported_field",
+    )

@@ -52,12 +52,16 @@ def read_public_prefixes(file: str | None, keys: Collection[str]) -> list[Public
     if file is None:
         return []
     if len(keys) < 2:
-        raise ValidationError("public_prefixes", "has a meaning only with several API keys: with fewer all is shared")
+        raise ValidationError(
+            "public_prefixes", "has a meaning only with several API keys: with fewer all is shared"
+        )
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValidationError("public_prefixes", f"{file} cannot be read: {error}") from None
-    entries = [_entry(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    entries = [
+        _entry(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
     if not entries:
         raise ValidationError("public_prefixes", f"{file} holds none")
     return entries
@@ -77,12 +81,16 @@ def _ids(entry: PublicPrefix, tokenizer: Tokenizer) -> list[int]:
     if entry.messages is None:
         return tokenizer.encode(entry.text or "")
     # What the template makes of these messages whatever follows: what two conversations that go on have in common.
-    one, two = (tokenizer.encode(tokenizer.render_chat([*entry.messages, {"role": "user", "content": text}]), False)
-                for text in ("a", "b"))
-    return one[:_num_common(one, two)]
+    one, two = (
+        tokenizer.encode(
+            tokenizer.render_chat([*entry.messages, {"role": "user", "content": text}]), False
+        )
+        for text in ("a", "b")
+    )
+    return one[: _num_common(one, two)]
 
 
 def _num_common(one: Sequence[int], two: Sequence[int]) -> int:
-    if one == two[:len(one)]:
+    if one == two[: len(one)]:
         return len(one)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))

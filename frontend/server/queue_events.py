@@ -54,8 +54,9 @@ class Queue:
         self._asked = -EVERY_S
         self._lock = asyncio.Lock()
 
-    async def events(self, stream: AsyncGenerator[bytes, None],
-                     name: str) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, stream: AsyncGenerator[bytes, None], name: str
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. After its first event, which says that the engine has taken the request, yield
         the request's place in the queue while it waits."""
         told: QueuePlace | None = None
@@ -95,8 +96,11 @@ class Queue:
         for record in records:
             if record.waiting_for is not None:
                 waiting.setdefault(record.replica, []).append(record.request_id)
-        self._places = {name: QueuePlace(before) for names in waiting.values()
-                        for before, name in enumerate(names)}
+        self._places = {
+            name: QueuePlace(before)
+            for names in waiting.values()
+            for before, name in enumerate(names)
+        }
         is_full = any(len(names) >= _LIMIT for names in waiting.values())
         self._last = QueuePlace(_LIMIT, or_more=True) if is_full else None
         self._asked = time.monotonic()

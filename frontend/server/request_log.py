@@ -61,8 +61,23 @@ class RequestLog:
     def _log(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
         client = scope["client"][0] if scope.get("client") else "-"
         fields: dict[str, Any] = {
-            "client": client, "method": scope["method"], "path": scope["path"], "status": status,
-            "duration_ms": round(seconds * 1e3, 1), "request_id": request_id, **scope[LOGGED]}
+            "client": client,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration_ms": round(seconds * 1e3, 1),
+            "request_id": request_id,
+            **scope[LOGGED],
+        }
         more = "".join(f" {name}={value!r}" for name, value in scope[LOGGED].items())
-        logger.info("%s %s %s %d %.1f ms %s%s", client, scope["method"], ascii(scope["path"])[1:-1], status,
-                    seconds * 1e3, request_id, more, extra={FIELDS: fields})
+        logger.info(
+            "%s %s %s %d %.1f ms %s%s",
+            client,
+            scope["method"],
+            ascii(scope["path"])[1:-1],
+            status,
+            seconds * 1e3,
+            request_id,
+            more,
+            extra={FIELDS: fields},
+        )

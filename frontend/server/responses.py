@@ -58,23 +58,30 @@ class ResponsesRoute:
         asked = form_of_text(request.text.format if request.text is not None else None)
         form = await service.large.run(size, self._reader.form, asked, use, prompt)
         params = sampling_params(
-            request, request.max_output_tokens, service.llm.sampling_defaults,
+            request,
+            request.max_output_tokens,
+            service.llm.sampling_defaults,
             logprobs=self._num_logprobs(request, use),
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-            structured_outputs=None if form is None else form.params, **self._reader.sampling(use))
+            structured_outputs=None if form is None else form.params,
+            **self._reader.sampling(use),
+        )
         if form is not None:
             await form.check(service.llm)
         ids = await service.tokenize("input", prompt, add_special_tokens=False)
         name = new_id("resp")
         (choice,) = service.choices(http, name, [ids], params, request)
         parser = self._reader.parser(prompt, use) or AnswerParser(None, None)
-        answer = ResponseAnswer(service, choice, _begun(name, model, request, params), parser, self._reader)
+        answer = ResponseAnswer(
+            service, choice, _begun(name, model, request, params), parser, self._reader
+        )
         if not request.stream:
             return await while_connected(answer.whole(), http.receive)
         events = Events()
         stream = events_of(service, choice, answer.events(events), writer_of(http))
-        return EventStream(stream, {"x-request-id": name}, events.error,
-                           comment_s=service.args.stream_comments)
+        return EventStream(
+            stream, {"x-request-id": name}, events.error, comment_s=service.args.stream_comments
+        )
 
     def _num_logprobs(self, request: ResponsesRequest, use: ToolUse | None) -> int | None:
         """Raises ApiError."""
@@ -82,17 +89,27 @@ class ResponsesRoute:
         if field is None:
             return None
         if self._reader.tells_reasoning or use is not None:
-            raise refused(field, "logprobs of a model's answer alone are not told by this server, which tells its "
-                          "reasoning and calls apart", "unsupported_field")
+            raise refused(
+                field,
+                "logprobs of a model's answer alone are not told by this server, which tells its "
+                "reasoning and calls apart",
+                "unsupported_field",
+            )
         return request.top_logprobs or 0
 
 
 def _render(service: Service, request: ResponsesRequest, use: ToolUse | None) -> str:
     """Return the prompt of the conversation. Raises ApiError and ValidationError."""
-    return render(service, messages_of(request), PromptOptions(
-        variables=request.chat_template_kwargs, tools=None if use is None else use.for_template(),
-        effort=None if request.reasoning is None else request.reasoning.effort,
-        effort_field="reasoning.effort"))
+    return render(
+        service,
+        messages_of(request),
+        PromptOptions(
+            variables=request.chat_template_kwargs,
+            tools=None if use is None else use.for_template(),
+            effort=None if request.reasoning is None else request.reasoning.effort,
+            effort_field="reasoning.effort",
+        ),
+    )
 
 
 def _refuse_not_yet(request: ResponsesRequest) -> None:
@@ -108,29 +125,57 @@ def _tool_use(request: ResponsesRequest) -> ToolUse | None:
     if not request.tools and choice == "auto":
         choice = None
     word, chosen = (None, choice.name) if isinstance(choice, FlatToolChoice) else (choice, None)
-    return ToolUse.of(request.tools or (), word, chosen, request.parallel_tool_calls, "tool_choice.name")
+    return ToolUse.of(
+        request.tools or (), word, chosen, request.parallel_tool_calls, "tool_choice.name"
+    )
 
 
-def _begun(name: str, model: str, request: ResponsesRequest, params: SamplingParams) -> ResponsesAnswer:
+def _begun(
+    name: str, model: str, request: ResponsesRequest, params: SamplingParams
+) -> ResponsesAnswer:
     """Return the answer before its first item, with the fields of the request."""
     effort = None if request.reasoning is None else request.reasoning.effort
-    given: dict[str, Any] = {key: value for key in ("metadata", "prompt_cache_key", "safety_identifier", "user",
-                                                    "tools", "tool_choice", "parallel_tool_calls")
-                             if (value := getattr(request, key)) is not None}
+    given: dict[str, Any] = {
+        key: value
+        for key in (
+            "metadata",
+            "prompt_cache_key",
+            "safety_identifier",
+            "user",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+        )
+        if (value := getattr(request, key)) is not None
+    }
     if request.text is not None and request.text.format is not None:
         given["text"] = TextConfig(request.text.format)
     return ResponsesAnswer(
-        id=name, created_at=int(time.time()), model=model, status="in_progress",
-        instructions=request.instructions, max_output_tokens=request.max_output_tokens,
-        temperature=params.temperature, top_p=params.top_p, top_logprobs=request.top_logprobs or 0,
-        reasoning=None if effort is None else ReasoningOptions(effort=effort), **given)
+        id=name,
+        created_at=int(time.time()),
+        model=model,
+        status="in_progress",
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_logprobs=request.top_logprobs or 0,
+        reasoning=None if effort is None else ReasoningOptions(effort=effort),
+        **given,
+    )
 
 
 class ResponseAnswer:
     """The answer to one request, as one body or as a stream."""
 
-    def __init__(self, service: Service, choice: Choice, answer: ResponsesAnswer, parser: AnswerParser,
-                 reader: AnswerReader) -> None:
+    def __init__(
+        self,
+        service: Service,
+        choice: Choice,
+        answer: ResponsesAnswer,
+        parser: AnswerParser,
+        reader: AnswerReader,
+    ) -> None:
         self._service = service
         self._choice = choice
         self._answer = answer
@@ -149,13 +194,19 @@ class ResponseAnswer:
             items.open(None)
         items.add_logprobs(self._logprobs(output))
         self._complete(output)
-        return Response(_encode(self._answer), media_type="application/json",
-                        headers={"x-request-id": self._answer.id})
+        return Response(
+            _encode(self._answer),
+            media_type="application/json",
+            headers={"x-request-id": self._answer.id},
+        )
 
     def events(self, events: Events) -> Encode:
         """Return a function that makes the events of each output."""
         items, untold = self._items, list[ContentLogprob]()
-        before = b"".join(events.make(f"response.{kind}", response=self._answer) for kind in ("created", "in_progress"))
+        before = b"".join(
+            events.make(f"response.{kind}", response=self._answer)
+            for kind in ("created", "in_progress")
+        )
 
         def encode(output: RequestOutput) -> bytes:
             nonlocal before
@@ -189,8 +240,11 @@ class ResponseAnswer:
 
     def _logprobs(self, output: RequestOutput) -> list[ContentLogprob]:
         """Return the log-probabilities of an output's new tokens; none if the request does not ask for them."""
-        return content_logprobs(self._service.llm.get_tokenizer(), output.outputs[0].logprobs or (),
-                                self._choice.params.logprobs or 0)
+        return content_logprobs(
+            self._service.llm.get_tokenizer(),
+            output.outputs[0].logprobs or (),
+            self._choice.params.logprobs or 0,
+        )
 
     def _complete(self, output: RequestOutput) -> None:
         """Set the answer's final items, status and usage."""
@@ -201,10 +255,16 @@ class ResponseAnswer:
         generated = output.metrics.num_generation_tokens
         answer.status = "completed" if completion.finish_reason == "stop" else "incomplete"
         if completion.finish_reason != "stop":
-            reason = "max_output_tokens" if completion.finish_reason == "length" \
+            reason = (
+                "max_output_tokens"
+                if completion.finish_reason == "length"
                 else str(completion.stop_reason or "abort")
+            )
             answer.incomplete_details = IncompleteDetails(reason)
             answer.output[-1].status = "incomplete"
         answer.usage = ResponsesUsage(
-            input_tokens=prompt, input_tokens_details=PromptDetails(output.num_cached_tokens or 0),
-            output_tokens=generated, total_tokens=prompt + generated)
+            input_tokens=prompt,
+            input_tokens_details=PromptDetails(output.num_cached_tokens or 0),
+            output_tokens=generated,
+            total_tokens=prompt + generated,
+        )

@@ -17,8 +17,12 @@ from sidestep.frontend.server.responses_protocol import (
     ResponsesRequest,
 )
 
-_NEEDS = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-          "function_call_output": ("call_id", "output"), "reasoning": ()}
+_NEEDS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
 _MAY_HAVE = {"function_call": ("parsed_arguments",), "reasoning": ("content", "summary")}
 _NAMES = ("type", "id", "status")
 
@@ -43,9 +47,13 @@ def _check(field: str, item: InputItem) -> None:
     for name in item.__struct_fields__:
         value = getattr(item, name)
         if name in needs and value is None:
-            raise refused(f"{field}.{name}", f"is required in an item of type {item.type}", "missing_field")
+            raise refused(
+                f"{field}.{name}", f"is required in an item of type {item.type}", "missing_field"
+            )
         if name not in known and value is not None:
-            raise refused(f"{field}.{name}", f"is no field of an item of type {item.type}", "unknown_field")
+            raise refused(
+                f"{field}.{name}", f"is no field of an item of type {item.type}", "unknown_field"
+            )
 
 
 def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
@@ -57,8 +65,16 @@ def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
         made.append({"role": role, "content": _text(item.content)})
     elif item.type == "function_call":
         calls = _assistant(made, None).setdefault("tool_calls", [])
-        calls.append({"id": item.call_id, "type": "function", "function": {
-            "name": item.name, "arguments": arguments_of(f"{field}.arguments", item.arguments or "")}})
+        calls.append(
+            {
+                "id": item.call_id,
+                "type": "function",
+                "function": {
+                    "name": item.name,
+                    "arguments": arguments_of(f"{field}.arguments", item.arguments or ""),
+                },
+            }
+        )
     elif item.type == "reasoning":
         if text := _text(item.content):
             _assistant(made, "reasoning_content")["reasoning_content"] = text
@@ -71,14 +87,18 @@ def _assistant(made: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
     already has this key, or the key of a later part of an answer, is complete, so a new message begins."""
     order = ("reasoning_content", "content", "tool_calls")
     last = made[-1] if made else None
-    later = () if new is None else order[order.index(new):]
+    later = () if new is None else order[order.index(new) :]
     if last is None or last["role"] != "assistant" or any(last.get(key) for key in later):
         made.append({"role": "assistant", "content": ""})
     return made[-1]
 
 
-def _text(content: str | Sequence[InputText | OutputText | RefusalText | ReasoningText] | None) -> str:
+def _text(
+    content: str | Sequence[InputText | OutputText | RefusalText | ReasoningText] | None,
+) -> str:
     """Return the text of a content, with one line for each part."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.refusal if isinstance(part, RefusalText) else part.text for part in content)
+    return "\n".join(
+        part.refusal if isinstance(part, RefusalText) else part.text for part in content
+    )

@@ -46,12 +46,25 @@ class Items:
         """Begin an empty item of the event's kind; without an event, a message."""
         name = uuid.uuid4().hex
         if isinstance(event, CallBegin):
-            self.made.append(CallItem(id=f"fc_{name}", call_id=self._new_call_id(), name=event.name, arguments="",
-                                      status="in_progress"))
+            self.made.append(
+                CallItem(
+                    id=f"fc_{name}",
+                    call_id=self._new_call_id(),
+                    name=event.name,
+                    arguments="",
+                    status="in_progress",
+                )
+            )
         elif isinstance(event, Reasoning):
-            self.made.append(ReasoningItem(id=f"rs_{name}", status="in_progress", content=[ReasoningText(text="")]))
+            self.made.append(
+                ReasoningItem(
+                    id=f"rs_{name}", status="in_progress", content=[ReasoningText(text="")]
+                )
+            )
         else:
-            self.made.append(MessageItem(id=f"msg_{name}", status="in_progress", content=[OutputText(text="")]))
+            self.made.append(
+                MessageItem(id=f"msg_{name}", status="in_progress", content=[OutputText(text="")])
+            )
 
     def grow(self, event: Event) -> str:
         """Add an event's text to the last item, and return the text."""
@@ -86,7 +99,9 @@ class Events:
         """Return one event."""
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (
-            kind.encode(), _encode({"type": kind, **fields, "sequence_number": self._number}))
+            kind.encode(),
+            _encode({"type": kind, **fields, "sequence_number": self._number}),
+        )
 
     def error(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
@@ -100,13 +115,18 @@ class Events:
             return self.make("response.output_item.added", output_index=index, item=item)
         part = item.content[0]
         shown = msgspec.structs.replace(item, content=[])
-        return (self.make("response.output_item.added", output_index=index, item=shown)
-                + self.make("response.content_part.added", part=part, **_place(items)))
+        return self.make("response.output_item.added", output_index=index, item=shown) + self.make(
+            "response.content_part.added", part=part, **_place(items)
+        )
 
     def growth(self, items: Items, text: str, logprobs: list[ContentLogprob]) -> bytes:
         """Return the events for new text of the last item."""
-        return self.make(f"response.{_kind(items.last)}.delta", delta=text,
-                         **_of_text(items.last, logprobs), **_place(items))
+        return self.make(
+            f"response.{_kind(items.last)}.delta",
+            delta=text,
+            **_of_text(items.last, logprobs),
+            **_place(items),
+        )
 
     def closing(self, items: Items) -> bytes:
         """Return the events for the complete last item, if there is one."""
@@ -115,13 +135,20 @@ class Events:
         item, index = items.last, len(items.made) - 1
         item.status = "completed"
         if isinstance(item, CallItem):
-            data = self.make(f"response.{_kind(item)}.done", name=item.name, arguments=item.arguments,
-                             **_place(items))
+            data = self.make(
+                f"response.{_kind(item)}.done",
+                name=item.name,
+                arguments=item.arguments,
+                **_place(items),
+            )
         else:
             part = item.content[0]
-            data = (self.make(f"response.{_kind(item)}.done", text=part.text,
-                              **_of_text(item, getattr(part, "logprobs", None) or []), **_place(items))
-                    + self.make("response.content_part.done", part=part, **_place(items)))
+            data = self.make(
+                f"response.{_kind(item)}.done",
+                text=part.text,
+                **_of_text(item, getattr(part, "logprobs", None) or []),
+                **_place(items),
+            ) + self.make("response.content_part.done", part=part, **_place(items))
         return data + self.make("response.output_item.done", output_index=index, item=item)
 
 

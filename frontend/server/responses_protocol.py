@@ -27,13 +27,17 @@ RESPONSES_NOT_YET: dict[str, tuple[Any, ...]] = {
 """As fields.NOT_YET, for this request."""
 
 
-class InputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
+class InputText(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"
+):
     """Text of a message; text is the only kind there is."""
 
     text: str
 
 
-class OutputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
+class OutputText(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"
+):
     """Text of an answer, also where it comes back in the next request's input."""
 
     text: str
@@ -41,20 +45,26 @@ class OutputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_f
     logprobs: list[ContentLogprob] | None = []
 
 
-class GivenOutputText(OutputText, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
+class GivenOutputText(
+    OutputText, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"
+):
     """Text of an earlier answer, in an input."""
 
     parsed: Any = None
     """The text, as a client library has parsed it."""
 
 
-class RefusalText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+class RefusalText(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
+):
     """Text that another model gave in the place of an answer's."""
 
     refusal: str
 
 
-class ReasoningText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
+class ReasoningText(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
+):
     """The reasoning before the answer."""
 
     text: str
@@ -113,7 +123,10 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to /v1/responses."""
 
-    input: Annotated[str, msgspec.Meta(min_length=1)] | Annotated[list[InputItem], msgspec.Meta(min_length=1)]
+    input: (
+        Annotated[str, msgspec.Meta(min_length=1)]
+        | Annotated[list[InputItem], msgspec.Meta(min_length=1)]
+    )
     instructions: str | None = None
     """The system's message."""
     max_output_tokens: Count | None = None

@@ -36,8 +36,10 @@ def bind(args: ServerArgs) -> socket.socket:
         made.bind((args.host, args.port))
     except OSError as error:
         made.close()
-        raise ValidationError("port" if args.port else "host",
-                              f"cannot listen at {args.host}:{args.port}: {error.strerror}") from None
+        raise ValidationError(
+            "port" if args.port else "host",
+            f"cannot listen at {args.host}:{args.port}: {error.strerror}",
+        ) from None
     made.setblocking(False)
     return made
 
@@ -45,7 +47,9 @@ def bind(args: ServerArgs) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn's, which drains before it shuts down."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, others: ApiProcesses | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, others: ApiProcesses | None = None
+    ) -> None:
         """others: the server's other processes, which end before this one does."""
         super().__init__(config)
         self.service = service
@@ -97,13 +101,16 @@ def check_certificates(args: ServerArgs) -> None:
         _config(nothing, args)
 
 
-def make_server(service: Service, keys: Keys, version: str, others: ApiProcesses | None = None) -> Server:
+def make_server(
+    service: Service, keys: Keys, version: str, others: ApiProcesses | None = None
+) -> Server:
     """A server that is not started. Raises ValidationError for certificates that cannot be used."""
     return Server(_config(make_app(service, keys, version), service.args), service, others)
 
 
-async def serve(service: Service, keys: Keys, version: str,
-                listener: socket.socket) -> EngineDeadError | None:
+async def serve(
+    service: Service, keys: Keys, version: str, listener: socket.socket
+) -> EngineDeadError | None:
     """Serves until a signal, or the engine's death, which it returns. With --api-server-count the other processes
     have joined before the first request is taken, and have ended when this returns. Raises SidestepError if one of
     them cannot be started, or not again."""
@@ -125,7 +132,9 @@ async def serve(service: Service, keys: Keys, version: str,
     return dead
 
 
-async def run(server: Server, listener: socket.socket, announce: bool = True) -> EngineDeadError | None:
+async def run(
+    server: Server, listener: socket.socket, announce: bool = True
+) -> EngineDeadError | None:
     """One process's part of that. announce: say where it serves."""
     service, dead = server.service, list[EngineDeadError]()
 
@@ -161,16 +170,29 @@ def _announce(service: Service, listener: socket.socket) -> None:
 
 
 def _config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
-    protocol = type("Protocol", (BoundedHttpProtocol,), {"head_timeout": args.read_timeout, "files": FileWatch()})
+    protocol = type(
+        "Protocol",
+        (BoundedHttpProtocol,),
+        {"head_timeout": args.read_timeout, "files": FileWatch()},
+    )
     try:
         config = uvicorn.Config(
-            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, proxy_headers=False, timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_LAST_SENDS_S, ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile,
-            ssl_ca_certs=args.ssl_ca_certs, ssl_cert_reqs=2 if args.ssl_ca_certs else 0)
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_SENDS_S,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=2 if args.ssl_ca_certs else 0,
+        )
         config.load()
     except OSError as error:
         raise ValidationError("ssl_certfile", f"cannot be used: {error}") from None
     return config
-
-

@@ -95,8 +95,12 @@ class Tally:
                 self._last_gaps.add(gap)
             self._last_ts, self._told = now, metrics.num_generation_tokens
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         reason = "abort"  # the client has gone, unless there is something else to say
         if isinstance(error, QueueFullError):
             reason = "rejected"
@@ -110,8 +114,14 @@ class Tally:
 class Service:
     """One server's hold on one engine."""
 
-    def __init__(self, llm: AsyncLLM, args: ServerArgs, names: Sequence[str], tracing: Tracing | None = None,
-                 public_prefixes: PublicPrefixes | None = None) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        args: ServerArgs,
+        names: Sequence[str],
+        tracing: Tracing | None = None,
+        public_prefixes: PublicPrefixes | None = None,
+    ) -> None:
         """names: what requests may call the model; the first is what answers call it. tracing: makes spans.
         public_prefixes: what prompts may begin with and share between tenants."""
         self.llm = llm
@@ -131,7 +141,9 @@ class Service:
         self._idle.set()
 
     def __repr__(self) -> str:
-        return f"Service({self.names[0]!r}, {len(self._running)} running, draining={self.is_draining})"
+        return (
+            f"Service({self.names[0]!r}, {len(self._running)} running, draining={self.is_draining})"
+        )
 
     async def figures(self) -> Figures:
         """What all processes of this server have counted."""
@@ -146,24 +158,39 @@ class Service:
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer. Raises ApiError (404) for another model's."""
         if name is not None and name not in self.names:
-            raise ApiError(404, f"model: {name!r} is not served here; {', '.join(map(repr, self.names))} is",
-                           param="model", code="model_not_found")
+            raise ApiError(
+                404,
+                f"model: {name!r} is not served here; {', '.join(map(repr, self.names))} is",
+                param="model",
+                code="model_not_found",
+            )
         return self.names[0] if name is None else name
 
     def check_admission(self) -> None:
         """Raises ApiError (503) when the server takes no more requests."""
         if self.is_draining:
             self.metrics.rejections["draining"] += 1
-            raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
-                           headers={**RETRY_AFTER, "connection": "close"})
+            raise ApiError(
+                503,
+                "the server is shutting down",
+                kind="server_error",
+                code="draining",
+                headers={**RETRY_AFTER, "connection": "close"},
+            )
 
-    async def tokenize(self, field: str, text: str, *, add_special_tokens: bool, must_fit: bool = True) -> list[int]:
+    async def tokenize(
+        self, field: str, text: str, *, add_special_tokens: bool, must_fit: bool = True
+    ) -> list[int]:
         """Return a prompt's token ids. Raises ApiError (400) if its length shows that it cannot fit, and with
         `must_fit` also if it leaves no room for output."""
         try:
-            return await self.llm.tokenize(text, add_special_tokens=add_special_tokens, must_fit=must_fit)
+            return await self.llm.tokenize(
+                text, add_special_tokens=add_special_tokens, must_fit=must_fit
+            )
         except PromptTooLongError as error:
-            raise too_long(field, self.llm.max_model_len, error.num_tokens, at_least=error.at_least) from None
+            raise too_long(
+                field, self.llm.max_model_len, error.num_tokens, at_least=error.at_least
+            ) from None
 
     def check_length(self, field: str, ids: Sequence[int]) -> None:
         """Raises ApiError (400) for a prompt that leaves no room for output."""
@@ -173,30 +200,56 @@ class Service:
     def _check_priority(self, priority: int | None) -> int:
         """Return the priority, 0 if none is given. Raises ApiError for a priority that would do nothing."""
         if priority and self.llm.scheduling_policy != "priority":
-            raise refused("priority", "has no effect on this server, which takes requests in the order in which they "
-                          "come; it must be started with --scheduling-policy priority", "unsupported_field")
+            raise refused(
+                "priority",
+                "has no effect on this server, which takes requests in the order in which they "
+                "come; it must be started with --scheduling-policy priority",
+                "unsupported_field",
+            )
         return priority or 0
 
-    def choices(self, http: Request, base: str, prompts: Sequence[Sequence[int]], params: SamplingParams,
-                client: ClientFields, *, n: int | None = None,
-                beam_search: BeamSearchParams | None = None) -> list[Choice]:
+    def choices(
+        self,
+        http: Request,
+        base: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        client: ClientFields,
+        *,
+        n: int | None = None,
+        beam_search: BeamSearchParams | None = None,
+    ) -> list[Choice]:
         """Return all completions that a request asks for, prompt by prompt. client: the request."""
         http.scope.get(LOGGED, {}).update({"response_id": base, **client.notes})
         deadline_s, n = _deadline(http, client.deadline_ms), n or 1
         priority, salt = self._check_priority(client.priority), client.cache_salt
         # Who brings a salt asks for more isolation than the operator does, and gets it.
-        public = [0 if salt is not None else self.public_prefixes.length(prompt) for prompt in prompts]
+        public = [
+            0 if salt is not None else self.public_prefixes.length(prompt) for prompt in prompts
+        ]
         salt = self._salt(http, salt)
         self.metrics.histograms["request_params_n"].observe(float(n))
         params = msgspec.structs.replace(params, n=n)
         tenant = http.scope.get(TENANT, _ANYBODY)
-        trace = None if self._tracing is None else self._tracing.begin(self.names[0], http.headers, client.notes)
+        trace = (
+            None
+            if self._tracing is None
+            else self._tracing.begin(self.names[0], http.headers, client.notes)
+        )
         made: list[Choice] = []
         for i, prompt in enumerate(prompts):
-            options = CallOptions(request_id=f"{base}-{i * n}", priority=priority, cache_salt=salt,
-                                  num_public_tokens=public[i], deadline_s=deadline_s)
+            options = CallOptions(
+                request_id=f"{base}-{i * n}",
+                priority=priority,
+                cache_salt=salt,
+                num_public_tokens=public[i],
+                deadline_s=deadline_s,
+            )
             call = make_call(self.llm, prompt, params, beam_search, options)
-            made += [Choice(i * n + j, options.request_id, params, call, j, tenant, trace) for j in range(n)]
+            made += [
+                Choice(i * n + j, options.request_id, params, call, j, tenant, trace)
+                for j in range(n)
+            ]
         return made
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
@@ -286,7 +339,14 @@ def _deadline(http: Request, field: int | None) -> float | None:
     """Seconds; the sooner of what the field and the header say."""
     header = http.headers.get(DEADLINE_HEADER)
     if header is not None:
-        if not header.isascii() or not header.isdigit() or len(header) > 10 or not 1 <= int(header) < 2**31:
-            raise refused(DEADLINE_HEADER, f"must be a whole number of milliseconds, not {header!r}")
+        if (
+            not header.isascii()
+            or not header.isdigit()
+            or len(header) > 10
+            or not 1 <= int(header) < 2**31
+        ):
+            raise refused(
+                DEADLINE_HEADER, f"must be a whole number of milliseconds, not {header!r}"
+            )
         field = min(int(header), field or 2**31)
     return None if field is None else field / 1000

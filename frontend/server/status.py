@@ -35,15 +35,22 @@ class StatusRoutes:
     async def ready(self, http: Request) -> Response:
         """Answer 200 while the server takes new requests."""
         if self._service.is_draining:
-            raise ApiError(503, "the server is shutting down", kind="server_error", code="draining",
-                           headers=RETRY_AFTER)
+            raise ApiError(
+                503,
+                "the server is shutting down",
+                kind="server_error",
+                code="draining",
+                headers=RETRY_AFTER,
+            )
         return _json(await self._health("ready"))
 
     async def _health(self, good: str) -> Status:
         await self._service.llm.check_health()  # what it raises is a 503
         replicas = self._service.llm.replicas
         dead = {str(status.number): status.dead for status in replicas if status.dead is not None}
-        stalled = {str(status.number): status.stalled for status in replicas if status.stalled is not None}
+        stalled = {
+            str(status.number): status.stalled for status in replicas if status.stalled is not None
+        }
         return Status("degraded" if dead or stalled else good, dead, stalled)
 
     async def version(self, http: Request) -> Response:
@@ -60,9 +67,18 @@ class StatusRoutes:
 
     async def load(self, http: Request) -> Response:
         """How busy the engine is."""
-        stats, figures = sum_stats((await self._service.stats()).values()), await self._service.figures()
-        return _json(Load(int(stats["num_running"]), int(stats["num_waiting"]), figures.num_running,
-                          stats["kv_cache_usage"]))
+        stats, figures = (
+            sum_stats((await self._service.stats()).values()),
+            await self._service.figures(),
+        )
+        return _json(
+            Load(
+                int(stats["num_running"]),
+                int(stats["num_waiting"]),
+                figures.num_running,
+                stats["kv_cache_usage"],
+            )
+        )
 
     async def metrics(self, http: Request) -> Response:
         """For Prometheus."""
@@ -74,13 +90,19 @@ class StatusRoutes:
             stats = {}  # the server's own figures are served all the same
         if not http.scope[OPERATOR]:
             own = http.scope[TENANT]
-            figures = msgspec.structs.replace(figures, tenants={own: figures.tenants.get(own, TenantCounts())})
+            figures = msgspec.structs.replace(
+                figures, tenants={own: figures.tenants.get(own, TenantCounts())}
+            )
         text = self._exposition.text(stats, service.llm.replicas, figures)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> Model:
-        return Model(id=name, created=self._service.started, root=self._service.names[0],
-                     max_model_len=self._service.llm.max_model_len)
+        return Model(
+            id=name,
+            created=self._service.started,
+            root=self._service.names[0],
+            max_model_len=self._service.llm.max_model_len,
+        )
 
 
 def _json(value: msgspec.Struct) -> Response:

@@ -36,7 +36,9 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", t
     """Any text."""
 
 
-class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+class JsonObjectFormat(
+    msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
     """Any JSON object."""
 
 
@@ -49,13 +51,17 @@ class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(
+    msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
     """JSON that a schema describes."""
 
     json_schema: NamedSchema
 
 
-class FlatSchemaFormat(NamedSchema, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class FlatSchemaFormat(
+    NamedSchema, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
     """The same, as /v1/responses has it."""
 
 
@@ -91,14 +97,23 @@ def make_form(field: str | None, **given: Any) -> Form:
         raise refused(field or error.field, str(error).partition(": ")[2]) from None
 
 
-def form_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Form | None:
+def form_of(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> Form | None:
     """The form that one of these two fields asks for. Raises ApiError."""
     form = _form_of_format(response_format, "response_format", "response_format.json_schema.schema")
     if structured is None:
         return form
     if form is not None:
-        raise refused("structured_outputs", "cannot go with response_format: one of them says what the answer is")
-    given = {name: value for name in structured.__struct_fields__ if (value := getattr(structured, name)) is not None}
+        raise refused(
+            "structured_outputs",
+            "cannot go with response_format: one of them says what the answer is",
+        )
+    given = {
+        name: value
+        for name in structured.__struct_fields__
+        if (value := getattr(structured, name)) is not None
+    }
     return make_form(None, **given)
 
 
@@ -107,7 +122,9 @@ def form_of_text(text_format: TextConfigFormat | None) -> Form | None:
     return _form_of_format(text_format, "text.format", "text.format.schema")
 
 
-def _form_of_format(given: ResponseFormat | TextConfigFormat | None, field: str, schema_field: str) -> Form | None:
+def _form_of_format(
+    given: ResponseFormat | TextConfigFormat | None, field: str, schema_field: str
+) -> Form | None:
     if isinstance(given, JsonObjectFormat):
         return make_form(field, json_object=True)
     if isinstance(given, JsonSchemaFormat):
@@ -117,32 +134,56 @@ def _form_of_format(given: ResponseFormat | TextConfigFormat | None, field: str,
     return None
 
 
-def form_of_calls(parser: type[ToolParser], functions: Sequence[Function], most: int,
-                  special_tokens: Mapping[str, int]) -> Form:
+def form_of_calls(
+    parser: type[ToolParser],
+    functions: Sequence[Function],
+    most: int,
+    special_tokens: Mapping[str, int],
+) -> Form:
     """From one to `most` calls of these functions, and nothing else. Raises ApiError."""
-    return make_form("tools", grammar=parser.grammar(functions, most, lambda text: literal(text, special_tokens)))
+    return make_form(
+        "tools", grammar=parser.grammar(functions, most, lambda text: literal(text, special_tokens))
+    )
 
 
 def calls_or_answer(calls: Form, answer: Form) -> Form:
     """Return the form of an answer that either makes calls or is JSON. Raises ApiError."""
     params, grammar = answer.params, calls.params.grammar
     if params.kind not in ("json", "json_object"):
-        raise refused("tools", f"cannot go with structured_outputs.{params.kind}, which leaves no place for calls; "
-                      "send tool_choice 'none'", "unsupported_field")
+        raise refused(
+            "tools",
+            f"cannot go with structured_outputs.{params.kind}, which leaves no place for calls; "
+            "send tool_choice 'none'",
+            "unsupported_field",
+        )
     assert grammar is not None
-    schema = schema_with_options(params.json_schema, answer.field or "structured_outputs.json",
-                                 spaced=not params.disable_any_whitespace)
-    return make_form(answer.field, grammar="\n".join([
-        "start: calls | answer", f"answer: %json {json.dumps(schema, ensure_ascii=False)}",
-        grammar.replace("start:", "calls:", 1)]))
+    schema = schema_with_options(
+        params.json_schema,
+        answer.field or "structured_outputs.json",
+        spaced=not params.disable_any_whitespace,
+    )
+    return make_form(
+        answer.field,
+        grammar="\n".join(
+            [
+                "start: calls | answer",
+                f"answer: %json {json.dumps(schema, ensure_ascii=False)}",
+                grammar.replace("start:", "calls:", 1),
+            ]
+        ),
+    )
 
 
 def form_of_strict_tools(parser: type[ToolParser], functions: Sequence[Function]) -> Form:
     """An answer with or without calls, which keep to their schemas. Raises ApiError."""
     tag = parser.structural_tag(functions)
     if tag is None:
-        raise refused("tools", "strict functions need tool_choice 'required' or a named one: how this model's calls "
-                      "begin does not tell them from text", "unsupported_field")
+        raise refused(
+            "tools",
+            "strict functions need tool_choice 'required' or a named one: how this model's calls "
+            "begin does not tell them from text",
+            "unsupported_field",
+        )
     return make_form("tools", structural_tag=tag)
 
 
@@ -151,4 +192,6 @@ def after_reasoning(form: Form, reasoning: ReasoningParser | None) -> Form:
     if reasoning is None or reasoning.marks is None:
         return form
     begin, end = reasoning.marks
-    return Form(msgspec.structs.replace(form.params, reasoning_begin=begin, reasoning_end=end), form.field)
+    return Form(
+        msgspec.structs.replace(form.params, reasoning_begin=begin, reasoning_end=end), form.field
+    )

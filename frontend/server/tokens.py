@@ -55,7 +55,10 @@ class TokenizeRoute:
             raise refused("prompt", "either prompt or messages is required, and not both")
         if request.messages is not None:
             if request.add_special_tokens is not None:
-                raise refused("add_special_tokens", "has a meaning only with prompt: templates write them themselves")
+                raise refused(
+                    "add_special_tokens",
+                    "has a meaning only with prompt: templates write them themselves",
+                )
             text, special = await service.large.run(size, _render, service, request), False
         else:
             for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
@@ -76,9 +79,15 @@ class TokenizeRoute:
 
 def _render(service: Service, request: TokenizeRequest) -> str:
     """Return the prompt of a conversation. Raises ApiError and ValidationError."""
-    return render(service, template_messages(request.messages or []), PromptOptions(
-        variables=request.chat_template_kwargs, add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message))
+    return render(
+        service,
+        template_messages(request.messages or []),
+        PromptOptions(
+            variables=request.chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+        ),
+    )
 
 
 class DetokenizeRoute:
@@ -96,6 +105,9 @@ class DetokenizeRoute:
     def _answer(self, request: DetokenizeRequest) -> Response:
         tokenizer = self._service.llm.get_tokenizer()
         if max(request.tokens, default=0) >= tokenizer.vocab_size:
-            raise refused("tokens", f"{max(request.tokens)} is not a token id: the model has {tokenizer.vocab_size}")
+            raise refused(
+                "tokens",
+                f"{max(request.tokens)} is not a token id: the model has {tokenizer.vocab_size}",
+            )
         text = tokenizer.decode(request.tokens, skip_special_tokens=False)
         return Response(msgspec.json.encode(Text(text)), media_type="application/json")

@@ -55,8 +55,14 @@ class ToolUse:
     """Whether an answer may have several calls."""
 
     @classmethod
-    def of(cls, functions: Sequence[FunctionTool], choice: ToolChoiceWord | None, chosen: str | None,
-           parallel: bool | None, chosen_field: str) -> ToolUse | None:
+    def of(
+        cls,
+        functions: Sequence[FunctionTool],
+        choice: ToolChoiceWord | None,
+        chosen: str | None,
+        parallel: bool | None,
+        chosen_field: str,
+    ) -> ToolUse | None:
         """Return the tools that these fields allow; None if the prompt is to list no tools. chosen: the function that
         tool_choice names, in the field `chosen_field`. Raises ApiError."""
         if not functions:
@@ -67,7 +73,12 @@ class ToolUse:
             raise refused(chosen_field, f"{chosen!r} is none of the tools")
         if choice == "none":
             return None
-        return cls(tuple(functions), choice == "required" or chosen is not None, chosen, parallel is not False)
+        return cls(
+            tuple(functions),
+            choice == "required" or chosen is not None,
+            chosen,
+            parallel is not False,
+        )
 
     @property
     def most(self) -> int:
@@ -76,15 +87,25 @@ class ToolUse:
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return the tools as chat templates read them."""
-        return [{"type": "function", "function": {
-            "name": function.name, "description": function.description or "",
-            "parameters": function.parameters or {"type": "object", "properties": {}}}}
-            for function in self.functions]
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": function.name,
+                    "description": function.description or "",
+                    "parameters": function.parameters or {"type": "object", "properties": {}},
+                },
+            }
+            for function in self.functions
+        ]
 
     def callable(self) -> list[Function]:
         """Return the functions that may be called: all, or the one that was chosen."""
-        return [Function(function.name, function.parameters) for function in self.functions
-                if self.chosen in (None, function.name)]
+        return [
+            Function(function.name, function.parameters)
+            for function in self.functions
+            if self.chosen in (None, function.name)
+        ]
 
 
 class AnswerReader:
@@ -93,10 +114,12 @@ class AnswerReader:
     def __init__(self, service: Service) -> None:
         self._service = service
         args = service.args
-        self._make_reasoning: Callable[[str], ReasoningParser] | None = \
+        self._make_reasoning: Callable[[str], ReasoningParser] | None = (
             load(REASONING_PARSERS[args.reasoning_parser]) if args.reasoning_parser else None
-        self._tools: type[ToolParser] | None = load(TOOL_PARSERS[args.tool_call_parser]) \
-            if args.tool_call_parser else None
+        )
+        self._tools: type[ToolParser] | None = (
+            load(TOOL_PARSERS[args.tool_call_parser]) if args.tool_call_parser else None
+        )
 
     @property
     def tells_reasoning(self) -> bool:
@@ -113,9 +136,13 @@ class AnswerReader:
         if use is None:
             return
         if self._tools is None:
-            raise refused("tools", "this server was started without --tool-call-parser", "unsupported_field")
+            raise refused(
+                "tools", "this server was started without --tool-call-parser", "unsupported_field"
+            )
         if "tools" not in (self._service.llm.get_tokenizer().template_for(use.functions) or ""):
-            raise refused("tools", "this model's chat template has no place for them", "unsupported_field")
+            raise refused(
+                "tools", "this model's chat template has no place for them", "unsupported_field"
+            )
 
     def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser | None:
         """Return a parser for one answer; None if the answer is text alone."""
@@ -140,11 +167,15 @@ class AnswerReader:
             return form
         return after_reasoning(form, self._make_reasoning(prompt))
 
-    def sampling(self, use: ToolUse | None, skip_special_tokens: bool | None = None) -> dict[str, Any]:
+    def sampling(
+        self, use: ToolUse | None, skip_special_tokens: bool | None = None
+    ) -> dict[str, Any]:
         """Return the sampling parameters that parsing calls needs. Raises ApiError."""
         if use is None or self._tools is None or not self._tools.special_tokens:
             return {}
         # The parser's marks are special tokens. The one that ends the text is left out in any case.
         if skip_special_tokens:
-            raise refused("skip_special_tokens", "this model's tool calls are marked by special tokens")
+            raise refused(
+                "skip_special_tokens", "this model's tool calls are marked by special tokens"
+            )
         return {"skip_special_tokens": False}

@@ -38,7 +38,9 @@ class Tracing:
     def __init__(self, processor: SpanProcessor, version: str) -> None:
         # What operators say in OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME goes before what we say.
         own = Resource.create({"service.name": "sidestep", "service.version": version})
-        self._provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("sidestep", version)
 
@@ -47,9 +49,13 @@ class Tracing:
         """Sends spans by OTLP over HTTP, from a thread of its own."""
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), version)
 
-    def begin(self, model: str, headers: Mapping[str, str], notes: Mapping[str, str]) -> RequestTrace:
+    def begin(
+        self, model: str, headers: Mapping[str, str], notes: Mapping[str, str]
+    ) -> RequestTrace:
         """Begin the trace of a request. notes: the client's notes about it, by name."""
-        return RequestTrace(self._tracer, _propagator.extract(headers), model, time.monotonic(), notes)
+        return RequestTrace(
+            self._tracer, _propagator.extract(headers), model, time.monotonic(), notes
+        )
 
     def close(self) -> None:
         """Send the remaining spans, for a bounded time: the library alone would try again and again."""
@@ -77,21 +83,33 @@ class RequestTrace:
             return int((moment + since_epoch) * 1e9)
 
         moments = [self.begin] if last is None else list(_moments(last.metrics, end))
-        span = self.tracer.start_span("generate", self.parent, SpanKind.SERVER, start_time=nanoseconds(moments[0]))
-        span.set_attributes({"gen_ai.request.model": self.model, "gen_ai.response.id": request_id,
-                             "gen_ai.response.finish_reasons": (reason,),
-                             **{f"sidestep.client.{name}": text for name, text in self.notes.items()}})
+        span = self.tracer.start_span(
+            "generate", self.parent, SpanKind.SERVER, start_time=nanoseconds(moments[0])
+        )
+        span.set_attributes(
+            {
+                "gen_ai.request.model": self.model,
+                "gen_ai.response.id": request_id,
+                "gen_ai.response.finish_reasons": (reason,),
+                **{f"sidestep.client.{name}": text for name, text in self.notes.items()},
+            }
+        )
         if last is not None:
-            span.set_attributes({
-                "gen_ai.usage.input_tokens": len(last.prompt_token_ids),
-                "gen_ai.usage.output_tokens": last.metrics.num_generation_tokens,
-                "sidestep.cached_tokens": last.num_cached_tokens or 0,
-                "sidestep.preemptions": last.metrics.num_preemptions})
+            span.set_attributes(
+                {
+                    "gen_ai.usage.input_tokens": len(last.prompt_token_ids),
+                    "gen_ai.usage.output_tokens": last.metrics.num_generation_tokens,
+                    "sidestep.cached_tokens": last.num_cached_tokens or 0,
+                    "sidestep.preemptions": last.metrics.num_preemptions,
+                }
+            )
         if reason in _FAILURES:
             span.set_status(Status(StatusCode.ERROR, reason))
         inside = set_span_in_context(span)
         for name, (start, stop) in zip(_PHASES, pairwise(moments), strict=False):
-            self.tracer.start_span(name, inside, start_time=nanoseconds(start)).end(nanoseconds(stop))
+            self.tracer.start_span(name, inside, start_time=nanoseconds(start)).end(
+                nanoseconds(stop)
+            )
         span.end(nanoseconds(end))
 
 
@@ -102,6 +120,8 @@ def _moments(metrics: RequestMetrics, end: float) -> Iterator[float]:
     for moment in (metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts):
         if moment is None:
             break
-        latest = max(latest, min(moment, end))  # processes read the one clock at slightly different times
+        latest = max(
+            latest, min(moment, end)
+        )  # processes read the one clock at slightly different times
         yield latest
     yield end

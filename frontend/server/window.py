@@ -32,5 +32,7 @@ def percentiles(values: list[float]) -> Percentiles:
     """Nearest rank."""
     ordered = sorted(values)
     count = len(ordered)
-    p50, p90, p99 = (ordered[min(count - 1, q * count // 100)] if count else None for q in (50, 90, 99))
+    p50, p90, p99 = (
+        ordered[min(count - 1, q * count // 100)] if count else None for q in (50, 90, 99)
+    )
     return Percentiles(count, p50, p90, p99)

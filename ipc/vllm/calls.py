@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign
 
-_NO_SLEEP = "an engine cannot give its memory back and keep running; shut it down and start it again"
-_NO_RPC = "workers take no calls from users; what changes logits is named by the option logits_processors"
-_NO_UPDATE = "weights cannot be changed while the engine runs; shut it down and start it with the new model"
+_NO_SLEEP = (
+    "an engine cannot give its memory back and keep running; shut it down and start it again"
+)
+_NO_RPC = (
+    "workers take no calls from users; what changes logits is named by the option logits_processors"
+)
+_NO_UPDATE = (
+    "weights cannot be changed while the engine runs; shut it down and start it with the new model"
+)
 _NO_PAUSE = "an engine is not paused; stop sending requests, and `abort` those that run"
 _PROFILES = "steps are always recorded: get_step_records() tells of each, `sidestep trace` writes them for Perfetto"
 _ONE_SIZE = "the number of replicas is fixed at the start, by data_parallel_size"
@@ -24,18 +30,30 @@ PROMPT_KEYS: dict[str, Foreign] = {
 
 ARGUMENTS: dict[str, Foreign] = {
     "lora_request": Foreign(NO_LORA, ([],)),
-    "prompt_token_ids": Foreign("are given within the prompt: prompts=[{'prompt_token_ids': [1, 2, 3]}]"),
-    "prompt_text": Foreign("is given within the prompt: {'prompt_token_ids': [1, 2, 3], 'prompt': 'the text'}"),
+    "prompt_token_ids": Foreign(
+        "are given within the prompt: prompts=[{'prompt_token_ids': [1, 2, 3]}]"
+    ),
+    "prompt_text": Foreign(
+        "is given within the prompt: {'prompt_token_ids': [1, 2, 3], 'prompt': 'the text'}"
+    ),
     "guided_options_request": Foreign("is structured_outputs of SamplingParams here"),
-    "tokenization_kwargs": Foreign("prompts are never cut or padded; give token ids for other settings", ({},)),
+    "tokenization_kwargs": Foreign(
+        "prompts are never cut or padded; give token ids for other settings", ({},)
+    ),
     "mm_processor_kwargs": Foreign(NO_IMAGES, ({},)),
-    "chat_template_content_format": Foreign("templates get each message's content as text", ("auto", "string")),
+    "chat_template_content_format": Foreign(
+        "templates get each message's content as text", ("auto", "string")
+    ),
     "trace_headers": Foreign("spans are made by `sidestep serve --otlp-traces-endpoint`", ({},)),
     "data_parallel_rank": Foreign("the engine chooses a request's replica, by its option routing"),
     "session_id": Foreign("equal prefixes share cached blocks without it"),
     "kv_hints": Foreign("blocks are cached and given up by their last use"),
-    "reasoning_ended": Foreign("reasoning_begin and reasoning_end of StructuredOutputsParams say where a form holds"),
-    "reasoning_parser_kwargs": Foreign("`sidestep serve --reasoning-parser` separates reasoning from the answer"),
+    "reasoning_ended": Foreign(
+        "reasoning_begin and reasoning_end of StructuredOutputsParams say where a form holds"
+    ),
+    "reasoning_parser_kwargs": Foreign(
+        "`sidestep serve --reasoning-parser` separates reasoning from the answer"
+    ),
     "concurrency_limit": Foreign("the engine runs as many searches at once as fit"),
     "start_engine_loop": Foreign("the engine runs as soon as it is made", (True,)),
     "usage_context": Foreign("no usage is reported to anyone"),
@@ -93,14 +111,14 @@ METHODS: dict[str, str] = {
     "get_num_unfinished_requests": "get_stats() has num_running and num_waiting",
     "get_num_queued_tokens": "AsyncLLM.num_waiting_tokens counts those of the prompts that wait",
     "check_admission": "generate(...) raises QueueFullError at the limits max_num_queued_reqs and "
-                       "max_num_queued_tokens",
+    "max_num_queued_tokens",
     "wait_for_requests_to_drain": "await the requests themselves; `sidestep serve` drains at SIGTERM",
     "get_supported_tasks": NO_POOLING,
     "is_tracing_enabled": "spans are made by `sidestep serve --otlp-traces-endpoint`",
     "is_stopped": "`is_running` is its opposite",
     "from_vllm_config": "from_engine_args(EngineArgs(...)) makes an engine",
     "get_vllm_config": "options are those given to EngineArgs; max_model_len, block_size and device tell what they "
-                       "came to",
+    "came to",
     "get_model_config": "max_model_len, block_size, num_kv_blocks and device tell of a running engine",
     "vllm_config": "options are those given to EngineArgs; max_model_len, block_size and device tell what they came to",
     "model_config": "max_model_len, block_size, num_kv_blocks and device tell of a running engine",
@@ -113,7 +131,18 @@ METHODS: dict[str, str] = {
 """Methods and attributes of LLM, AsyncLLM and LLMEngine."""
 
 TOKENIZER_METHODS: dict[str, str] = dict.fromkeys(
-    ("pad", "add_tokens", "add_special_tokens", "save_pretrained", "from_pretrained", "train_new_from_iterator",
-     "encode_plus", "batch_encode_plus", "prepare_for_model", "push_to_hub"),
-    "a model's tokenizer encodes and decodes here; for all else load it with transformers.AutoTokenizer")
+    (
+        "pad",
+        "add_tokens",
+        "add_special_tokens",
+        "save_pretrained",
+        "from_pretrained",
+        "train_new_from_iterator",
+        "encode_plus",
+        "batch_encode_plus",
+        "prepare_for_model",
+        "push_to_hub",
+    ),
+    "a model's tokenizer encodes and decodes here; for all else load it with transformers.AutoTokenizer",
+)
 """Methods and attributes of transformers' tokenizers."""

@@ -35,7 +35,9 @@ class Foreign:
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether the value asks for what sidestep does anyway."""
-        return value is None or any(type(value) is type(one) and value == one for one in self.accepted)
+        return value is None or any(
+            type(value) is type(one) and value == one for one in self.accepted
+        )
 
 
 def translate(given: Mapping[str, Any], table: Mapping[str, Foreign]) -> dict[str, Any]:
@@ -51,7 +53,9 @@ def translate(given: Mapping[str, Any], table: Mapping[str, Foreign]) -> dict[st
             ours[name] = value
         elif foreign.same_as is not None:
             if foreign.same_as in given:
-                raise ValidationError(name, f"means the same as {foreign.same_as}; give one of them")
+                raise ValidationError(
+                    name, f"means the same as {foreign.same_as}; give one of them"
+                )
             if value is not None:
                 ours[foreign.same_as] = value
         elif not foreign.asks_for_nothing(value):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING
 
-_INSIDE = "is part of vLLM's inside, which is not here; docs/architecture.md shows the parts of sidestep"
+_INSIDE = (
+    "is part of vLLM's inside, which is not here; docs/architecture.md shows the parts of sidestep"
+)
 _NO_STEP = "there is no engine that a script steps; use LLM for batches or AsyncLLM for streams"
 _NO_CONFIG = "options are given to EngineArgs, LLM(...) or AsyncLLM.from_engine_args"
 _STRUCTURE = "use StructuredOutputsParams from sidestep.sampling_params"
@@ -22,7 +24,7 @@ NAMES: dict[str, str] = {
     "ScoringRequestOutput": NO_POOLING,
     "GuidedDecodingParams": _STRUCTURE,
     "ModelRegistry": "a model family is a file in executor/models and a line in ipc/registry.py; see "
-                     "docs/architecture.md",
+    "docs/architecture.md",
     "initialize_ray_cluster": "each rank is a process on this host and needs no cluster",
     "LoRARequest": NO_LORA,
     "MultiModalDataDict": NO_IMAGES,
@@ -60,10 +62,31 @@ MODULES: dict[str, str] = {
     "model_executor.models": NAMES["ModelRegistry"],
     "model_executor.guided_decoding": _STRUCTURE,
     "benchmarks": "`sidestep bench` measures",
-    **dict.fromkeys((
-        "attention", "compilation", "core", "device_allocator", "forward_context",
-        "model_executor", "platforms", "profiler", "reasoning", "ray", "scalar_type", "sequence", "third_party",
-        "tool_parsers", "tracing", "triton_utils", "utils", "worker", "_custom_ops", "collect_env"), _INSIDE),
+    **dict.fromkeys(
+        (
+            "attention",
+            "compilation",
+            "core",
+            "device_allocator",
+            "forward_context",
+            "model_executor",
+            "platforms",
+            "profiler",
+            "reasoning",
+            "ray",
+            "scalar_type",
+            "sequence",
+            "third_party",
+            "tool_parsers",
+            "tracing",
+            "triton_utils",
+            "utils",
+            "worker",
+            "_custom_ops",
+            "collect_env",
+        ),
+        _INSIDE,
+    ),
 }
 """Modules, by their names within the package. An entry also stands for the modules below it."""
 

@@ -39,9 +39,16 @@ CODE_QUESTIONS = (
     "Write a function called {name}.",
     "Show me a function {name} in Python.",
 )
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about Python.", "You are a Python expert.")
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You answer questions about Python.",
+    "You are a Python expert.",
+)
 SMALL_TALK = (
-    (("Hello!", "Hi", "hello", "Hey there"), "Hello! Ask me about a module of Python's standard library."),
+    (
+        ("Hello!", "Hi", "hello", "Hey there"),
+        "Hello! Ask me about a module of Python's standard library.",
+    ),
     (
         ("Who are you?", "What are you?", "What is your name?", "Tell me about yourself."),
         "I am tiny-python, a very small language model trained on Python's standard library.",
@@ -173,7 +180,10 @@ def docstring_turns(name: str, source: str) -> list[Turn]:
         answer = first_words(ast.get_docstring(node) or "")
         if answer:
             questions = CLASS_QUESTIONS if isinstance(node, ast.ClassDef) else FUNCTION_QUESTIONS
-            turns += [(question.format(name=f"{module}.{node.name}"), answer) for question in questions[:2]]
+            turns += [
+                (question.format(name=f"{module}.{node.name}"), answer)
+                for question in questions[:2]
+            ]
     return turns
 
 
@@ -187,7 +197,10 @@ def standalone_functions(source: str) -> list[str]:
         if not isinstance(node, ast.FunctionDef):
             continue
         code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-        if STANDALONE_LINES[0] <= code.count("\n") + 1 <= STANDALONE_LINES[1] and parse(code) is not None:
+        if (
+            STANDALONE_LINES[0] <= code.count("\n") + 1 <= STANDALONE_LINES[1]
+            and parse(code) is not None
+        ):
             documents.append(code + "\n")
     return documents
 
@@ -197,7 +210,11 @@ def function_turns(source: str) -> list[Turn]:
     tree = parse(source)
     turns = []
     for node in tree.body if tree is not None else ():
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.name.startswith("_"):
+        if (
+            not isinstance(node, ast.FunctionDef)
+            or node.decorator_list
+            or node.name.startswith("_")
+        ):
             continue
         code = ast.get_source_segment(source, node) or ""
         if 2 <= code.count("\n") + 1 <= MAX_CODE_LINES:

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from tiny_python.training import POSITIONS, Tokens, rows_in_order, validation_loss
 from tiny_python.vocabulary import TURN_END
@@ -56,7 +61,9 @@ def leading_lines_parse(text: str) -> bool:
         warnings.simplefilter("ignore")
         for count in range(LEADING_LINES, len(lines) + 1):
             head = lines[:count]
-            if sum(bool(line.strip()) for line in head) >= LEADING_LINES and is_python("\n".join(head)):
+            if sum(bool(line.strip()) for line in head) >= LEADING_LINES and is_python(
+                "\n".join(head)
+            ):
                 return True
     return False
 
@@ -86,7 +93,9 @@ def sample_code(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 @torch.inference_mode()
-def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, question: str) -> tuple[str, bool]:
+def answer(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, question: str
+) -> tuple[str, bool]:
     """The greedy answer to one user message, and whether the model ended its turn."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True

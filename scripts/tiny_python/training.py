@@ -15,7 +15,9 @@ from tiny_python.corpus import Corpus
 from tiny_python.vocabulary import END_OF_TEXT, TURN_END, VOCABULARY, chat_text
 
 POSITIONS = 2048
-SHORT_ROW = 512  # every second step: a short prompt stands at a row's start, so starts must not be rare
+SHORT_ROW = (
+    512  # every second step: a short prompt stands at a row's start, so starts must not be rare
+)
 MATRIX_RATE = 5e-3
 OTHER_RATE = 4e-3
 MATRIX_DECAY = 0.1
@@ -87,7 +89,10 @@ def encode(tokenizer: Tokenizer, corpus: Corpus) -> Tokens:
 
     def ids(texts: list[str]) -> list[Tensor]:
         end = [tokenizer.token_to_id(END_OF_TEXT)]
-        return [torch.tensor(item.ids + end, dtype=torch.int32) for item in tokenizer.encode_batch_fast(texts)]
+        return [
+            torch.tensor(item.ids + end, dtype=torch.int32)
+            for item in tokenizer.encode_batch_fast(texts)
+        ]
 
     chats = [chat_text(messages) for messages in corpus.conversations]
     return Tokens(train=ids(corpus.train + chats), validation=ids(corpus.validation))
@@ -100,20 +105,28 @@ def rows_in_order(documents: list[Tensor]) -> Tensor:
 
 def unindented_starts(stream: Tensor, tokenizer: Tokenizer) -> Tensor:
     """Where a line without indentation starts, in order."""
-    pieces = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())], skip_special_tokens=False)
-    breaks = torch.tensor([piece == END_OF_TEXT or (piece != "" and piece.strip("\r\n") == "") for piece in pieces])
+    pieces = tokenizer.decode_batch(
+        [[i] for i in range(tokenizer.get_vocab_size())], skip_special_tokens=False
+    )
+    breaks = torch.tensor(
+        [piece == END_OF_TEXT or (piece != "" and piece.strip("\r\n") == "") for piece in pieces]
+    )
     blank = torch.tensor([piece[:1].isspace() for piece in pieces])
     after_break = breaks[stream[:-1].long()]
     return (after_break & ~blank[stream[1:].long()]).nonzero().flatten() + 1
 
 
-def shuffled_rows(documents: list[Tensor], length: int, tokenizer: Tokenizer, generator: torch.Generator) -> Tensor:
+def shuffled_rows(
+    documents: list[Tensor], length: int, tokenizer: Tokenizer, generator: torch.Generator
+) -> Tensor:
     """One epoch's rows of `length` + 1 ids, from a new order of the documents.
 
     Each row is moved on to the next line without indentation: a prompt starts at the left margin too, and a model
     that saw `def` in first place where a method's indentation was cut off would indent the body twice.
     """
-    stream = torch.cat([documents[i] for i in torch.randperm(len(documents), generator=generator).tolist()])
+    stream = torch.cat(
+        [documents[i] for i in torch.randperm(len(documents), generator=generator).tolist()]
+    )
     first = int(torch.randint(length, (), generator=generator))
     starts = unindented_starts(stream, tokenizer)
     places = torch.searchsorted(starts, torch.arange(first, len(stream) - length, length))
@@ -123,7 +136,9 @@ def shuffled_rows(documents: list[Tensor], length: int, tokenizer: Tokenizer, ge
     return stream[starts[:, None] + torch.arange(length + 1)]
 
 
-def batches(documents: list[Tensor], rows: int, length: int, tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
+def batches(
+    documents: list[Tensor], rows: int, length: int, tokenizer: Tokenizer, seed: int
+) -> Iterator[Tensor]:
     """Endless batches of `rows` rows; each epoch has its own order of documents and of rows."""
     generator = torch.Generator().manual_seed(seed)
     spare = torch.empty(0, length + 1, dtype=torch.int32)
@@ -138,13 +153,17 @@ def loss_of(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
     """Mean loss in nats per token over the batch's rows."""
     inputs, targets = batch[:, :-1], batch[:, 1:].flatten()
     # Few CPUs have bfloat16 arithmetic; on the others autocast is slower than float32.
-    with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=batch.device.type == "cuda"):
+    with torch.autocast(
+        batch.device.type, dtype=torch.bfloat16, enabled=batch.device.type == "cuda"
+    ):
         logits = model(input_ids=inputs, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets)
 
 
 @torch.inference_mode()
-def validation_loss(model: LlamaForCausalLM, rows: Tensor, device: torch.device, limit: int | None = None) -> float:
+def validation_loss(
+    model: LlamaForCausalLM, rows: Tensor, device: torch.device, limit: int | None = None
+) -> float:
     """Mean loss in nats per token at full length."""
     model.eval()
     losses = []
@@ -159,9 +178,14 @@ def optimizers(model: LlamaForCausalLM, device: torch.device) -> list[torch.opti
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     norms = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": [embedding], "weight_decay": OTHER_DECAY}, {"params": norms, "weight_decay": 0.0}]
+    groups = [
+        {"params": [embedding], "weight_decay": OTHER_DECAY},
+        {"params": norms, "weight_decay": 0.0},
+    ]
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=MATRIX_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=MATRIX_RATE, weight_decay=MATRIX_DECAY, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(groups, lr=OTHER_RATE, betas=(0.9, 0.95), fused=device.type == "cuda"),
     ]
 
@@ -175,12 +199,19 @@ def set_rate(steppers: list[torch.optim.Optimizer], progress: float) -> None:
 
 
 def train(
-    model: LlamaForCausalLM, tokenizer: Tokenizer, tokens: Tokens, budget: Budget, seed: int, device: torch.device
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    tokens: Tokens,
+    budget: Budget,
+    seed: int,
+    device: torch.device,
 ) -> Outcome:
     """Train in place and leave the weights of the step with the lowest validation loss in the model."""
     rows = max(1, budget.batch_tokens // POSITIONS)
     long_rows = batches(tokens.train, rows, POSITIONS, tokenizer, seed)
-    short_rows = batches(tokens.train, rows * POSITIONS // SHORT_ROW, SHORT_ROW, tokenizer, seed + 1)
+    short_rows = batches(
+        tokens.train, rows * POSITIONS // SHORT_ROW, SHORT_ROW, tokenizer, seed + 1
+    )
     held_out = rows_in_order(tokens.validation)
     limit = None if device.type == "cuda" else 4  # a full pass is slow on a CPU
     steppers = optimizers(model, device)
@@ -208,7 +239,10 @@ def train(
             recent.clear()
             checked = validation_loss(model, held_out, device, limit)
             elapsed = time.monotonic() - start
-            print(f"step {step}: train {train_loss:.4f}, validation {checked:.4f}, {elapsed:.0f} s", flush=True)
+            print(
+                f"step {step}: train {train_loss:.4f}, validation {checked:.4f}, {elapsed:.0f} s",
+                flush=True,
+            )
             if checked < best_loss:
                 best_loss, best_step = checked, step
                 best = {name: value.detach().clone() for name, value in model.state_dict().items()}

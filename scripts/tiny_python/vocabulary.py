@@ -81,4 +81,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, positions: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )

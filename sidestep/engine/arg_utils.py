@@ -7,4 +7,6 @@ AsyncEngineArgs = EngineArgs
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

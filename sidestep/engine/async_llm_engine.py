@@ -6,4 +6,6 @@ AsyncLLMEngine = AsyncLLM
 
 __all__ = ["AsyncLLMEngine"]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

@@ -23,15 +23,22 @@ def main() -> None:
     """Run the snippets, one after the other."""
     sys.path.insert(0, str(ROOT))
     url, scripted, *files = sys.argv[1:]
-    os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_BASE=url, OPENAI_API_KEY="none",
-                      LITELLM_LOCAL_MODEL_COST_MAP="True")
+    os.environ.update(
+        OPENAI_BASE_URL=url,
+        OPENAI_API_BASE=url,
+        OPENAI_API_KEY="none",
+        LITELLM_LOCAL_MODEL_COST_MAP="True",
+    )
     from tests.clients import addresses
 
     addresses.SCRIPTED = scripted
     with asyncio.Runner() as runner:  # clients keep connections, which belong to an event loop
         for file in files:
             for name, snippet in _snippets(file):
-                print(json.dumps({"file": file, "name": name, "error": _run(snippet, runner)}), flush=True)
+                print(
+                    json.dumps({"file": file, "name": name, "error": _run(snippet, runner)}),
+                    flush=True,
+                )
 
 
 def _snippets(file: str) -> list[tuple[str, Any]]:
@@ -41,8 +48,13 @@ def _snippets(file: str) -> list[tuple[str, Any]]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # pydantic looks for a model's names there
     spec.loader.exec_module(module)
-    return [(name, item) for name, item in vars(module).items() if inspect.isfunction(item)
-            and item.__module__ == module.__name__ and not inspect.signature(item).parameters]
+    return [
+        (name, item)
+        for name, item in vars(module).items()
+        if inspect.isfunction(item)
+        and item.__module__ == module.__name__
+        and not inspect.signature(item).parameters
+    ]
 
 
 def _run(snippet: Any, runner: asyncio.Runner) -> str | None:

@@ -15,7 +15,9 @@ from pydantic import BaseModel, Field
 from tests.clients.addresses import MODEL, SCRIPTED
 
 URL = os.environ["OPENAI_BASE_URL"]
-llm = ChatOpenAI(model=MODEL, base_url=URL, api_key="none", max_tokens=8, temperature=0, stream_usage=True)
+llm = ChatOpenAI(
+    model=MODEL, base_url=URL, api_key="none", max_tokens=8, temperature=0, stream_usage=True
+)
 scripted = ChatOpenAI(model="scripted", base_url=SCRIPTED, api_key="none")
 
 
@@ -42,8 +44,14 @@ def invoke_with_text() -> None:
 
 
 def invoke_with_messages() -> None:
-    message = llm.invoke([SystemMessage("You write Python."), HumanMessage("import os"), AIMessage("import sys"),
-                          HumanMessage("import re")])
+    message = llm.invoke(
+        [
+            SystemMessage("You write Python."),
+            HumanMessage("import os"),
+            AIMessage("import sys"),
+            HumanMessage("import re"),
+        ]
+    )
     assert message.response_metadata["finish_reason"] in ("stop", "length")
 
 
@@ -77,16 +85,29 @@ async def events_of_a_stream() -> None:
 
 
 def a_chain_of_prompt_and_parser() -> None:
-    chain = ChatPromptTemplate.from_messages([("system", "You write {language}."), ("human", "{task}")]) \
-        | llm | StrOutputParser()
+    chain = (
+        ChatPromptTemplate.from_messages([("system", "You write {language}."), ("human", "{task}")])
+        | llm
+        | StrOutputParser()
+    )
     assert isinstance(chain.invoke({"language": "Python", "task": "a loop"}), str)
 
 
 def a_chain_with_json_mode() -> None:
-    schema = {"title": "Verdict", "type": "object", "properties": {"good": {"type": "boolean"}},
-              "required": ["good"], "additionalProperties": False}
-    bound = llm.bind(max_tokens=1000, response_format={
-        "type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}})
+    schema = {
+        "title": "Verdict",
+        "type": "object",
+        "properties": {"good": {"type": "boolean"}},
+        "required": ["good"],
+        "additionalProperties": False,
+    }
+    bound = llm.bind(
+        max_tokens=1000,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "verdict", "schema": schema},
+        },
+    )
     assert (bound | JsonOutputParser()).invoke("Is it good?")["good"] in (True, False)
 
 
@@ -98,10 +119,26 @@ def the_older_completions() -> None:
 
 
 def every_parameter_of_the_constructor() -> None:
-    made = ChatOpenAI(model=MODEL, base_url=URL, api_key="none", max_tokens=4, temperature=0.5, top_p=0.9, seed=3, n=1,
-                      presence_penalty=0.1, frequency_penalty=0.1, stop_sequences=["\n\n"], timeout=60, max_retries=1,
-                      logprobs=True, top_logprobs=2, metadata={"job": "a"},
-                      model_kwargs={"user": "me"}, extra_body={"top_k": 10})
+    made = ChatOpenAI(
+        model=MODEL,
+        base_url=URL,
+        api_key="none",
+        max_tokens=4,
+        temperature=0.5,
+        top_p=0.9,
+        seed=3,
+        n=1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        stop_sequences=["\n\n"],
+        timeout=60,
+        max_retries=1,
+        logprobs=True,
+        top_logprobs=2,
+        metadata={"job": "a"},
+        model_kwargs={"user": "me"},
+        extra_body={"top_k": 10},
+    )
     assert made.invoke("def f(").response_metadata["logprobs"]["content"]
 
 
@@ -143,7 +180,12 @@ def bind_tools_and_loop() -> None:
         if not message.tool_calls:
             break
         messages += [get_weather.invoke(call) for call in message.tool_calls]
-    assert [type(message) for message in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
+    assert [type(message) for message in messages] == [
+        HumanMessage,
+        AIMessage,
+        ToolMessage,
+        AIMessage,
+    ]
     assert messages[-1].content == "It is 21 degrees in Bern."
 
 
@@ -162,18 +204,23 @@ async def a_streamed_call() -> None:
     whole: Any = None
     async for chunk in scripted.bind_tools([get_weather]).astream("the weather in Bern"):
         whole = chunk if whole is None else whole + chunk
-    assert whole.tool_calls[0]["name"] == "get_weather" and whole.tool_calls[0]["args"] == {"city": "Bern"}
+    assert whole.tool_calls[0]["name"] == "get_weather" and whole.tool_calls[0]["args"] == {
+        "city": "Bern"
+    }
 
 
 def the_responses_api() -> None:
-    made = ChatOpenAI(model=MODEL, base_url=URL, api_key="none", max_tokens=8, use_responses_api=True)
+    made = ChatOpenAI(
+        model=MODEL, base_url=URL, api_key="none", max_tokens=8, use_responses_api=True
+    )
     assert made.invoke("def f(").text
     assert "".join(chunk.text for chunk in made.stream("def f("))
 
 
 def a_tool_loop_over_the_responses_api() -> None:
-    bound = ChatOpenAI(model="scripted", base_url=SCRIPTED, api_key="none",
-                       use_responses_api=True).bind_tools([get_weather])
+    bound = ChatOpenAI(
+        model="scripted", base_url=SCRIPTED, api_key="none", use_responses_api=True
+    ).bind_tools([get_weather])
     first = bound.invoke("What is the weather in Bern?")
     outputs = [get_weather.invoke(call) for call in first.tool_calls]
     last = bound.invoke([HumanMessage("What is the weather in Bern?"), first, *outputs])

@@ -18,9 +18,18 @@ HELLO = [{"role": "user", "content": "def hello("}]
 ASK = [{"role": "user", "content": "What is the weather in Bern?"}]
 HERE: Any = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": "none"}
 THERE: Any = {"model": "openai/scripted", "api_base": SCRIPTED, "api_key": "none"}
-WEATHER: Any = {"type": "function", "function": {
-    "name": "get_weather", "description": "The weather in a city.", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+        },
+    },
+}
 
 
 class Verdict(BaseModel):
@@ -33,7 +42,9 @@ def a_completion() -> None:
 
 
 def a_completion_through_the_vllm_provider() -> None:
-    made = completion(model=f"hosted_vllm/{MODEL}", api_base=URL, api_key="none", messages=HELLO, max_tokens=4)
+    made = completion(
+        model=f"hosted_vllm/{MODEL}", api_base=URL, api_key="none", messages=HELLO, max_tokens=4
+    )
     assert made.choices[0].finish_reason in ("stop", "length")
 
 
@@ -43,14 +54,23 @@ def a_stream() -> None:
 
 
 def a_stream_with_usage_built_into_one() -> None:
-    chunks = list(completion(**HERE, messages=HELLO, max_tokens=6, stream=True,
-                             stream_options={"include_usage": True}))
+    chunks = list(
+        completion(
+            **HERE,
+            messages=HELLO,
+            max_tokens=6,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
     built: Any = litellm.stream_chunk_builder(chunks, messages=HELLO)
     assert built.usage.completion_tokens <= 6 and built.choices[0].message.content
 
 
 async def an_asynchronous_completion() -> None:
-    made = await asyncio.gather(*(acompletion(**HERE, messages=HELLO, max_tokens=3) for _ in range(3)))
+    made = await asyncio.gather(
+        *(acompletion(**HERE, messages=HELLO, max_tokens=3) for _ in range(3))
+    )
     assert len(made) == 3
 
 
@@ -64,15 +84,33 @@ def a_batch() -> None:
 
 
 def a_text_completion() -> None:
-    made = text_completion(model=f"text-completion-openai/{MODEL}", api_base=URL, api_key="none", prompt="import ",
-                           max_tokens=3)
+    made = text_completion(
+        model=f"text-completion-openai/{MODEL}",
+        api_base=URL,
+        api_key="none",
+        prompt="import ",
+        max_tokens=3,
+    )
     assert isinstance(made.choices[0].text, str)
 
 
 def every_parameter() -> None:
-    made = completion(**HERE, messages=HELLO, max_tokens=3, temperature=0.3, top_p=0.9, n=1, seed=-1, stop=["\n\n"],
-                      presence_penalty=0.1, frequency_penalty=0.1, user="me", logit_bias={"5": -10}, timeout=60,
-                      extra_body={"top_k": 5, "metadata": {"job": "1"}})
+    made = completion(
+        **HERE,
+        messages=HELLO,
+        max_tokens=3,
+        temperature=0.3,
+        top_p=0.9,
+        n=1,
+        seed=-1,
+        stop=["\n\n"],
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        user="me",
+        logit_bias={"5": -10},
+        timeout=60,
+        extra_body={"top_k": 5, "metadata": {"job": "1"}},
+    )
     assert made.choices
 
 
@@ -90,8 +128,15 @@ def a_function_call_and_its_output() -> None:
     assert first.choices[0].finish_reason == "tool_calls"
     call = message.tool_calls[0]
     assert json.loads(call.function.arguments) == {"city": "Bern"}
-    last = completion(**THERE, tools=[WEATHER], messages=[
-        *ASK, message, {"role": "tool", "tool_call_id": call.id, "name": "get_weather", "content": "wet"}])
+    last = completion(
+        **THERE,
+        tools=[WEATHER],
+        messages=[
+            *ASK,
+            message,
+            {"role": "tool", "tool_call_id": call.id, "name": "get_weather", "content": "wet"},
+        ],
+    )
     assert last.choices[0].message.content == "It is 21 degrees in Bern."
 
 
@@ -113,8 +158,14 @@ def a_streamed_function_call() -> None:
 
 
 def a_function_that_must_be_called_once() -> None:
-    made = completion(**HERE, messages=ASK, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False,
-                      max_tokens=1000)
+    made = completion(
+        **HERE,
+        messages=ASK,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=1000,
+    )
     assert len(made.choices[0].message.tool_calls) == 1
 
 
@@ -124,22 +175,34 @@ def a_pydantic_form() -> None:
 
 
 def json_mode() -> None:
-    made = completion(**HERE, messages=HELLO, response_format={"type": "json_object"}, max_tokens=20)
+    made = completion(
+        **HERE, messages=HELLO, response_format={"type": "json_object"}, max_tokens=20
+    )
     assert made.choices[0].message.content.lstrip().startswith("{")
 
 
 def a_router() -> None:
-    router = Router(model_list=[{"model_name": "coder", "litellm_params": {**HERE}},
-                                {"model_name": "weather", "litellm_params": {**THERE}}], num_retries=1)
+    router = Router(
+        model_list=[
+            {"model_name": "coder", "litellm_params": {**HERE}},
+            {"model_name": "weather", "litellm_params": {**THERE}},
+        ],
+        num_retries=1,
+    )
     assert router.completion(model="coder", messages=HELLO, max_tokens=3).choices  # type: ignore[arg-type]
     made = router.completion(model="weather", messages=ASK)  # type: ignore[arg-type]
     assert made.choices[0].message.content == "It is 21 degrees in Bern."
 
 
 async def a_router_with_a_fallback() -> None:
-    router = Router(model_list=[{"model_name": "gone", "litellm_params": {**HERE, "model": "openai/gone"}},
-                                {"model_name": "coder", "litellm_params": {**HERE}}],
-                    fallbacks=[{"gone": ["coder"]}], num_retries=0)
+    router = Router(
+        model_list=[
+            {"model_name": "gone", "litellm_params": {**HERE, "model": "openai/gone"}},
+            {"model_name": "coder", "litellm_params": {**HERE}},
+        ],
+        fallbacks=[{"gone": ["coder"]}],
+        num_retries=0,
+    )
     made = await router.acompletion(model="gone", messages=HELLO, max_tokens=3)  # type: ignore[arg-type]
     assert made.choices
 
@@ -159,8 +222,10 @@ def a_context_window_that_is_exceeded() -> None:
 
 
 def errors_by_their_classes() -> None:
-    for given, kind in (({"model": "openai/gone"}, litellm.NotFoundError),
-                        ({"temperature": 9}, litellm.BadRequestError)):
+    for given, kind in (
+        ({"model": "openai/gone"}, litellm.NotFoundError),
+        ({"temperature": 9}, litellm.BadRequestError),
+    ):
         try:
             completion(**{**HERE, "messages": HELLO, **given})
         except kind:

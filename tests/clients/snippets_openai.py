@@ -19,10 +19,19 @@ from tests.clients.addresses import MODEL, SCRIPTED
 client = OpenAI()
 scripted = OpenAI(base_url=SCRIPTED)
 
-WEATHER: Any = {"type": "function", "function": {
-    "name": "get_weather", "description": "The weather in a city.", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
-        "required": ["city"], "additionalProperties": False}}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
 ASK: Any = [{"role": "user", "content": "What is the weather in Bern?"}]
 HELLO: Any = [{"role": "user", "content": "def hello("}]
 
@@ -46,15 +55,27 @@ class Ticket(BaseModel):
 
 
 def chat_with_system_and_user() -> None:
-    completion = client.chat.completions.create(model=MODEL, max_tokens=8, messages=[
-        {"role": "system", "content": "You write Python."}, {"role": "user", "content": "def add(a, b):"}])
+    completion = client.chat.completions.create(
+        model=MODEL,
+        max_tokens=8,
+        messages=[
+            {"role": "system", "content": "You write Python."},
+            {"role": "user", "content": "def add(a, b):"},
+        ],
+    )
     assert completion.choices[0].message.role == "assistant"
     assert isinstance(completion.choices[0].message.content, str)
 
 
 def chat_with_developer_message_and_max_completion_tokens() -> None:
-    completion = client.chat.completions.create(model=MODEL, max_completion_tokens=5, messages=[
-        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "import os"}])
+    completion = client.chat.completions.create(
+        model=MODEL,
+        max_completion_tokens=5,
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": "import os"},
+        ],
+    )
     assert completion.usage is not None and completion.usage.completion_tokens <= 5
 
 
@@ -68,67 +89,105 @@ def chat_streamed() -> None:
 
 
 def chat_streamed_with_usage() -> None:
-    stream = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=6, stream=True,
-                                            stream_options={"include_usage": True})
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=6,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
     *chunks, last = list(stream)
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens <= 6
 
 
 def chat_with_the_stream_helper() -> None:
-    with client.chat.completions.stream(model=MODEL, messages=HELLO, max_tokens=50,
-                                        extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) as stream:
+    with client.chat.completions.stream(
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=50,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    ) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
     assert "".join(deltas) == final.choices[0].message.content
 
 
 def several_choices() -> None:
-    completion = client.chat.completions.create(model=MODEL, messages=HELLO, n=3, temperature=0.9, max_tokens=5)
+    completion = client.chat.completions.create(
+        model=MODEL, messages=HELLO, n=3, temperature=0.9, max_tokens=5
+    )
     assert [choice.index for choice in completion.choices] == [0, 1, 2]
 
 
 def the_same_seed_gives_the_same_text() -> None:
-    texts = {client.chat.completions.create(model=MODEL, messages=HELLO, seed=7, max_tokens=8)
-             .choices[0].message.content for _ in range(2)}
+    texts = {
+        client.chat.completions.create(model=MODEL, messages=HELLO, seed=7, max_tokens=8)
+        .choices[0]
+        .message.content
+        for _ in range(2)
+    }
     assert len(texts) == 1
 
 
 def a_seed_of_minus_one_is_none() -> None:
-    assert client.chat.completions.create(model=MODEL, messages=HELLO, seed=-1, max_tokens=2).choices
+    assert client.chat.completions.create(
+        model=MODEL, messages=HELLO, seed=-1, max_tokens=2
+    ).choices
 
 
 def penalties_and_logit_bias() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=6, presence_penalty=0.5, frequency_penalty=0.5, top_p=0.9,
-        logit_bias={"5": -100})
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=6,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        top_p=0.9,
+        logit_bias={"5": -100},
+    )
     assert completion.choices
 
 
 def stop_strings() -> None:
-    completion = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=40, stop=["(", "\n"])
+    completion = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=40, stop=["(", "\n"]
+    )
     text = completion.choices[0].message.content or ""
     assert "(" not in text and "\n" not in text
 
 
 def log_probabilities() -> None:
-    completion = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3, logprobs=True,
-                                                top_logprobs=2)
+    completion = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=3, logprobs=True, top_logprobs=2
+    )
     logprobs = completion.choices[0].logprobs
     assert logprobs is not None and logprobs.content
     assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in logprobs.content)
 
 
 def content_as_parts() -> None:
-    completion = client.chat.completions.create(model=MODEL, max_tokens=3, messages=[
-        {"role": "user", "content": [{"type": "text", "text": "def f("}, {"type": "text", "text": "x):"}]}])
+    completion = client.chat.completions.create(
+        model=MODEL,
+        max_tokens=3,
+        messages=[
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "def f("}, {"type": "text", "text": "x):"}],
+            }
+        ],
+    )
     assert completion.choices
 
 
 def a_conversation_sent_back_as_objects() -> None:
     messages: list[Any] = [*HELLO]
     for question in ("and then?", "and now?"):
-        message = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4).choices[0].message
+        message = (
+            client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+            .choices[0]
+            .message
+        )
         messages += [message, {"role": "user", "content": question}]
     assert len(messages) == 5
 
@@ -136,22 +195,43 @@ def a_conversation_sent_back_as_objects() -> None:
 def a_conversation_sent_back_as_dumps() -> None:
     messages: list[Any] = [*HELLO]
     for question in ("and then?", "and now?"):
-        message = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4).choices[0].message
+        message = (
+            client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+            .choices[0]
+            .message
+        )
         messages += [message.model_dump(), {"role": "user", "content": question}]
     assert messages[1]["refusal"] is None
 
 
 def fields_that_ask_nothing_of_the_model() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=2, user="user-1", metadata={"job": "7"}, store=True,
-        prompt_cache_key="k", safety_identifier="s", service_tier="auto", parallel_tool_calls=False)
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=2,
+        user="user-1",
+        metadata={"job": "7"},
+        store=True,
+        prompt_cache_key="k",
+        safety_identifier="s",
+        service_tier="auto",
+        parallel_tool_calls=False,
+    )
     assert completion.choices
 
 
 def fields_of_other_servers_in_extra_body() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=4,
-        extra_body={"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "return_token_ids": True})
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=4,
+        extra_body={
+            "top_k": 20,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "return_token_ids": True,
+        },
+    )
     choice: Any = completion.choices[0]
     assert len(choice.token_ids) == completion.usage.completion_tokens  # type: ignore[union-attr]
     assert len(completion.prompt_token_ids) == completion.usage.prompt_tokens  # type: ignore
@@ -159,13 +239,18 @@ def fields_of_other_servers_in_extra_body() -> None:
 
 def going_on_with_a_begun_answer() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, max_tokens=4, messages=[*HELLO, {"role": "assistant", "content": "def hello(name):\n"}],
-        extra_body={"continue_final_message": True, "add_generation_prompt": False})
+        model=MODEL,
+        max_tokens=4,
+        messages=[*HELLO, {"role": "assistant", "content": "def hello(name):\n"}],
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
     assert completion.choices[0].message.content
 
 
 def the_raw_answer_and_its_headers() -> None:
-    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO, max_tokens=2)
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, max_tokens=2
+    )
     assert raw.status_code == 200 and raw.headers["x-request-id"]
     assert raw.parse().object == "chat.completion"
 
@@ -175,8 +260,12 @@ def the_raw_answer_and_its_headers() -> None:
 
 def json_mode() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, max_tokens=100, temperature=0, response_format={"type": "json_object"},
-        messages=[{"role": "user", "content": "Answer in JSON."}])
+        model=MODEL,
+        max_tokens=100,
+        temperature=0,
+        response_format={"type": "json_object"},
+        messages=[{"role": "user", "content": "Answer in JSON."}],
+    )
     choice = completion.choices[0]
     assert choice.message.content is not None and choice.message.content.lstrip().startswith("{")
     if choice.finish_reason == "stop":
@@ -184,27 +273,45 @@ def json_mode() -> None:
 
 
 def a_json_schema() -> None:
-    schema: Any = {"name": "ticket", "strict": True, "schema": {
-        "type": "object", "additionalProperties": False, "required": ["kind", "urgent"],
-        "properties": {"kind": {"enum": ["bug", "wish"]}, "urgent": {"type": "boolean"}}}}
+    schema: Any = {
+        "name": "ticket",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["kind", "urgent"],
+            "properties": {"kind": {"enum": ["bug", "wish"]}, "urgent": {"type": "boolean"}},
+        },
+    }
     completion = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=1000, response_format={"type": "json_schema", "json_schema": schema})
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=1000,
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
     made = json.loads(completion.choices[0].message.content or "")
     assert made["kind"] in ("bug", "wish") and isinstance(made["urgent"], bool)
 
 
 def a_parsed_pydantic_model() -> None:
-    completion = client.chat.completions.parse(model=MODEL, messages=HELLO, max_tokens=1000, response_format=Ticket)
+    completion = client.chat.completions.parse(
+        model=MODEL, messages=HELLO, max_tokens=1000, response_format=Ticket
+    )
     message = completion.choices[0].message
     assert isinstance(message.parsed, Ticket)
     again = client.chat.completions.create(  # the parsed message is sent back
-        model=MODEL, messages=[*HELLO, message.model_dump(), *HELLO], max_tokens=2)  # type: ignore[list-item]
+        model=MODEL, messages=[*HELLO, message.model_dump(), *HELLO], max_tokens=2
+    )  # type: ignore[list-item]
     assert again.choices
 
 
 def a_choice_by_structured_outputs() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=20, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=20,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
     assert completion.choices[0].message.content in ("yes", "no")
 
 
@@ -212,8 +319,14 @@ def a_choice_by_structured_outputs() -> None:
 
 
 def a_tool_that_must_be_called() -> None:
-    completion = client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], tool_choice="required",
-                                                parallel_tool_calls=False, max_tokens=1000)
+    completion = client.chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=1000,
+    )
     choice = completion.choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
     (call,) = choice.message.tool_calls
@@ -223,47 +336,74 @@ def a_tool_that_must_be_called() -> None:
 
 def a_tool_chosen_by_name() -> None:
     completion = client.chat.completions.create(
-        model=MODEL, messages=ASK, tools=[WEATHER], max_tokens=1000,
-        tool_choice={"type": "function", "function": {"name": "get_weather"}})
+        model=MODEL,
+        messages=ASK,
+        tools=[WEATHER],
+        max_tokens=1000,
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+    )
     assert completion.choices[0].message.tool_calls
 
 
 def a_tool_loop() -> None:
     messages: list[Any] = [*ASK]
     for _ in range(4):
-        message = scripted.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER]
-                                                   ).choices[0].message
+        message = (
+            scripted.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER])
+            .choices[0]
+            .message
+        )
         messages.append(message)
         if not message.tool_calls:
             break
         for call in message.tool_calls:
             assert call.type == "function"
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.function.name,
-                             "content": get_weather(**json.loads(call.function.arguments))})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "name": call.function.name,
+                    "content": get_weather(**json.loads(call.function.arguments)),
+                }
+            )
     assert messages[-1].content == "It is 21 degrees in Bern."
 
 
 def a_tool_loop_of_dumps() -> None:
     messages: list[Any] = [*ASK]
-    message = scripted.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER]).choices[0].message
+    message = (
+        scripted.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER])
+        .choices[0]
+        .message
+    )
     assert message.tool_calls
-    messages += [message.model_dump(), {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "wet"}]
+    messages += [
+        message.model_dump(),
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "wet"},
+    ]
     last = scripted.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER])
     assert last.choices[0].finish_reason == "stop"
 
 
 def at_most_one_call_of_two() -> None:
-    tools = [{"type": "function", "function": {"name": "call_twice", "parameters": {"type": "object"}}}]
+    tools = [
+        {"type": "function", "function": {"name": "call_twice", "parameters": {"type": "object"}}}
+    ]
     several = scripted.chat.completions.create(model="scripted", messages=ASK, tools=tools)  # type: ignore[arg-type]
     one = scripted.chat.completions.create(  # type: ignore[call-overload]
-        model="scripted", messages=ASK, tools=tools, parallel_tool_calls=False)
+        model="scripted", messages=ASK, tools=tools, parallel_tool_calls=False
+    )
     assert len(several.choices[0].message.tool_calls or ()) == 2
-    assert len(one.choices[0].message.tool_calls) == 1 and one.choices[0].finish_reason == "tool_calls"
+    assert (
+        len(one.choices[0].message.tool_calls) == 1 and one.choices[0].finish_reason == "tool_calls"
+    )
 
 
 def a_streamed_call() -> None:
     name, arguments = "", ""
-    for chunk in scripted.chat.completions.create(model="scripted", messages=ASK, tools=[WEATHER], stream=True):
+    for chunk in scripted.chat.completions.create(
+        model="scripted", messages=ASK, tools=[WEATHER], stream=True
+    ):
         for call in chunk.choices[0].delta.tool_calls or ():
             assert call.function is not None
             name += call.function.name or ""
@@ -277,8 +417,15 @@ def a_call_parsed_into_a_pydantic_model() -> None:
 
     tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
     # The server holds the arguments of a strict function to its schema.
-    completion = client.chat.completions.parse(model=MODEL, messages=ASK, tools=[tool], max_tokens=1000, top_p=0.9,
-                                               tool_choice="required", parallel_tool_calls=False)
+    completion = client.chat.completions.parse(
+        model=MODEL,
+        messages=ASK,
+        tools=[tool],
+        max_tokens=1000,
+        top_p=0.9,
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
     if completion.choices[0].finish_reason == "tool_calls":
         (call,) = completion.choices[0].message.tool_calls or ()
         assert isinstance(call.function.parsed_arguments, GetWeather)
@@ -288,12 +435,16 @@ def a_call_parsed_into_a_pydantic_model() -> None:
 
 
 def completion_of_a_prompt() -> None:
-    completion = client.completions.create(model=MODEL, prompt="def get_name(", max_tokens=8, temperature=0)
+    completion = client.completions.create(
+        model=MODEL, prompt="def get_name(", max_tokens=8, temperature=0
+    )
     assert completion.object == "text_completion" and completion.choices[0].text
 
 
 def completions_of_several_prompts() -> None:
-    completion = client.completions.create(model=MODEL, prompt=["import ", "class "], max_tokens=3, n=2)
+    completion = client.completions.create(
+        model=MODEL, prompt=["import ", "class "], max_tokens=3, n=2
+    )
     assert len(completion.choices) == 4
 
 
@@ -303,8 +454,9 @@ def completion_streamed() -> None:
 
 
 def the_probability_of_a_text() -> None:
-    completion = client.completions.create(model=MODEL, prompt="def f(x): return x", max_tokens=0, echo=True,
-                                           logprobs=1)
+    completion = client.completions.create(
+        model=MODEL, prompt="def f(x): return x", max_tokens=0, echo=True, logprobs=1
+    )
     choice = completion.choices[0]
     assert choice.text == "def f(x): return x" and choice.logprobs is not None
     assert choice.logprobs.token_logprobs is not None and choice.logprobs.token_logprobs[0] is None
@@ -319,25 +471,35 @@ async def asynchronous_calls_at_once() -> None:
     import asyncio
 
     async with AsyncOpenAI() as many:
-        made = await asyncio.gather(*(many.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3)
-                                      for _ in range(5)))
+        made = await asyncio.gather(
+            *(
+                many.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3)
+                for _ in range(5)
+            )
+        )
     assert len({completion.id for completion in made}) == 5
 
 
 async def an_asynchronous_stream() -> None:
     async with AsyncOpenAI() as one:
-        stream = await one.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=5, stream=True)
+        stream = await one.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=5, stream=True
+        )
         assert [chunk async for chunk in stream]
 
 
 def a_stream_that_is_left() -> None:
-    with client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=500, stream=True) as stream:
+    with client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=500, stream=True
+    ) as stream:
         next(iter(stream))
 
 
 def a_timeout() -> None:
     try:
-        client.with_options(timeout=0.001, max_retries=0).chat.completions.create(model=MODEL, messages=HELLO)
+        client.with_options(timeout=0.001, max_retries=0).chat.completions.create(
+            model=MODEL, messages=HELLO
+        )
     except openai.APITimeoutError:
         return
     raise AssertionError("no timeout")
@@ -374,10 +536,16 @@ def a_wrong_value_is_a_bad_request() -> None:
 
 
 def a_prompt_that_is_too_long() -> None:
-    for field, ask in (("messages", lambda: client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "word " * 3000}])),
-            ("prompt", lambda: client.completions.create(model=MODEL, prompt=[7] * 3000)),
-            ("input", lambda: client.responses.create(model=MODEL, input="word " * 3000))):
+    for field, ask in (
+        (
+            "messages",
+            lambda: client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "word " * 3000}]
+            ),
+        ),
+        ("prompt", lambda: client.completions.create(model=MODEL, prompt=[7] * 3000)),
+        ("input", lambda: client.responses.create(model=MODEL, input="word " * 3000)),
+    ):
         try:
             ask()
         except openai.BadRequestError as error:
@@ -389,9 +557,18 @@ def a_prompt_that_is_too_long() -> None:
 
 def an_image_is_refused() -> None:
     try:
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [
-            {"type": "text", "text": "What is this?"},
-            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}])
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "What is this?"},
+                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                    ],
+                }
+            ],
+        )
     except openai.BadRequestError as error:
         assert "read text alone" in error.message and error.param == "messages[0].content[1].type"
     else:
@@ -408,9 +585,12 @@ def embeddings_are_refused() -> None:
 
 
 def files_and_batches_are_refused() -> None:
-    for ask in (lambda: client.files.create(file=b"{}", purpose="batch"),
-                lambda: client.batches.create(completion_window="24h", endpoint="/v1/chat/completions",
-                                              input_file_id="f")):
+    for ask in (
+        lambda: client.files.create(file=b"{}", purpose="batch"),
+        lambda: client.batches.create(
+            completion_window="24h", endpoint="/v1/chat/completions", input_file_id="f"
+        ),
+    ):
         try:
             ask()
         except openai.NotFoundError as error:
@@ -420,8 +600,10 @@ def files_and_batches_are_refused() -> None:
 
 
 def older_names_are_refused_with_the_newer() -> None:
-    for given, newer in (({"guided_json": {"type": "object"}}, "structured_outputs"),
-                         ({"functions": [{"name": "f"}]}, "tools")):
+    for given, newer in (
+        ({"guided_json": {"type": "object"}}, "structured_outputs"),
+        ({"functions": [{"name": "f"}]}, "tools"),
+    ):
         try:
             client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=given)
         except openai.BadRequestError as error:
@@ -438,5 +620,7 @@ class Bounded(BaseModel):
 
 
 def a_nested_form() -> None:
-    completion = client.chat.completions.parse(model=MODEL, messages=HELLO, max_tokens=1900, response_format=Bounded)
+    completion = client.chat.completions.parse(
+        model=MODEL, messages=HELLO, max_tokens=1900, response_format=Bounded
+    )
     assert isinstance(completion.choices[0].message.parsed, Bounded)

@@ -49,8 +49,13 @@ class Suite:
 
     def names(self) -> list[tuple[str, str]]:
         """Return the file and name of each snippet."""
-        return [(file, name) for file in self.files
-                for name in re.findall(self.pattern, (HERE / file).read_text(encoding="utf-8"), re.MULTILINE)]
+        return [
+            (file, name)
+            for file in self.files
+            for name in re.findall(
+                self.pattern, (HERE / file).read_text(encoding="utf-8"), re.MULTILINE
+            )
+        ]
 
     def lacks(self) -> str | None:
         """Return why the suite cannot run here; None if it can."""
@@ -65,12 +70,22 @@ _FUNCTION = r"^(?:async )?def ([a-z]\w*)\(\) -> None:"
 _OPENAI = ["snippets_openai.py", "snippets_responses.py"]
 SUITES = {
     "openai": Suite([sys.executable, str(HERE / "run_snippets.py")], _OPENAI, _FUNCTION, None),
-    "python": Suite([str(OTHERS_PYTHON), str(HERE / "run_snippets.py")],
-                    [*_OPENAI, "snippets_langchain.py", "snippets_litellm.py"], _FUNCTION,
-                    INSTALLED / ".installed-python"),
-    "node": Suite(["node", str(HERE / "node/run_snippets.mjs")], ["node/openai.mjs", "node/ai_sdk.mjs"],
-                  r"^  async ([a-z]\w*)\(\) \{", INSTALLED / ".installed-node"),
-    "curl": Suite(["bash", str(HERE / "snippets_curl.sh")], ["snippets_curl.sh"], r"^([a-z]\w*)\(\) \{", None)}
+    "python": Suite(
+        [str(OTHERS_PYTHON), str(HERE / "run_snippets.py")],
+        [*_OPENAI, "snippets_langchain.py", "snippets_litellm.py"],
+        _FUNCTION,
+        INSTALLED / ".installed-python",
+    ),
+    "node": Suite(
+        ["node", str(HERE / "node/run_snippets.mjs")],
+        ["node/openai.mjs", "node/ai_sdk.mjs"],
+        r"^  async ([a-z]\w*)\(\) \{",
+        INSTALLED / ".installed-node",
+    ),
+    "curl": Suite(
+        ["bash", str(HERE / "snippets_curl.sh")], ["snippets_curl.sh"], r"^([a-z]\w*)\(\) \{", None
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +102,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def results(model: str, fake_model: str) -> dict[tuple[str, str, str], str | None]:
     """Run all suites. Return each snippet's traceback, or None, by suite, file and name."""
-    with LiveServer(model, "--served-model-name", "tiny-python", "--tool-call-parser", "hermes") as server:
+    with LiveServer(
+        model, "--served-model-name", "tiny-python", "--tool-call-parser", "hermes"
+    ) as server:
         return asyncio.run(_run_all(f"{server.url}/v1", fake_model))
 
 
@@ -101,11 +118,20 @@ async def _run_all(url: str, fake_model: str) -> dict[tuple[str, str, str], str 
         return made
 
 
-async def _run(name: str, suite: Suite, url: str, scripted: str) -> dict[tuple[str, str, str], str | None]:
+async def _run(
+    name: str, suite: Suite, url: str, scripted: str
+) -> dict[tuple[str, str, str], str | None]:
     process = await asyncio.create_subprocess_exec(
-        *suite.command, url, scripted, *suite.files, stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OTEL_SDK_DISABLED": "true"})
+        *suite.command,
+        url,
+        scripted,
+        *suite.files,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OTEL_SDK_DISABLED": "true"},
+    )
     try:
         out, err = await asyncio.wait_for(process.communicate(), LIMIT_S)
     except TimeoutError:
@@ -118,7 +144,10 @@ async def _run(name: str, suite: Suite, url: str, scripted: str) -> dict[tuple[s
             made[name, told["file"], told["name"]] = told["error"]
     words = err.decode(errors="replace")[-3000:]
     for file, snippet in suite.names():
-        made.setdefault((name, file, snippet), f"it has not run; the process ended with {process.returncode}: {words}")
+        made.setdefault(
+            (name, file, snippet),
+            f"it has not run; the process ended with {process.returncode}: {words}",
+        )
     return made
 
 
@@ -127,7 +156,9 @@ _ALL = [(name, *snippet) for name, suite in SUITES.items() for snippet in suite.
 
 @pytest.mark.timeout(4 * LIMIT_S)
 @pytest.mark.parametrize(("suite", "file", "name"), _ALL)
-def test_a_snippet_runs(suite: str, file: str, name: str, results: dict[tuple[str, str, str], str | None]) -> None:
+def test_a_snippet_runs(
+    suite: str, file: str, name: str, results: dict[tuple[str, str, str], str | None]
+) -> None:
     if (lacks := SUITES[suite].lacks()) is not None:
         pytest.skip(lacks)
     error = results[suite, file, name]

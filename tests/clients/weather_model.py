@@ -14,7 +14,7 @@ _KNOWN = {"city": "Bern", "location": "Bern", "a": 2, "b": 3}
 def answer(prompt: str) -> str:
     """Return the model's answer to a prompt that the template of tests/server/conftest.py made."""
     tool = _TOOL.search(prompt)
-    turn = prompt[prompt.rfind("<user>"):]
+    turn = prompt[prompt.rfind("<user>") :]
     if tool is None or _OUTPUT.search(turn):
         return "It is 21 degrees in Bern."
     function = json.loads(tool[1])["function"]
@@ -29,11 +29,15 @@ def _call(name: str, arguments: dict[str, Any]) -> str:
 
 def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return values for the properties of a schema."""
-    return {name: _KNOWN[name] if name in _KNOWN else _value(each)
-            for name, each in schema.get("properties", {}).items()}
+    return {
+        name: _KNOWN[name] if name in _KNOWN else _value(each)
+        for name, each in schema.get("properties", {}).items()
+    }
 
 
 def _value(schema: dict[str, Any]) -> Any:
     if "enum" in schema:
         return schema["enum"][0]
-    return {"integer": 1, "number": 1.5, "boolean": True, "array": []}.get(schema.get("type", ""), "sunny")
+    return {"integer": 1, "number": 1.5, "boolean": True, "array": []}.get(
+        schema.get("type", ""), "sunny"
+    )

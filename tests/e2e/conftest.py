@@ -38,6 +38,7 @@ def model_folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     """The folder of a family's random model, and the model as transformers runs it; made once, to be left as it is."""
+
     @cache
     def make(family: str) -> tuple[str, PreTrainedModel]:
         path = write_model(family, write_tokenizer(tmp_path_factory.mktemp(family)))

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from sidestep import SamplingParams
 
 
-def controlled(logits: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> Tensor:
+def controlled(
+    logits: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+) -> Tensor:
     """Logits float32 [V] after everything that changes them before temperature."""
     logits = logits.clone()
     if params.allowed_token_ids:
@@ -23,12 +25,16 @@ def controlled(logits: Tensor, prompt: Sequence[int], output: Sequence[int], par
         penalty = params.repetition_penalty
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
     for token in set(output):
-        logits[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
+        logits[token] -= (
+            params.frequency_penalty * list(output).count(token) + params.presence_penalty
+        )
     return logits
 
 
 @torch.inference_mode()
-def reference_greedy(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> list[int]:
+def reference_greedy(
+    model: PreTrainedModel, prompt: list[int], params: SamplingParams
+) -> list[int]:
     """Greedy tokens by transformers' logits, changed."""
     assert params.max_tokens is not None
     output: list[int] = []
@@ -39,7 +45,9 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], params: Sampling
 
 
 @torch.inference_mode()
-def reference_pairs(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> dict[tuple[int, int], float]:
+def reference_pairs(
+    model: PreTrainedModel, prompt: list[int], params: SamplingParams
+) -> dict[tuple[int, int], float]:
     """How probable each pair of first tokens is, among few allowed ones."""
     pairs = {}
     for first, p in _probabilities(model, prompt, [], params).items():
@@ -48,14 +56,15 @@ def reference_pairs(model: PreTrainedModel, prompt: list[int], params: SamplingP
     return pairs
 
 
-def _probabilities(model: PreTrainedModel, prompt: list[int], output: list[int],
-                   params: SamplingParams) -> dict[int, float]:
+def _probabilities(
+    model: PreTrainedModel, prompt: list[int], output: list[int], params: SamplingParams
+) -> dict[int, float]:
     assert params.allowed_token_ids
     logits = model(torch.tensor([prompt + output])).logits[0, -1].float()
     probs = (controlled(logits, prompt, output, params) / params.temperature).softmax(-1)
     order = probs.argsort(descending=True)
     if params.top_k:
-        probs[order[params.top_k:]] = 0
+        probs[order[params.top_k :]] = 0
         probs /= probs.sum()
     if params.top_p < 1:
         before = probs[order].cumsum(0) - probs[order]

@@ -23,9 +23,19 @@ RandomModel = Callable[[str], tuple[str, PreTrainedModel]]
 """Gives a family's model: its folder, and the model as transformers runs it."""
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 331, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def _of(kind: Callable[..., PretrainedConfig], **changes: Any) -> PretrainedConfig:
@@ -39,17 +49,35 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-gqa": lambda: _of(LlamaConfig),
     "llama-mha-tied": lambda: _of(LlamaConfig, num_key_value_heads=4, tie_word_embeddings=True),
-    "llama-mqa-odd-sizes": lambda: _of(LlamaConfig, num_key_value_heads=1, hidden_size=60, head_dim=20,
-                                       num_attention_heads=6, intermediate_size=94, vocab_size=257),
+    "llama-mqa-odd-sizes": lambda: _of(
+        LlamaConfig,
+        num_key_value_heads=1,
+        hidden_size=60,
+        head_dim=20,
+        num_attention_heads=6,
+        intermediate_size=94,
+        vocab_size=257,
+    ),
     "llama-biases": lambda: _of(LlamaConfig, attention_bias=True, mlp_bias=True),
     "llama-rope-linear": lambda: _of(LlamaConfig, rope_parameters=rope("linear", factor=4.0)),
-    "llama-rope-llama3": lambda: _of(LlamaConfig, rope_parameters=rope(
-        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)),
-    "llama-rope-yarn": lambda: _of(LlamaConfig, rope_parameters=rope(
-        "yarn", factor=4.0, original_max_position_embeddings=128)),
+    "llama-rope-llama3": lambda: _of(
+        LlamaConfig,
+        rope_parameters=rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama-rope-yarn": lambda: _of(
+        LlamaConfig, rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=128)
+    ),
     "mistral-window": lambda: _of(MistralConfig, sliding_window=24, head_dim=12),
     "qwen2": lambda: _of(Qwen2Config),
-    "qwen2-window": lambda: _of(Qwen2Config, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "qwen2-window": lambda: _of(
+        Qwen2Config, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
     "qwen3-tied": lambda: _of(Qwen3Config, head_dim=32, tie_word_embeddings=True),
 }
 
@@ -78,24 +106,39 @@ def load_reference(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedM
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
 
 
-def random_prompts(count: int, vocab_size: int, longest: int = 90, seed: int = 3) -> list[list[int]]:
+def random_prompts(
+    count: int, vocab_size: int, longest: int = 90, seed: int = 3
+) -> list[list[int]]:
     """Prompts of mixed lengths, some with a common beginning."""
     rng = random.Random(seed)
     shared = [rng.randrange(vocab_size) for _ in range(40)]
-    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-    return [shared + p[:longest - 40] if i % 4 == 3 else p for i, p in enumerate(prompts)]
+    prompts = [
+        [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(count)
+    ]
+    return [shared + p[: longest - 40] if i % 4 == 3 else p for i, p in enumerate(prompts)]
 
 
-def reference_tokens(model: PreTrainedModel, prompts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
+def reference_tokens(
+    model: PreTrainedModel, prompts: Sequence[list[int]], counts: Sequence[int]
+) -> list[list[int]]:
     """Greedy continuations by transformers, one prompt at a time."""
-    return [list(_continuation(model, tuple(prompt), count)) for prompt, count in zip(prompts, counts, strict=True)]
+    return [
+        list(_continuation(model, tuple(prompt), count))
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
 
 
 @cache
 def _continuation(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
     """One of them; several tests compare with the same."""
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                         pad_token_id=0, eos_token_id=None)
-    tokens: list[int] = out[0, len(prompt):].tolist()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=count,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens

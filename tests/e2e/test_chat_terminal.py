@@ -61,13 +61,23 @@ class Screen:
 def chat(state: Path, *words: str, **environment: str) -> Iterator[Screen]:
     outside, inside = pty.openpty()
     # The terminal of this test answers no questions about its cursor.
-    environment = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1",
-                   "XDG_STATE_HOME": str(state), "PYTHONPATH": PYTHON_PATH, **environment}
+    environment = {
+        "TERM": "xterm-256color",
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+        "XDG_STATE_HOME": str(state),
+        "PYTHONPATH": PYTHON_PATH,
+        **environment,
+    }
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     process = subprocess.Popen(
         [sys.executable, "-m", "sidestep", "chat", "--temperature", "0", *words],
-        stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
-        preexec_fn=enter_terminal, env=inherited | environment)
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=enter_terminal,
+        env=inherited | environment,
+    )
     os.close(inside)
     try:
         yield Screen(outside, process)
@@ -90,8 +100,17 @@ def test_a_conversation_is_edited_remembered_and_ended_with_ctrl_d(tmp_path: Pat
 
 
 def test_pasted_lines_are_one_message_and_two_ctrl_c_end_quietly(tmp_path: Path) -> None:
-    with chat(tmp_path, "--device", "fake", "--fake-step-ms", "5", "--max-tokens", "2000",
-              "--ignore-eos", NO_COLOR="1") as screen:
+    with chat(
+        tmp_path,
+        "--device",
+        "fake",
+        "--fake-step-ms",
+        "5",
+        "--max-tokens",
+        "2000",
+        "--ignore-eos",
+        NO_COLOR="1",
+    ) as screen:
         told = screen.until(PROMPT)
         assert b"starting the engine" in told and b"\x1b[2m" not in told and b"\x1b[3" not in told
         screen.type(b"\x1b[200~one\ntwo\nthree\x1b[201~\r")

@@ -86,13 +86,31 @@ def test_yarn_by_an_override_equals_transformers_with_it_in_the_file(model_folde
 
 async def test_a_long_context_is_fitted_to_a_small_cache_on_the_cpu(tmp_path: Path) -> None:
     """As of Qwen3-0.6B, whose 40,960 tokens take more than the cache that a CPU has by default."""
-    (tmp_path / "config.json").write_text(json.dumps({
-        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 331, "hidden_size": 64, "head_dim": 32,
-        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 40960, "tie_word_embeddings": True}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "vocab_size": 331,
+                "hidden_size": 64,
+                "head_dim": 32,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 40960,
+                "tie_word_embeddings": True,
+            }
+        )
+    )
     arguments = EngineArgs(
-        model=str(tmp_path), device="cpu", dtype="float32", cpu_threads=1, load_format="dummy",
-        skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20)  # 1,024 bytes a token
+        model=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        cpu_threads=1,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 20,
+    )  # 1,024 bytes a token
     async with AsyncLLM.from_engine_args(arguments) as llm:
         assert llm.max_model_len == 1024
         async for out in llm.generate([5] * 1020, SamplingParams(max_tokens=None, ignore_eos=True)):

@@ -10,14 +10,31 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep import DEFAULT_MODEL, LLM, AsyncLLM, EngineArgs, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+from sidestep import (
+    DEFAULT_MODEL,
+    LLM,
+    AsyncLLM,
+    EngineArgs,
+    Logprob,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from tests.e2e.engines import Engines
 from tests.e2e.models import load_reference
 
-PROMPTS = ["def get_name(self):\n    return", "import", "class Stack:\n    def push(self, it):\n        self.it." * 6]
+PROMPTS = [
+    "def get_name(self):\n    return",
+    "import",
+    "class Stack:\n    def push(self, it):\n        self.it." * 6,
+]
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"async_scheduling": False}, {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-    {"num_kv_blocks": 10, "max_model_len": 160}, {"tensor_parallel_size": 2}]
+    {},
+    {"async_scheduling": False},
+    {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+    {"num_kv_blocks": 10, "max_model_len": 160},
+    {"tensor_parallel_size": 2},
+]
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
@@ -48,21 +65,32 @@ def check(entries: dict[int, Logprob], values: torch.Tensor, token: int, most: i
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_logprobs_of_outputs_and_prompts(options: dict[str, Any], model: Any, engines: Engines) -> None:
+def test_logprobs_of_outputs_and_prompts(
+    options: dict[str, Any], model: Any, engines: Engines
+) -> None:
     """In chunks, preempted, on two ranks; of the model itself although penalties and filters choose the tokens."""
     params = [
         SamplingParams(temperature=0, max_tokens=9, logprobs=4, prompt_logprobs=2),
-        SamplingParams(temperature=1.2, seed=5, top_p=0.9, presence_penalty=1.5, max_tokens=9, logprobs=20),
-        SamplingParams(temperature=0.8, seed=6, max_tokens=9, logprobs=0, prompt_logprobs=0, min_tokens=9)]
+        SamplingParams(
+            temperature=1.2, seed=5, top_p=0.9, presence_penalty=1.5, max_tokens=9, logprobs=20
+        ),
+        SamplingParams(
+            temperature=0.8, seed=6, max_tokens=9, logprobs=0, prompt_logprobs=0, min_tokens=9
+        ),
+    ]
     outputs = run(engines.get(**options), params)
     for output, asked in zip(outputs, params, strict=True):
         completion, prompt = output.outputs[0], output.prompt_token_ids
         values = reference(model, [*prompt, *completion.token_ids])
         assert completion.logprobs is not None
         assert len(completion.logprobs) == len(completion.token_ids)
-        for i, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        for i, (token, entries) in enumerate(
+            zip(completion.token_ids, completion.logprobs, strict=True)
+        ):
             check(entries, values[len(prompt) + i - 1], token, asked.logprobs or 0)
-        total = sum(e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True))
+        total = sum(
+            e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)
+        )
         assert completion.cumulative_logprob == pytest.approx(total)
         if asked.prompt_logprobs is None:
             assert output.prompt_logprobs is None
@@ -87,9 +115,17 @@ def test_who_does_not_ask_gets_the_same_tokens_and_no_logprobs(engines: Engines)
 
 async def test_streamed() -> None:
     """Each output of a stream has those of its own tokens; together they are those of the whole."""
-    params = SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1, stop=["\n\n"])
-    delta = SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1, stop=["\n\n"],
-                           output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(
+        temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1, stop=["\n\n"]
+    )
+    delta = SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        logprobs=2,
+        prompt_logprobs=1,
+        stop=["\n\n"],
+        output_kind=RequestOutputKind.DELTA,
+    )
     async with AsyncLLM.from_engine_args(EngineArgs(dtype="float32")) as llm:
         whole = [output async for output in llm.generate(PROMPTS[2], params)][-1]
         parts = []
@@ -113,10 +149,14 @@ def test_texts_of_single_tokens(engines: Engines) -> None:
     assert output.prompt_logprobs is not None
     for token, entries in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
         assert entries is not None
-        assert entries[token].decoded_token == tokenizer.token_bytes(token).decode("utf-8", "replace")
+        assert entries[token].decoded_token == tokenizer.token_bytes(token).decode(
+            "utf-8", "replace"
+        )
 
 
-def test_the_documentation_s_example_runs(capsys: pytest.CaptureFixture[str], engines: Engines) -> None:
+def test_the_documentation_s_example_runs(
+    capsys: pytest.CaptureFixture[str], engines: Engines
+) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "sampling.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(code, {"llm": engines.get(), "SamplingParams": SamplingParams})

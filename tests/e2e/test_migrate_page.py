@@ -29,15 +29,26 @@ def test_what_is_ours_alone_is_an_option() -> None:
 
 def test_the_example_streams_and_completes(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code.replace("()", '(device="fake")', 1)
-                           .replace("AsyncEngineArgs()", 'AsyncEngineArgs(device="fake")')],
-                          capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            code.replace("()", '(device="fake")', 1).replace(
+                "AsyncEngineArgs()", 'AsyncEngineArgs(device="fake")'
+            ),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 10
 
 
 def test_the_commands_are_understood() -> None:
-    commands = re.findall(r"^(sidestep serve|python -m sidestep\.entrypoints\.openai\.api_server) (.*)$", TEXT, re.M)
+    commands = re.findall(
+        r"^(sidestep serve|python -m sidestep\.entrypoints\.openai\.api_server) (.*)$", TEXT, re.M
+    )
     assert len(commands) == 2
     parsed = [make_parser("1").parse_args(["serve", *shlex.split(words)]) for _, words in commands]
     assert [engine_args(each).model for each in parsed] == ["MODEL", "Qwen/Qwen3-0.6B"]

@@ -11,10 +11,19 @@ import torch
 from transformers import AutoTokenizer
 
 from sidestep import DEFAULT_MODEL, LLM, SamplingParams
-from tests.e2e.models import FAMILIES, RandomModel, load_reference, random_prompts, reference_tokens, write_model
+from tests.e2e.models import (
+    FAMILIES,
+    RandomModel,
+    load_reference,
+    random_prompts,
+    reference_tokens,
+    write_model,
+)
 
 
-def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any) -> list[list[int]]:
+def engine_tokens(
+    path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any
+) -> list[list[int]]:
     """The same by the engine, all at once."""
     with LLM(path, **{"device": "cpu", "dtype": "float32", "cpu_threads": 1, **options}) as llm:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
@@ -22,37 +31,64 @@ def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_equals_transformers_in_a_mixed_batch(family: str, random_model: RandomModel) -> None:
+def test_every_family_equals_transformers_in_a_mixed_batch(
+    family: str, random_model: RandomModel
+) -> None:
     path, model = random_model(family)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
     expected = reference_tokens(model, prompts, counts)
     assert len({tuple(tokens) for tokens in expected}) == 12, "the model says the same to everybody"
     # Small budget and blocks: prompts in chunks, a cache that forces preemption.
-    got = engine_tokens(path, prompts, counts, max_num_batched_tokens=48, max_num_seqs=7, block_size=8,
-                        num_kv_blocks=40, max_model_len=200)
+    got = engine_tokens(
+        path,
+        prompts,
+        counts,
+        max_num_batched_tokens=48,
+        max_num_seqs=7,
+        block_size=8,
+        num_kv_blocks=40,
+        max_model_len=200,
+    )
     assert got == expected
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"async_scheduling": False}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 64, "block_size": 16},
-    {"num_kv_blocks": 70, "block_size": 4, "max_model_len": 200}], ids=str)
-def test_64_requests_equal_transformers_however_they_are_run(options: dict[str, Any],
-                                                             random_model: RandomModel) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": False},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 64, "block_size": 16},
+        {"num_kv_blocks": 70, "block_size": 4, "max_model_len": 200},
+    ],
+    ids=str,
+)
+def test_64_requests_equal_transformers_however_they_are_run(
+    options: dict[str, Any], random_model: RandomModel
+) -> None:
     path, model = random_model("llama-gqa")
     prompts, counts = random_prompts(64, model.config.vocab_size), [8 + i % 9 for i in range(64)]
-    assert engine_tokens(path, prompts, counts, max_num_seqs=64, **options) == reference_tokens(model, prompts, counts)
+    assert engine_tokens(path, prompts, counts, max_num_seqs=64, **options) == reference_tokens(
+        model, prompts, counts
+    )
 
 
-@pytest.mark.parametrize(("family", "ranks"), [
-    ("llama-mqa-odd-sizes", 2), ("llama-biases", 2), ("qwen3-tied", 2), ("llama-gqa", 4)])
-def test_several_ranks_equal_transformers(family: str, ranks: int, random_model: RandomModel) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("llama-mqa-odd-sizes", 2), ("llama-biases", 2), ("qwen3-tied", 2), ("llama-gqa", 4)],
+)
+def test_several_ranks_equal_transformers(
+    family: str, ranks: int, random_model: RandomModel
+) -> None:
     """The vocabularies are no multiples of the ranks; of four ranks, two have the same one of two KV heads."""
     path, model = random_model(family)
     assert model.config.vocab_size % ranks
     assert ranks < 4 or model.config.num_key_value_heads == 2
     prompts, counts = random_prompts(8, model.config.vocab_size), [12] * 8
-    got = engine_tokens(path, prompts, counts, tensor_parallel_size=ranks, max_num_batched_tokens=64, max_num_seqs=8)
+    got = engine_tokens(
+        path, prompts, counts, tensor_parallel_size=ranks, max_num_batched_tokens=64, max_num_seqs=8
+    )
     assert got == reference_tokens(model, prompts, counts)
 
 
@@ -70,7 +106,13 @@ def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size: int, model_fol
 DUMMY_TOKENS: dict[str, list[list[int]]] = {}
 
 
-TEXTS = ["def get_name(", "class Stack:", "import os\n\ndef read_file(path):", "for i in range(", "    return self"]
+TEXTS = [
+    "def get_name(",
+    "class Stack:",
+    "import os\n\ndef read_file(path):",
+    "for i in range(",
+    "    return self",
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +128,22 @@ def test_the_bundled_model_equals_transformers(bundled_prompts: list[list[int]])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_exact_as_that_of_transformers(dtype: str, bundled_prompts: list[list[int]]) -> None:
+def test_half_precision_is_as_exact_as_that_of_transformers(
+    dtype: str, bundled_prompts: list[list[int]]
+) -> None:
     """Tokens themselves may differ: which of two close logits is larger, rounding decides, on each CPU in its way."""
     exact = load_reference(DEFAULT_MODEL, torch.float64)
     rounded = load_reference(DEFAULT_MODEL, getattr(torch, dtype))
-    for prompt, tokens in zip(bundled_prompts, engine_tokens(DEFAULT_MODEL, bundled_prompts, [40] * 5, dtype=dtype),
-                              strict=True):
+    for prompt, tokens in zip(
+        bundled_prompts,
+        engine_tokens(DEFAULT_MODEL, bundled_prompts, [40] * 5, dtype=dtype),
+        strict=True,
+    ):
         ids = torch.tensor([prompt + tokens])
         with torch.no_grad():
-            logits, theirs = (model(ids).logits[0, len(prompt) - 1:-1].double() for model in (exact, rounded))
+            logits, theirs = (
+                model(ids).logits[0, len(prompt) - 1 : -1].double() for model in (exact, rounded)
+            )
         error = (theirs - logits).abs().max()
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert (logits.max(1).values - chosen).max() <= 2 * error

@@ -23,10 +23,16 @@ def test_the_tokenizer_is_as_transformers_has_it(tokenizer: Tokenizer) -> None:
     text = "def get_name(self):\n    return 'é'<|endoftext|>"
     ids = theirs.encode(text)
     assert tokenizer.encode(text) == ids == tokenizer(text).input_ids
-    assert dict(tokenizer([text, "a"])) == {key: theirs([text, "a"])[key] for key in ("input_ids", "attention_mask")}
+    assert dict(tokenizer([text, "a"])) == {
+        key: theirs([text, "a"])[key] for key in ("input_ids", "attention_mask")
+    }
     for skip in (False, True):
-        assert tokenizer.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-    assert tokenizer.decode(ids) == theirs.decode(ids) and tokenizer.decode(ids[0]) == theirs.decode(ids[0])
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == theirs.decode(
+            ids, skip_special_tokens=skip
+        )
+    assert tokenizer.decode(ids) == theirs.decode(ids) and tokenizer.decode(
+        ids[0]
+    ) == theirs.decode(ids[0])
     assert tokenizer.batch_decode([ids, ids[:2]]) == theirs.batch_decode([ids, ids[:2]])
     assert tokenizer.tokenize("a b") == theirs.tokenize("a b")
     assert tokenizer.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
@@ -36,12 +42,19 @@ def test_the_tokenizer_is_as_transformers_has_it(tokenizer: Tokenizer) -> None:
         assert getattr(tokenizer, name) == getattr(theirs, name), name
 
 
-@pytest.mark.parametrize("more", [{}, {"add_generation_prompt": True}, {"continue_final_message": True}])
+@pytest.mark.parametrize(
+    "more", [{}, {"add_generation_prompt": True}, {"continue_final_message": True}]
+)
 def test_chats_are_rendered_as_by_transformers(tokenizer: Tokenizer, more: dict[str, Any]) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(sidestep.DEFAULT_MODEL)
-    chat = [*CHAT, {"role": "assistant", "content": "def f("}] if "continue_final_message" in more else CHAT
-    assert tokenizer.apply_chat_template(chat, tokenize=False, **more) == theirs.apply_chat_template(
-        chat, tokenize=False, **more)
+    chat = (
+        [*CHAT, {"role": "assistant", "content": "def f("}]
+        if "continue_final_message" in more
+        else CHAT
+    )
+    assert tokenizer.apply_chat_template(
+        chat, tokenize=False, **more
+    ) == theirs.apply_chat_template(chat, tokenize=False, **more)
     ids = theirs.apply_chat_template(chat, return_dict=True, **more)["input_ids"]
     assert tokenizer.apply_chat_template(chat, **more) == ids
     assert tokenizer.apply_chat_template(chat, return_dict=True, **more).input_ids == ids

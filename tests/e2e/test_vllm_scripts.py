@@ -21,7 +21,8 @@ def ported(script: Path) -> str:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_runs_with_the_import_changed_or_says_why_not(
-        script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = ported(script)
     expected = re.match(r"# Expected: (.*)\n", code)
     assert expected is not None

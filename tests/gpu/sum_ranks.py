@@ -20,7 +20,11 @@ from tests.triton.support import Values, assert_close
 PLACE_BYTES = 1 << 23
 SHAPES = [(1, 4096), (21, 1000), (64, 1024), (257, 1000), (300, 4096)]
 KINDS: list[tuple[Kind, ...]] = [
-    ("pushed",), ("one_shot",), ("two_shot",), ("pushed", "one_shot", "pushed", "two_shot")]
+    ("pushed",),
+    ("one_shot",),
+    ("two_shot",),
+    ("pushed", "one_shot", "pushed", "two_shot"),
+]
 """Of the sums of a graph, in turn."""
 SUMS_OF_A_GRAPH, REPLAYS = 7, 1000
 EPS = 1e-6
@@ -66,8 +70,14 @@ class Rank:
                 # Place 0 first, then the others in turn: the last is not the next replay's first.
                 place = 0 if number == 0 else 1 + (number - 1) % 2
                 torch.mul(mine, step, out=self.memory.part(place, rows, width, self.dtype))
-                done = sum_parts(self.memory, place, hidden, RmsNorm(weight, EPS), configs[number % len(configs)],
-                                 add=number > 0)
+                done = sum_parts(
+                    self.memory,
+                    place,
+                    hidden,
+                    RmsNorm(weight, EPS),
+                    configs[number % len(configs)],
+                    add=number > 0,
+                )
                 assert done is not None
                 for bits in (hidden.view(kind), done.view(kind)):
                     torch.add(bits, digest, alpha=31, out=digest)  # nothing is lost: 31 is odd
@@ -94,12 +104,18 @@ class Rank:
             exact = (exact + sum(parts)).to(self.dtype).double()
         assert_close(hidden / 32, exact / 32, ulps=8)
         wide = hidden.double()
-        assert_close(normed, wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double(), ulps=8)
+        assert_close(
+            normed,
+            wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double(),
+            ulps=8,
+        )
 
 
 def main(rank: int, ranks: int, meet: str, dtype: torch.dtype) -> None:
     process, digest = Rank(rank, ranks, meet, dtype), 0
-    for seed, ((rows, width), kinds, programs) in enumerate(itertools.product(SHAPES, KINDS, (5, 128))):
+    for seed, ((rows, width), kinds, programs) in enumerate(
+        itertools.product(SHAPES, KINDS, (5, 128))
+    ):
         if "pushed" in kinds and not can_push(ranks, rows, width * dtype.itemsize):
             continue
         configs = [SumConfig(kind, programs) for kind in kinds]

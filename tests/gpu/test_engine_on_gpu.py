@@ -16,12 +16,19 @@ from tests.e2e.test_beam_search import reference_beams
 
 pytestmark = pytest.mark.gpu
 
-SMALL: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 7, "block_size": 16, "num_kv_blocks": 24,
-                         "max_model_len": 200}
+SMALL: dict[str, Any] = {
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 7,
+    "block_size": 16,
+    "num_kv_blocks": 24,
+    "max_model_len": 200,
+}
 """So small that prompts come in chunks and requests are preempted."""
 
 
-def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any) -> list[list[int]]:
+def engine_tokens(
+    path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any
+) -> list[list[int]]:
     with LLM(path, **{"dtype": "float32", "kv_cache_memory_bytes": 1 << 30, **options}) as llm:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
         return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
@@ -30,7 +37,9 @@ def engine_tokens(path: str, prompts: Sequence[list[int]], counts: Sequence[int]
 def test_the_gpu_is_taken_by_itself() -> None:
     with LLM() as llm:
         assert "cpu" not in repr(llm)
-        (out,) = llm.generate("def get_name(", SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        (out,) = llm.generate(
+            "def get_name(", SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False
+        )
         assert len(out.outputs[0].token_ids) == 8
 
 
@@ -43,17 +52,35 @@ def test_every_family_equals_transformers(family: str, model_folder: Path) -> No
     assert engine_tokens(path, prompts, counts, **SMALL) == reference_tokens(model, prompts, counts)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"enforce_eager": True}, {"attention_backend": "torch"}, {"async_scheduling": False},
-    {"enable_prefix_caching": False}, {"block_size": 16}, {"block_size": 128}, {**SMALL, "enforce_eager": True},
-    {"max_num_batched_tokens": 64, "max_num_seqs": 64}], ids=str)
-def test_greedy_tokens_do_not_depend_on_how_steps_run(options: dict[str, Any], model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"attention_backend": "torch"},
+        {"async_scheduling": False},
+        {"enable_prefix_caching": False},
+        {"block_size": 16},
+        {"block_size": 128},
+        {**SMALL, "enforce_eager": True},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 64},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_do_not_depend_on_how_steps_run(
+    options: dict[str, Any], model_folder: Path
+) -> None:
     path = write_model("qwen3-tied", model_folder)
     model = load_reference(path)
     prompts = random_prompts(64, model.config.vocab_size, longest=90)
-    prompts += [prompts[3] + prompts[4], prompts[3] + prompts[5]]  # prefixes that the cache may serve
+    prompts += [
+        prompts[3] + prompts[4],
+        prompts[3] + prompts[5],
+    ]  # prefixes that the cache may serve
     counts = [3 + 7 * (i % 6) for i in range(66)]
-    assert engine_tokens(path, prompts, counts, **options) == reference_tokens(model, prompts, counts)
+    assert engine_tokens(path, prompts, counts, **options) == reference_tokens(
+        model, prompts, counts
+    )
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
@@ -62,10 +89,21 @@ def test_overlap_and_graphs_change_no_token(seeded: bool) -> None:
     answers = []
     for options in ({}, {"async_scheduling": False}, {"enforce_eager": True}):
         with LLM(DEFAULT_MODEL, dtype="float32", kv_cache_memory_bytes=1 << 30, **options) as llm:
-            params = [SamplingParams(temperature=0.8 if seeded else 0, seed=i, max_tokens=30 + i, ignore_eos=True,
-                                     top_k=[0, 20][i % 2], top_p=[1.0, 0.9, 0.5][i % 3], min_p=[0.0, 0.05][i % 2])
-                      for i in range(32)]
-            answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+            params = [
+                SamplingParams(
+                    temperature=0.8 if seeded else 0,
+                    seed=i,
+                    max_tokens=30 + i,
+                    ignore_eos=True,
+                    top_k=[0, 20][i % 2],
+                    top_p=[1.0, 0.9, 0.5][i % 3],
+                    min_p=[0.0, 0.05][i % 2],
+                )
+                for i in range(32)
+            ]
+            answers.append(
+                [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+            )
     assert answers[0] == answers[1] == answers[2]
 
 
@@ -75,12 +113,14 @@ def test_min_tokens_holds_stop_tokens_back() -> None:
         (out,) = llm.generate("def get_name(", plain, use_tqdm=False)
         tokens = out.outputs[0].token_ids
         for minimum in (0, 12):
-            params = SamplingParams(temperature=0, max_tokens=30, min_tokens=minimum, stop_token_ids=[tokens[4]])
+            params = SamplingParams(
+                temperature=0, max_tokens=30, min_tokens=minimum, stop_token_ids=[tokens[4]]
+            )
             (out,) = llm.generate("def get_name(", params, use_tqdm=False)
             got = out.outputs[0].token_ids
             assert len(got) >= max(minimum, 5 if minimum == 0 else 12)
             assert tokens[4] not in got[:minimum]
-            assert minimum or got == tokens[:tokens.index(tokens[4]) + 1]
+            assert minimum or got == tokens[: tokens.index(tokens[4]) + 1]
 
 
 def test_too_little_memory_says_what_to_change() -> None:
@@ -91,8 +131,11 @@ def test_too_little_memory_says_what_to_change() -> None:
 def test_auto_max_model_len_follows_the_cache(model_folder: Path) -> None:
     path = write_model("llama-gqa", model_folder)
     with LLM(path, max_model_len="auto", num_kv_blocks=3, block_size=16) as llm:
-        (out,) = llm.generate([[1] * 20], SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True),
-                              use_tqdm=False)
+        (out,) = llm.generate(
+            [[1] * 20],
+            SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True),
+            use_tqdm=False,
+        )
         assert len(out.outputs[0].token_ids) == 48 - 20
 
 
@@ -105,23 +148,43 @@ def test_two_ranks_equal_one(model_folder: Path) -> None:
     assert one == two
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"enforce_eager": True}, {"async_scheduling": False}, {"attention_backend": "torch"}, {"block_size": 16},
-    {**SMALL, "num_kv_blocks": 30}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"async_scheduling": False},
+        {"attention_backend": "torch"},
+        {"block_size": 16},
+        {**SMALL, "num_kv_blocks": 30},
+    ],
+    ids=str,
+)
 def test_choices_equal_lone_requests(options: dict[str, Any], model_folder: Path) -> None:
     path = write_model("llama-gqa", model_folder)
     prompts = random_prompts(6, 331)
-    params = [SamplingParams(n=4, seed=i, temperature=0.9, top_k=20, max_tokens=20, ignore_eos=True) for i in range(6)]
+    params = [
+        SamplingParams(n=4, seed=i, temperature=0.9, top_k=20, max_tokens=20, ignore_eos=True)
+        for i in range(6)
+    ]
     base = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 30}
     with LLM(path, **{**base, **options}) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)
-        alone = llm.generate([p for p in prompts for _ in range(4)],
-                             [p.for_choice(i) for p in params for i in range(4)], use_tqdm=False)
-    assert [c.token_ids for out in together for c in out.outputs] == [out.outputs[0].token_ids for out in alone]
+        alone = llm.generate(
+            [p for p in prompts for _ in range(4)],
+            [p.for_choice(i) for p in params for i in range(4)],
+            use_tqdm=False,
+        )
+    assert [c.token_ids for out in together for c in out.outputs] == [
+        out.outputs[0].token_ids for out in alone
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"block_size": 16}, {**SMALL, "num_kv_blocks": 40}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"block_size": 16}, {**SMALL, "num_kv_blocks": 40}],
+    ids=str,
+)
 def test_beam_search_equals_transformers(options: dict[str, Any], model_folder: Path) -> None:
     path = write_model("llama-gqa", model_folder)
     model = load_reference(path)
@@ -131,9 +194,13 @@ def test_beam_search_equals_transformers(options: dict[str, Any], model_folder: 
         for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
             expected = reference_beams(model, prompt, params, ())
             # Of beams that are as likely as each other but for rounding, a GPU may find another than the CPU.
-            assert [s.score for s in output.sequences] == pytest.approx([score for _, score in expected], abs=2e-4)
-            found = sum(s.tokens[len(prompt):] == tokens
-                        for s, (tokens, _) in zip(output.sequences, expected, strict=True))
+            assert [s.score for s in output.sequences] == pytest.approx(
+                [score for _, score in expected], abs=2e-4
+            )
+            found = sum(
+                s.tokens[len(prompt) :] == tokens
+                for s, (tokens, _) in zip(output.sequences, expected, strict=True)
+            )
             assert found >= 2, "more than ties differ"
 
 

@@ -18,17 +18,34 @@ from tests.unit.executor.steps import Request, schedule
 
 MISSING = FlashInferAttention.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 # FlashInfer compiles its kernels when they are first used.
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(FAMILIES, "large-heads", lambda: Qwen2Config(
-        **{**COMMON, "head_dim": 128, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}))
+    monkeypatch.setitem(
+        FAMILIES,
+        "large-heads",
+        lambda: Qwen2Config(
+            **{
+                **COMMON,
+                "head_dim": 128,
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "max_window_layers": 1,
+            }
+        ),
+    )
     return write_model("large-heads", tmp_path)
 
 
-def test_bfloat16_rounds_no_more_than_transformers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_rounds_no_more_than_transformers(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The distance from float32 arithmetic on the same weights."""
     ours: list[torch.Tensor] = []
     sample = gpu_runner.sample_tokens
@@ -46,13 +63,19 @@ def test_bfloat16_rounds_no_more_than_transformers(path: str, monkeypatch: pytes
     runner = make_runner(path, "bfloat16", attention_backend="flashinfer")
     got = []
     for prompt in prompts:
-        for step, _ in schedule([Request(prompt, 1)], 17, 16):  # in chunks, some of them of one token
+        for step, _ in schedule(
+            [Request(prompt, 1)], 17, 16
+        ):  # in chunks, some of them of one token
             runner.execute(step).wait()
         got.append(ours[-1])
     with torch.inference_mode():
         expected = torch.cat([exact(torch.tensor([p]).cuda()).logits[0, -1:] for p in prompts])
-        reference = torch.cat([theirs(torch.tensor([p]).cuda()).logits[0, -1:].float() for p in prompts])
-    assert (torch.cat(got) - expected).square().mean() < 1.2 * (reference - expected).square().mean()
+        reference = torch.cat(
+            [theirs(torch.tensor([p]).cuda()).logits[0, -1:].float() for p in prompts]
+        )
+    assert (torch.cat(got) - expected).square().mean() < 1.2 * (
+        reference - expected
+    ).square().mean()
 
 
 def test_a_plan_does_not_overwrite_that_of_the_step_in_flight(path: str) -> None:

@@ -22,10 +22,17 @@ VOCAB = 257
 
 
 def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
-    runner = GpuRunner(WorkerArgs(
-        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype=dtype),
-        cache=CacheConfig(block_size=16, num_kv_blocks=600), parallel=ParallelConfig(device="cuda", **parallel),
-        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256), max_model_len=256))
+    runner = GpuRunner(
+        WorkerArgs(
+            rank=0,
+            spec=load_model_spec(path),
+            model=ModelConfig(model=path, dtype=dtype),
+            cache=CacheConfig(block_size=16, num_kv_blocks=600),
+            parallel=ParallelConfig(device="cuda", **parallel),
+            scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
+            max_model_len=256,
+        )
+    )
     runner.load()
     return runner
 
@@ -45,7 +52,9 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
-def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path, logits: list[torch.Tensor]) -> None:
+def test_bfloat16_rounds_no_more_than_transformers(
+    family: str, tmp_path: Path, logits: list[torch.Tensor]
+) -> None:
     """The distance from float32 arithmetic on the same weights."""
     path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
     theirs, exact = load_reference(path, torch.bfloat16).cuda(), load_reference(path).cuda()
@@ -60,8 +69,12 @@ def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path, 
         ours.append(logits[-1])
     with torch.inference_mode():
         expected = torch.cat([exact(torch.tensor([p]).cuda()).logits[0, -1:] for p in prompts])
-        reference = torch.cat([theirs(torch.tensor([p]).cuda()).logits[0, -1:].float() for p in prompts])
-    assert (torch.cat(ours) - expected).square().mean() < 1.2 * (reference - expected).square().mean()
+        reference = torch.cat(
+            [theirs(torch.tensor([p]).cuda()).logits[0, -1:].float() for p in prompts]
+        )
+    assert (torch.cat(ours) - expected).square().mean() < 1.2 * (
+        reference - expected
+    ).square().mean()
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -72,7 +85,9 @@ def test_steps_may_all_be_launched_before_any_output_is_read(eager: bool, tmp_pa
     answers = []
     for depth in (1, 2):
         runner = make_runner(path, "float32", enforce_eager=eager)
-        requests = [Request(p, 9, temperature=[0.0, 0.9][i % 2], seed=i) for i, p in enumerate(prompts)]
+        requests = [
+            Request(p, 9, temperature=[0.0, 0.9][i % 2], seed=i) for i, p in enumerate(prompts)
+        ]
         flying: list[Any] = []
         for step, sampling in schedule(requests, 90, 16):
             flying.append((runner.execute(step), sampling))

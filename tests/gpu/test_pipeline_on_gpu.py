@@ -26,18 +26,29 @@ def needs(count: int) -> None:
         pytest.skip(f"fewer than {count} GPUs")
 
 
-@pytest.mark.parametrize("options", [
-    {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": True},
-    {"pipeline_parallel_size": 2, "async_scheduling": False}, {"pipeline_parallel_size": 2, "pipeline_layers": (1, 2)},
-    {"pipeline_parallel_size": 2, "attention_backend": "torch"}, {"pipeline_parallel_size": 2, **SMALL},
-    {"pipeline_parallel_size": 3}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "enforce_eager": True},
+        {"pipeline_parallel_size": 2, "async_scheduling": False},
+        {"pipeline_parallel_size": 2, "pipeline_layers": (1, 2)},
+        {"pipeline_parallel_size": 2, "attention_backend": "torch"},
+        {"pipeline_parallel_size": 2, **SMALL},
+        {"pipeline_parallel_size": 3},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
 def test_stages_equal_transformers(options: dict[str, Any], model_folder: Path) -> None:
     needs(options["pipeline_parallel_size"] * options.get("tensor_parallel_size", 1))
     path = write_model("qwen3-tied", model_folder)
     model = load_reference(path)
     prompts = random_prompts(64, model.config.vocab_size, longest=90)
     counts = [3 + 7 * (i % 6) for i in range(64)]
-    assert engine_tokens(path, prompts, counts, **options) == reference_tokens(model, prompts, counts)
+    assert engine_tokens(path, prompts, counts, **options) == reference_tokens(
+        model, prompts, counts
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
@@ -45,11 +56,22 @@ async def test_requests_of_all_kinds_are_answered_as_by_one_gpu(options: dict[st
     needs(2)
     answers = []
     for stages in (1, 2):
-        args = EngineArgs(model=DEFAULT_MODEL, dtype="float32", kv_cache_memory_bytes=1 << 30, max_model_len=256,
-                          max_num_batched_tokens=64, max_num_seqs=32, pipeline_parallel_size=stages, **options)
+        args = EngineArgs(
+            model=DEFAULT_MODEL,
+            dtype="float32",
+            kv_cache_memory_bytes=1 << 30,
+            max_model_len=256,
+            max_num_batched_tokens=64,
+            max_num_seqs=32,
+            pipeline_parallel_size=stages,
+            **options,
+        )
         async with AsyncLLM.from_engine_args(args) as llm:
+
             async def answer(index: int, llm: AsyncLLM = llm) -> list[list[int]]:
-                params = SamplingParams(**{"temperature": 0, "seed": index, "max_tokens": 30, **REQUESTS[index]})
+                params = SamplingParams(
+                    **{"temperature": 0, "seed": index, "max_tokens": 30, **REQUESTS[index]}
+                )
                 async for out in llm.generate(TEXTS[index % 3], params):
                     pass
                 return [choice.token_ids for choice in out.outputs]
@@ -78,7 +100,11 @@ async def test_an_idle_engine_leaves_no_message_under_way_and_goes_on() -> None:
 def busiest_gpu() -> int:
     """Percent of the last moment in which any kernel ran."""
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    return max(map(int, subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()))
+    return max(
+        map(
+            int, subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+        )
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -87,8 +113,11 @@ async def test_a_killed_stage_ends_the_engine_at_once(stage: int) -> None:
     args = EngineArgs(model=DEFAULT_MODEL, kv_cache_memory_bytes=1 << 30, pipeline_parallel_size=2)
     llm = AsyncLLM.from_engine_args(args)
     try:
+
         async def endless() -> None:
-            async for _ in llm.generate("def get_name(", SamplingParams(max_tokens=1900, ignore_eos=True)):
+            async for _ in llm.generate(
+                "def get_name(", SamplingParams(max_tokens=1900, ignore_eos=True)
+            ):
                 pass
 
         call = asyncio.create_task(endless())
@@ -98,7 +127,9 @@ async def test_a_killed_stage_ends_the_engine_at_once(stage: int) -> None:
         workers = core.children()
         os.kill(workers[stage].pid, signal.SIGKILL)
         async with asyncio.timeout(5):
-            with pytest.raises(EngineDeadError, match=rf"worker {stage} \(stage {stage}\) .* was killed by SIGKILL"):
+            with pytest.raises(
+                EngineDeadError, match=rf"worker {stage} \(stage {stage}\) .* was killed by SIGKILL"
+            ):
                 await call
         assert psutil.wait_procs([core, *workers], timeout=5)[1] == []
     finally:

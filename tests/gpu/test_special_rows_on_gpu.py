@@ -22,7 +22,9 @@ from tests.unit.executor.steps import Request, schedule
 pytestmark = pytest.mark.gpu
 
 
-def run(runner: GpuRunner, requests: Sequence[Request], depth: int = 2, budget: int = 90) -> list[Any]:
+def run(
+    runner: GpuRunner, requests: Sequence[Request], depth: int = 2, budget: int = 90
+) -> list[Any]:
     """All outputs; the requests get their tokens. With `depth` steps in flight."""
     flying: list[Any] = []
     outputs = []
@@ -44,18 +46,30 @@ def run(runner: GpuRunner, requests: Sequence[Request], depth: int = 2, budget: 
 
 
 def plain_requests() -> list[Request]:
-    return [Request(p, 9, temperature=[0.0, 0.9][i % 2], top_k=[0, 9, 0][i % 3], seed=i)
-            for i, p in enumerate(random_prompts(10, VOCAB))]
+    return [
+        Request(p, 9, temperature=[0.0, 0.9][i % 2], top_k=[0, 9, 0][i % 3], seed=i)
+        for i, p in enumerate(random_prompts(10, VOCAB))
+    ]
 
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plain_rows_do_not_change_beside_special_ones(dtype: str, eager: bool, tmp_path: Path) -> None:
+def test_plain_rows_do_not_change_beside_special_ones(
+    dtype: str, eager: bool, tmp_path: Path
+) -> None:
     runner = make_runner(write_model("llama-gqa", tmp_path), dtype, enforce_eager=eager)
     plain, mixed = plain_requests(), plain_requests()
-    controls = [Controls(logit_bias={7: 100.0}), Controls(allowed_token_ids=[7]), Controls(logprobs=3),
-                Controls(presence_penalty=0.5, repetition_penalty=1.1), Controls(bad_words=[[1, 2], [3]])]
-    others = [Request(p.prompt, 9, p.temperature, seed=p.seed, controls=controls[i % 5]) for i, p in enumerate(mixed)]
+    controls = [
+        Controls(logit_bias={7: 100.0}),
+        Controls(allowed_token_ids=[7]),
+        Controls(logprobs=3),
+        Controls(presence_penalty=0.5, repetition_penalty=1.1),
+        Controls(bad_words=[[1, 2], [3]]),
+    ]
+    others = [
+        Request(p.prompt, 9, p.temperature, seed=p.seed, controls=controls[i % 5])
+        for i, p in enumerate(mixed)
+    ]
     run(runner, [r for pair in zip(plain, plain_requests(), strict=True) for r in pair])
     run(runner, [r for pair in zip(mixed, others, strict=True) for r in pair])
     # The same numbers of rows and tokens, so that the same products are chosen.
@@ -75,16 +89,24 @@ def test_asking_for_logprobs_changes_no_token(dtype: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_penalties_equal_plain_arithmetic_on_transformers_logits(depth: int, tmp_path: Path) -> None:
+def test_penalties_equal_plain_arithmetic_on_transformers_logits(
+    depth: int, tmp_path: Path
+) -> None:
     path = write_model("llama-gqa", tmp_path)
     model = load_reference(path)
     requests, expected = [], []
     for i, prompt in enumerate(random_prompts(12, VOCAB, longest=40)):
-        penalties = [{"repetition_penalty": 4.0}, {"frequency_penalty": 1.3, "presence_penalty": 2.0},
-                     {"allowed_token_ids": [3, 200, 100, 7], "repetition_penalty": 9.0}][i % 3]
+        penalties = [
+            {"repetition_penalty": 4.0},
+            {"frequency_penalty": 1.3, "presence_penalty": 2.0},
+            {"allowed_token_ids": [3, 200, 100, 7], "repetition_penalty": 9.0},
+        ][i % 3]
         requests.append(Request(prompt, 10, controls=Controls(**penalties)))  # type: ignore[arg-type]
-        expected.append(reference_greedy(model, prompt, SamplingParams(
-            temperature=0, max_tokens=10, **penalties)))  # type: ignore[arg-type]
+        expected.append(
+            reference_greedy(
+                model, prompt, SamplingParams(temperature=0, max_tokens=10, **penalties)
+            )
+        )  # type: ignore[arg-type]
     run(make_runner(path, "float32"), requests, depth)
     assert [r.output for r in requests] == expected
 
@@ -96,8 +118,16 @@ def test_more_special_rows_than_are_copied_at_a_time_and_min_tokens(tmp_path: Pa
 
     before, special_rows.MOST_ROWS = special_rows.MOST_ROWS, 32
     try:
-        requests = [Request([1, 2, 3], 4, controls=Controls(logit_bias={i: 100.0, 99: 50.0}), min_tokens=2,
-                            stop_ids=[i]) for i in range(50)]
+        requests = [
+            Request(
+                [1, 2, 3],
+                4,
+                controls=Controls(logit_bias={i: 100.0, 99: 50.0}),
+                min_tokens=2,
+                stop_ids=[i],
+            )
+            for i in range(50)
+        ]
         run(runner, requests)
     finally:
         special_rows.MOST_ROWS = before
@@ -126,11 +156,18 @@ def test_logprobs_of_outputs_and_prompts(eager: bool, tmp_path: Path) -> None:
             told[slots[key]][position] = values
     for i, request in enumerate(requests):
         with torch.inference_mode():
-            values = model(torch.tensor([[*request.prompt, *request.output]])).logits[0].float().log_softmax(-1)
+            values = (
+                model(torch.tensor([[*request.prompt, *request.output]]))
+                .logits[0]
+                .float()
+                .log_softmax(-1)
+            )
         tokens, length = [*request.prompt, *request.output], len(request.prompt)
         expected = [float(values[at - 1, tokens[at]]) for at in range(1, len(tokens))]
-        np.testing.assert_allclose([told[i][at] for at in range(1, length)], expected[:length - 1], atol=1e-3)
-        np.testing.assert_allclose(found[i], expected[length - 1:], atol=1e-3)
+        np.testing.assert_allclose(
+            [told[i][at] for at in range(1, length)], expected[: length - 1], atol=1e-3
+        )
+        np.testing.assert_allclose(found[i], expected[length - 1 :], atol=1e-3)
 
 
 def tokens_of(column: Any) -> list[tuple[int, int, float]]:
@@ -139,4 +176,11 @@ def tokens_of(column: Any) -> list[tuple[int, int, float]]:
         return []
     columns = LogprobColumns.unpack(column)
     starts = np.cumsum(columns.sizes) - columns.sizes
-    return list(zip(columns.keys.tolist(), columns.positions.tolist(), columns.logprobs[starts].tolist(), strict=True))
+    return list(
+        zip(
+            columns.keys.tolist(),
+            columns.positions.tolist(),
+            columns.logprobs[starts].tolist(),
+            strict=True,
+        )
+    )

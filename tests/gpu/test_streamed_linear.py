@@ -48,14 +48,16 @@ def test_product(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     buffer = poisoned(rows, inputs + 16, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
     count = outputs * (1 + gated)
-    weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs ** -0.5))
+    weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs**-0.5))
     bias = None if gated else guarded(values.normal(count, dtype=dtype))
     for config in configs(rows, outputs, inputs, gated):
         with unchanged(x=buffer, weight=weight), PoisonedAllocations():
             out = own_linear(x, weight, bias, gated=gated, config=config)
         assert_close(out, exact(x, weight, bias, gated))
         for _ in range(3):
-            assert torch.equal(out, own_linear(x, weight, bias, gated=gated, config=config)), "differs from run to run"
+            assert torch.equal(out, own_linear(x, weight, bias, gated=gated, config=config)), (
+                "differs from run to run"
+            )
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
@@ -63,7 +65,7 @@ def test_product(rows: int, outputs: int, inputs: int, gated: bool) -> None:
 def test_addition_begins_the_norm(rows: int, outputs: int, inputs: int) -> None:
     values, dtype = Values(rows + outputs + inputs), HALF[rows % 2]
     x = values.normal(rows, inputs, dtype=dtype)
-    weight = guarded(values.normal(outputs, inputs, dtype=dtype, scale=inputs ** -0.5))
+    weight = guarded(values.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5))
     norm = RmsNorm(guarded(values.normal(outputs, dtype=dtype)), 1e-5)
     for config in configs(rows, outputs, inputs, False):
         whole = poisoned(rows, outputs + 24, dtype=dtype)
@@ -82,13 +84,22 @@ def test_addition_begins_the_norm(rows: int, outputs: int, inputs: int) -> None:
 def test_a_norm_shared_out_between_two_products(rows: int, gated: bool) -> None:
     values = Values(rows)
     hidden, inner, outputs = 1000, 512, 192
-    stream, x = values.normal(rows, hidden, dtype=DTYPE, scale=7), values.normal(rows, inner, dtype=DTYPE)
-    first = values.normal(hidden, inner, dtype=DTYPE, scale=inner ** -0.5)
-    second = values.normal(outputs * (1 + gated), hidden, dtype=DTYPE, scale=hidden ** -0.5)
+    stream, x = (
+        values.normal(rows, hidden, dtype=DTYPE, scale=7),
+        values.normal(rows, inner, dtype=DTYPE),
+    )
+    first = values.normal(hidden, inner, dtype=DTYPE, scale=inner**-0.5)
+    second = values.normal(outputs * (1 + gated), hidden, dtype=DTYPE, scale=hidden**-0.5)
     norm = RmsNorm(values.normal(hidden, dtype=DTYPE), 1e-5)
-    begun = add_own_linear(stream, x, first, norm=norm, config=streamed_config.config(rows, hidden, inner, False))
-    out = own_linear(Stream(stream, norm, begun), second, gated=gated,
-                     config=streamed_config.config(rows, outputs, hidden, gated))
+    begun = add_own_linear(
+        stream, x, first, norm=norm, config=streamed_config.config(rows, hidden, inner, False)
+    )
+    out = own_linear(
+        Stream(stream, norm, begun),
+        second,
+        gated=gated,
+        config=streamed_config.config(rows, outputs, hidden, gated),
+    )
     assert_close(out, exact(stream, second, None, gated, norm))
 
 

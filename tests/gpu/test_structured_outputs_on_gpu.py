@@ -13,20 +13,37 @@ from sidestep import LLM, SamplingParams, StructuredOutputsParams
 pytestmark = pytest.mark.gpu
 
 SCHEMA: dict[str, Any] = {
-    "type": "object", "required": ["name", "n"], "additionalProperties": False, "properties": {
-        "name": {"type": "string", "pattern": "^[a-z_]{1,12}$"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}}
-FORMS = [StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
-         StructuredOutputsParams(regex="[a-c]{5,9}x"), None,
-         StructuredOutputsParams(choice=["pass", "return x + y", "raise"])]
+    "type": "object",
+    "required": ["name", "n"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z_]{1,12}$"},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+}
+FORMS = [
+    StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+    StructuredOutputsParams(regex="[a-c]{5,9}x"),
+    None,
+    StructuredOutputsParams(choice=["pass", "return x + y", "raise"]),
+]
 
 
-def outputs(forms: list[StructuredOutputsParams | None], **options: Any) -> list[tuple[str, list[int]]]:
+def outputs(
+    forms: list[StructuredOutputsParams | None], **options: Any
+) -> list[tuple[str, list[int]]]:
     """72 requests: more rows with a form than are copied to float32 at a time."""
-    params = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=150 if form else 30, structured_outputs=form)
-              for i, form in enumerate(forms)]
+    params = [
+        SamplingParams(
+            temperature=i % 3 / 2, seed=i, max_tokens=150 if form else 30, structured_outputs=form
+        )
+        for i, form in enumerate(forms)
+    ]
     with LLM(dtype="float32", kv_cache_memory_bytes=1 << 30, **options) as llm:
-        return [(o.outputs[0].text, o.outputs[0].token_ids)
-                for o in llm.generate(["def f(x, y):\n"] * len(params), params, use_tqdm=False)]
+        return [
+            (o.outputs[0].text, o.outputs[0].token_ids)
+            for o in llm.generate(["def f(x, y):\n"] * len(params), params, use_tqdm=False)
+        ]
 
 
 def test_answers_keep_to_their_forms_however_steps_run() -> None:
@@ -39,9 +56,17 @@ def test_answers_keep_to_their_forms_however_steps_run() -> None:
             assert json.loads(text).keys() == {"name", "n"}
         else:
             assert re.fullmatch(form.regex, text) if form.regex else text in (form.choice or ())
-    for options in ({"async_scheduling": False}, {"enforce_eager": True},
-                    {"max_num_seqs": 7, "max_num_batched_tokens": 48, "block_size": 16, "num_kv_blocks": 40,
-                     "max_model_len": 400}):
+    for options in (
+        {"async_scheduling": False},
+        {"enforce_eager": True},
+        {
+            "max_num_seqs": 7,
+            "max_num_batched_tokens": 48,
+            "block_size": 16,
+            "num_kv_blocks": 40,
+            "max_model_len": 400,
+        },
+    ):
         assert outputs(forms, **options) == first
 
 
@@ -53,11 +78,15 @@ def test_plain_neighbours_do_not_change() -> None:
 
 def test_forms_with_other_controls_sample_the_same_tokens() -> None:
     """Held rows alone are sampled with the step's own kernels from the model's type, those with more from float32."""
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=60, structured_outputs=form, **more)
-              for more in ({}, {"logprobs": 1}, {"logit_bias": {0: 1e-30}})
-              for i, form in enumerate(form for form in FORMS if form is not None)]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=60, structured_outputs=form, **more)
+        for more in ({}, {"logprobs": 1}, {"logit_bias": {0: 1e-30}})
+        for i, form in enumerate(form for form in FORMS if form is not None)
+    ]
     with LLM(dtype="float32", kv_cache_memory_bytes=1 << 30) as llm:
-        found = [output.outputs[0].token_ids
-                 for output in llm.generate(["def f(x, y):\n"] * len(params), params, use_tqdm=False)]
+        found = [
+            output.outputs[0].token_ids
+            for output in llm.generate(["def f(x, y):\n"] * len(params), params, use_tqdm=False)
+        ]
     third = len(found) // 3
-    assert found[:third] == found[third:2 * third] == found[2 * third:]
+    assert found[:third] == found[third : 2 * third] == found[2 * third :]

@@ -21,8 +21,13 @@ pytestmark = pytest.mark.gpu
 def test_a_worker_compiles_nothing_itself(family: str, dtype: str, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / "model")
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run([sys.executable, "-m", "tests.gpu.worker_start", model, dtype], cwd=ROOT, env=env,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.worker_start", model, dtype],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     at_start, later = json.loads(done.stdout.splitlines()[-1])
     assert (at_start, later) == ([], [])

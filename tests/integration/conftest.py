@@ -24,14 +24,32 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
         ["def get_name(self):\n    return self.name\n"] * 9,
-        trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<eos>"], show_progress=False,
-                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=["<eos>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (folder / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "vocab_size": tokenizer.get_vocab_size(), "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 0}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": tokenizer.get_vocab_size(),
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-6,
+                "torch_dtype": "float32",
+                "eos_token_id": 0,
+            }
+        )
+    )
     return str(folder)
 
 
@@ -41,7 +59,11 @@ async def make_llm(fake_model: str) -> AsyncIterator[Callable[..., AsyncLLM]]:
     made: list[AsyncLLM] = []
 
     def make(**options: Any) -> AsyncLLM:
-        made.append(AsyncLLM.from_engine_args(EngineArgs(**{"model": fake_model, "device": "fake", **options})))
+        made.append(
+            AsyncLLM.from_engine_args(
+                EngineArgs(**{"model": fake_model, "device": "fake", **options})
+            )
+        )
         return made[-1]
 
     yield make

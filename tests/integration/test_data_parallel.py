@@ -27,13 +27,23 @@ async def converse(llm: AsyncLLM, system: list[int], session: int) -> None:
     rng = random.Random(session)
     history = system + [rng.randrange(1, 200) for _ in range(rng.randint(16, 120))]
     for _ in range(TURNS):
-        async for output in llm.generate(history, SamplingParams(
-                max_tokens=rng.randint(4, 12), temperature=0, ignore_eos=True, detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY)):
+        async for output in llm.generate(
+            history,
+            SamplingParams(
+                max_tokens=rng.randint(4, 12),
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        ):
             pass
         assert output.outputs[0].token_ids == expected_tokens(
-            history, len(output.outputs[0].token_ids), 0, llm.get_tokenizer().vocab_size)
-        history += output.outputs[0].token_ids + [rng.randrange(1, 200) for _ in range(rng.randint(8, 40))]
+            history, len(output.outputs[0].token_ids), 0, llm.get_tokenizer().vocab_size
+        )
+        history += output.outputs[0].token_ids + [
+            rng.randrange(1, 200) for _ in range(rng.randint(8, 40))
+        ]
 
 
 async def hit_rate(llm: AsyncLLM) -> float:
@@ -49,7 +59,9 @@ async def hit_rate(llm: AsyncLLM) -> float:
     return stats["prefix_cache_hits"] / stats["prefix_cache_queries"]
 
 
-async def test_conversations_are_cached_as_in_one_large_replica_and_the_load_is_even(make_llm: MakeLLM) -> None:
+async def test_conversations_are_cached_as_in_one_large_replica_and_the_load_is_even(
+    make_llm: MakeLLM,
+) -> None:
     large = await hit_rate(make_llm(num_kv_blocks=2400, max_num_seqs=64))
     llm = make_llm(data_parallel_size=2, num_kv_blocks=1200, max_num_seqs=32)
     assert await hit_rate(llm) >= 0.9 * large > 0.5
@@ -65,8 +77,12 @@ async def test_conversations_are_cached_as_in_one_large_replica_and_the_load_is_
 
 async def tokens_of(llm: AsyncLLM, prompt: list[int], seed: int, count: int) -> list[int]:
     tokens: list[int] = []
-    async for output in llm.generate(prompt, SamplingParams(max_tokens=count, seed=seed, ignore_eos=True,
-                                                            output_kind=RequestOutputKind.DELTA)):
+    async for output in llm.generate(
+        prompt,
+        SamplingParams(
+            max_tokens=count, seed=seed, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        ),
+    ):
         tokens += output.outputs[0].token_ids
     return tokens
 
@@ -75,16 +91,25 @@ def running(pids: set[int]) -> set[int]:
     return {pid for pid in pids if is_alive(pid)}
 
 
-@pytest.mark.parametrize(("victim", "ranks"), [
-    ("replica_0_core", {"tensor_parallel_size": 2}), ("replica_1_worker_1", {"pipeline_parallel_size": 2})])
+@pytest.mark.parametrize(
+    ("victim", "ranks"),
+    [
+        ("replica_0_core", {"tensor_parallel_size": 2}),
+        ("replica_1_worker_1", {"pipeline_parallel_size": 2}),
+    ],
+)
 async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
-        make_llm: MakeLLM, victim: str, ranks: dict[str, int]) -> None:
+    make_llm: MakeLLM, victim: str, ranks: dict[str, int]
+) -> None:
     """Those that wait and those that stream: each reader gets its own tokens, once."""
     llm = make_llm(data_parallel_size=2, fake_step_ms=2.0, max_num_seqs=8, **ranks)
     guest = AsyncLLM.join(await llm.invite())
     prompts = [[i % 5 + 1] * 20 + [i] for i in range(60)]
-    tasks = [asyncio.create_task(tokens_of(each, prompt, i, 40)) for i, prompt in enumerate(prompts)
-             for each in (llm, guest)]
+    tasks = [
+        asyncio.create_task(tokens_of(each, prompt, i, 40))
+        for i, prompt in enumerate(prompts)
+        for each in (llm, guest)
+    ]
     while min(stats["num_running"] for stats in (await llm.get_stats_by_replica()).values()) < 8:
         await asyncio.sleep(0)
     number = int(victim.split("_")[1])
@@ -93,7 +118,9 @@ async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
     async with asyncio.timeout(60):
         results = await asyncio.gather(*tasks)
     vocab = llm.get_tokenizer().vocab_size
-    assert results == [expected_tokens(prompt, 40, i, vocab) for i, prompt in enumerate(prompts) for _ in range(2)]
+    assert results == [
+        expected_tokens(prompt, 40, i, vocab) for i, prompt in enumerate(prompts) for _ in range(2)
+    ]
     for each in (llm, guest):
         assert [status.dead is not None for status in each.replicas] == [number == 0, number == 1]
         await each.check_health()
@@ -120,10 +147,18 @@ async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
 
 def test_a_replica_that_cannot_start_says_which_and_leaves_no_process(fake_model: str) -> None:
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(EngineStartError, match="^replica [01]: max_model_len: 2048 tokens do not fit"):
-        AsyncLLM.from_engine_args(EngineArgs(
-            model=fake_model, device="fake", num_kv_blocks=4, data_parallel_size=2,
-            max_model_len=2048))
+    with pytest.raises(
+        EngineStartError, match="^replica [01]: max_model_len: 2048 tokens do not fit"
+    ):
+        AsyncLLM.from_engine_args(
+            EngineArgs(
+                model=fake_model,
+                device="fake",
+                num_kv_blocks=4,
+                data_parallel_size=2,
+                max_model_len=2048,
+            )
+        )
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -132,7 +167,9 @@ def test_a_batch_of_the_real_model_is_the_same_on_two_replicas_and_on_one() -> N
 
     def texts(llm: LLM) -> list[list[int]]:
         llm.reset_prefix_cache()
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
+        )
         return [output.outputs[0].token_ids for output in outputs]
 
     with LLM(device="cpu", data_parallel_size=2) as llm:

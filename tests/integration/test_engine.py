@@ -18,7 +18,9 @@ from tests.waiting import until_idle
 MakeLLM = Callable[..., AsyncLLM]
 
 
-async def tokens_of(llm: AsyncLLM, prompt: list[int], params: SamplingParams, **options: object) -> list[int]:
+async def tokens_of(
+    llm: AsyncLLM, prompt: list[int], params: SamplingParams, **options: object
+) -> list[int]:
     tokens: list[int] = []
     async for out in llm.generate(prompt, params, **options):  # type: ignore[arg-type]
         tokens = list(out.outputs[0].token_ids)
@@ -31,17 +33,27 @@ def params_of(count: int, seed: int = 5, **more: object) -> SamplingParams:
 
 @pytest.mark.parametrize("overlap", [True, False])
 async def test_many_requests_give_their_own_tokens(make_llm: MakeLLM, overlap: bool) -> None:
-    llm = make_llm(async_scheduling=overlap, max_num_seqs=8, num_kv_blocks=40, max_model_len=256,
-                   max_num_batched_tokens=32, tensor_parallel_size=2)
+    llm = make_llm(
+        async_scheduling=overlap,
+        max_num_seqs=8,
+        num_kv_blocks=40,
+        max_model_len=256,
+        max_num_batched_tokens=32,
+        tensor_parallel_size=2,
+    )
     vocab = llm.get_tokenizer().vocab_size
     prompts = [[1 + (7 * i + j) % 200 for j in range(1 + 5 * i)] for i in range(24)]
-    got = await asyncio.gather(*(tokens_of(llm, p, params_of(10 + i, seed=i)) for i, p in enumerate(prompts)))
+    got = await asyncio.gather(
+        *(tokens_of(llm, p, params_of(10 + i, seed=i)) for i, p in enumerate(prompts))
+    )
     for i, (prompt, tokens) in enumerate(zip(prompts, got, strict=True)):
         assert tokens == expected_tokens(prompt, 10 + i, i, vocab), f"request {i}"
     await until_idle(llm)
 
 
-async def test_a_repeated_prompt_is_taken_from_the_cache_until_it_is_reset(make_llm: MakeLLM) -> None:
+async def test_a_repeated_prompt_is_taken_from_the_cache_until_it_is_reset(
+    make_llm: MakeLLM,
+) -> None:
     llm = make_llm()
     prompt = list(range(1, 101))
 
@@ -140,14 +152,21 @@ async def test_what_can_never_fit_is_refused_and_the_others_go_on(make_llm: Make
 
 async def test_final_only_gives_one_output_with_everything(make_llm: MakeLLM) -> None:
     llm = make_llm()
-    outs = [out async for out in llm.generate([1, 2, 3], params_of(30, output_kind=RequestOutputKind.FINAL_ONLY))]
+    outs = [
+        out
+        async for out in llm.generate(
+            [1, 2, 3], params_of(30, output_kind=RequestOutputKind.FINAL_ONLY)
+        )
+    ]
     assert len(outs) == 1 and outs[0].finished and len(outs[0].outputs[0].token_ids) == 30
 
 
 async def test_several_engines_live_in_one_process(make_llm: MakeLLM) -> None:
     one, two = make_llm(), make_llm()
     vocab = one.get_tokenizer().vocab_size
-    got = await asyncio.gather(tokens_of(one, [1, 2], params_of(9)), tokens_of(two, [1, 2], params_of(9)))
+    got = await asyncio.gather(
+        tokens_of(one, [1, 2], params_of(9)), tokens_of(two, [1, 2], params_of(9))
+    )
     assert got == [expected_tokens([1, 2], 9, 5, vocab)] * 2
 
 
@@ -157,12 +176,23 @@ async def test_the_next_step_is_scheduled_and_prepared_while_one_runs(make_llm: 
     await asyncio.gather(*(tokens_of(llm, [1 + i, 2, 3], params_of(12)) for i in range(4)))
     steps = await llm.get_step_records()
     assert [step.step_id for step in steps] == list(range(len(steps)))
-    assert all(s.ready_ns <= s.schedule_ns <= s.submit_ns <= s.received_ns <= s.launched_ns <= s.end_ns <= s.taken_ns
-               <= s.told_ns for s in steps)
+    assert all(
+        s.ready_ns
+        <= s.schedule_ns
+        <= s.submit_ns
+        <= s.received_ns
+        <= s.launched_ns
+        <= s.end_ns
+        <= s.taken_ns
+        <= s.told_ns
+        for s in steps
+    )
     assert all(s.end_ns - s.start_ns >= 20e6 - 1e3 for s in steps)
     running = steps[2:-2]
-    under = sum(before.start_ns <= step.launched_ns <= before.end_ns
-                for before, step in itertools.pairwise(running))
+    under = sum(
+        before.start_ns <= step.launched_ns <= before.end_ns
+        for before, step in itertools.pairwise(running)
+    )
     assert under >= 0.8 * (len(running) - 1), "a step is launched while the one before it runs"
     stats = await llm.get_stats()
     assert stats["device_busy_s"] == pytest.approx(sum(s.end_ns - s.start_ns for s in steps) / 1e9)
@@ -170,12 +200,16 @@ async def test_the_next_step_is_scheduled_and_prepared_while_one_runs(make_llm: 
     assert sum(s.num_sampled for s in steps) == 48 and sum(s.num_entered for s in steps) == 4
 
 
-async def test_without_overlap_the_device_waits_and_the_records_say_for_what(make_llm: MakeLLM) -> None:
+async def test_without_overlap_the_device_waits_and_the_records_say_for_what(
+    make_llm: MakeLLM,
+) -> None:
     llm = make_llm(fake_step_ms=5, async_scheduling=False)
     await tokens_of(llm, [1, 2, 3], params_of(10))
     first, *steps = await llm.get_step_records()
     assert first.idle_ns == 0
-    assert all(s.idle_result_ns > 0 and s.idle_schedule_ns > 0 and s.idle_prepare_ns > 0 for s in steps)
+    assert all(
+        s.idle_result_ns > 0 and s.idle_schedule_ns > 0 and s.idle_prepare_ns > 0 for s in steps
+    )
     await tokens_of(llm, [1, 2, 3], params_of(1))
     (last,) = await llm.get_step_records(since=steps[-1].step_id + 1)
     assert last.idle_no_work_ns > 0 and last.idle_result_ns == 0
@@ -188,17 +222,40 @@ async def test_requests_can_be_looked_at_while_they_run(make_llm: MakeLLM) -> No
         second = asyncio.create_task(tokens_of(llm, [4, 5], params_of(1), request_id="second"))
         while len(records := {r.request_id: r for r in await llm.get_request_records()}) < 2:
             pass
-        assert (records["first"].status, records["second"].waiting_for) == ("running", "max_num_seqs")
+        assert (records["first"].status, records["second"].waiting_for) == (
+            "running",
+            "max_num_seqs",
+        )
     await second
     ended = {r.request_id: r for r in await llm.get_request_records()}
     assert (ended["first"].finish_reason, ended["second"].finish_reason) == ("abort", "length")
     assert ended["second"].finished_ns is not None and ended["second"].num_output_tokens == 1
 
 
-def test_a_trace_is_written_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_written_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "trace.json"
-    assert main(["trace", "--device", "fake", "--fake-step-ms", "3", "--num-prompts", "3", "--input-len", "4",
-                 "--output-len", "5", "--output", str(file)]) == 0
+    assert (
+        main(
+            [
+                "trace",
+                "--device",
+                "fake",
+                "--fake-step-ms",
+                "3",
+                "--num-prompts",
+                "3",
+                "--input-len",
+                "4",
+                "--output-len",
+                "5",
+                "--output",
+                str(file),
+            ]
+        )
+        == 0
+    )
     events = json.loads(file.read_text())["traceEvents"]
     steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("step ")]
     assert sum(e["args"]["sampled"] for e in steps) == 15 and all(e["dur"] >= 2999 for e in steps)

@@ -29,7 +29,9 @@ LIMIT_S = 5.0
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 
-HELD = SamplingParams(max_tokens=2000, structured_outputs=StructuredOutputsParams(regex="([ab]{2} ){2000}"))
+HELD = SamplingParams(
+    max_tokens=2000, structured_outputs=StructuredOutputsParams(regex="([ab]{2} ){2000}")
+)
 
 
 async def consume(llm: AsyncLLM, params: SamplingParams = ENDLESS) -> None:
@@ -42,11 +44,19 @@ def engine_processes(llm: AsyncLLM) -> tuple[int, list[int]]:
     return core.pid, [p.pid for p in core.children()]
 
 
-@pytest.mark.parametrize("victim", ["core", "worker 0 (stage 0, tp rank 0)", "worker 2 (stage 1, tp rank 0)",
-                                    "worker 3 (stage 1, tp rank 1)"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "core",
+        "worker 0 (stage 0, tp rank 0)",
+        "worker 2 (stage 1, tp rank 0)",
+        "worker 3 (stage 1, tp rank 1)",
+    ],
+)
 @pytest.mark.parametrize("params", [ENDLESS, HELD], ids=["plain", "held to a form"])
-async def test_a_killed_process_fails_every_waiting_call_with_the_cause(make_llm: MakeLLM, victim: str,
-                                                                        params: SamplingParams) -> None:
+async def test_a_killed_process_fails_every_waiting_call_with_the_cause(
+    make_llm: MakeLLM, victim: str, params: SamplingParams
+) -> None:
     llm = make_llm(fake_step_ms=2.0, tensor_parallel_size=2, pipeline_parallel_size=2)
     calls = [asyncio.create_task(consume(llm, params)) for _ in range(5)]
     while (await llm.get_stats())["num_running"] < 5:
@@ -69,7 +79,9 @@ async def test_a_killed_process_fails_every_waiting_call_with_the_cause(make_llm
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it(make_llm: MakeLLM, stage: int) -> None:
+async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it(
+    make_llm: MakeLLM, stage: int
+) -> None:
     """With real messages between the stages: what the other one has to say is that nobody answers."""
     options = {"device": "cpu", "load_format": "dummy", "cpu_threads": 1, "max_model_len": 2048}
     llm = make_llm(pipeline_parallel_size=2, **options)
@@ -79,7 +91,9 @@ async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it
     core, workers = engine_processes(llm)
     os.kill(workers[stage], signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(EngineDeadError, match=rf"worker {stage} \(stage {stage}\) .* was killed by SIGKILL"):
+        with pytest.raises(
+            EngineDeadError, match=rf"worker {stage} \(stage {stage}\) .* was killed by SIGKILL"
+        ):
             await call
     assert all(gone(pid) for pid in (core, *workers))
 
@@ -99,10 +113,14 @@ def test_a_rank_that_is_killed_while_ranks_come_together_is_named(fake_model: st
     others = workers()
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(AsyncLLM.from_engine_args, args)
-        while len(ranks := {name: each for each, name in workers().items() if each not in others}) < 2:
+        while (
+            len(ranks := {name: each for each, name in workers().items() if each not in others}) < 2
+        ):
             time.sleep(0.01)
         ranks["worker 1 (stage 1)"].kill()
-        with pytest.raises(EngineStartError, match=r"worker 1 \(stage 1\) .* was killed by SIGKILL"):
+        with pytest.raises(
+            EngineStartError, match=r"worker 1 \(stage 1\) .* was killed by SIGKILL"
+        ):
             starting.result(2 * LIMIT_S)
     assert psutil.wait_procs(list(ranks.values()), timeout=LIMIT_S)[1] == []
 
@@ -151,7 +169,9 @@ async def test_an_engine_that_lives_but_makes_no_progress_is_not_healthy(make_ll
 def test_a_failure_at_start_is_one_line_and_leaves_no_process(fake_model: str) -> None:
     before = set(psutil.Process().children(recursive=True))
     arguments = EngineArgs(model=fake_model, device="fake", num_kv_blocks=4, max_model_len=2048)
-    with pytest.raises(EngineStartError, match="2048 tokens do not.* 64 or less.*128 blocks") as told:
+    with pytest.raises(
+        EngineStartError, match="2048 tokens do not.* 64 or less.*128 blocks"
+    ) as told:
         AsyncLLM.from_engine_args(arguments)
     assert "\n" not in str(told.value)
     assert set(psutil.Process().children(recursive=True)) <= before
@@ -177,15 +197,27 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_a_program_ends_its_engine_ends_and_nothing_is_left(
-        fake_model: str, tmp_path: Path, how: signal.Signals) -> None:
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM, fake_model], stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    fake_model: str, tmp_path: Path, how: signal.Signals
+) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, fake_model],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert program.stdout is not None and program.stdout.readline() == "running\n"
     children = psutil.Process(program.pid).children(recursive=True)
     assert len(children) == 3
-    shared = [link for child in children for file in os.scandir(f"/proc/{child.pid}/fd")
-              if (link := os.readlink(file)).startswith("/dev/shm/")]
-    assert [link for link in shared if not link.endswith(" (deleted)")] == [], "memory that has a name may stay"
+    shared = [
+        link
+        for child in children
+        for file in os.scandir(f"/proc/{child.pid}/fd")
+        if (link := os.readlink(file)).startswith("/dev/shm/")
+    ]
+    assert [link for link in shared if not link.endswith(" (deleted)")] == [], (
+        "memory that has a name may stay"
+    )
     program.send_signal(how)
     program.stdout.close()
     assert program.wait(LIMIT_S) != 0

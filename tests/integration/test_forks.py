@@ -115,9 +115,15 @@ def program(source: str, *words: str) -> Iterator[tuple[IO[str], subprocess.Pope
     latest here."""
     # Newer versions of Python warn of every fork of a process with threads.
     words = ("-X", "dev", "-W", "ignore::DeprecationWarning", "-c", source, *words)
-    with subprocess.Popen((sys.executable, *words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                          env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as process:
+    with subprocess.Popen(
+        (sys.executable, *words),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+    ) as process:
         assert process.stdout is not None
         try:
             yield process.stdout, process

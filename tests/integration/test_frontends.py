@@ -52,7 +52,14 @@ async def tokens_of(llm: AsyncLLM, prompt: list[int], count: int) -> list[int]:
 async def guest(llm: AsyncLLM, max_tokens: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """Another process that joins and asks for tokens."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", GUEST, str(max_tokens), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        sys.executable,
+        "-c",
+        GUEST,
+        str(max_tokens),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdin is not None
     process.stdin.write((await llm.invite()).encode() + b"\n")
     try:
@@ -75,13 +82,17 @@ async def test_frontends_in_several_processes_get_their_own_tokens(make_llm: Mak
         own = asyncio.create_task(tokens_of(llm, [9, 8], 50))
         for process, count in ((one, 40), (two, 30)):
             assert [await line(process), await line(process)] == ["joined", "started"]
-            assert await line(process) == " ".join(map(str, expected_tokens([5, 6, 7], count, 3, vocab)))
+            assert await line(process) == " ".join(
+                map(str, expected_tokens([5, 6, 7], count, 3, vocab))
+            )
         assert await own == expected_tokens([9, 8], 50, 3, vocab)
         assert {r.client for r in await llm.get_request_records()} == {0, 1, 2}
     await until_idle(llm)
 
 
-async def test_a_frontend_that_is_killed_loses_its_requests_and_nobody_else_s(make_llm: MakeLLM) -> None:
+async def test_a_frontend_that_is_killed_loses_its_requests_and_nobody_else_s(
+    make_llm: MakeLLM,
+) -> None:
     llm = make_llm(fake_step_ms=1, max_model_len=2048)
     own = asyncio.create_task(tokens_of(llm, [9, 8], 200))
     async with guest(llm, 2000) as process:
@@ -101,7 +112,10 @@ async def test_frontends_of_one_process_end_one_by_one(make_llm: MakeLLM) -> Non
     second = AsyncLLM.join(await llm.invite())
     third = AsyncLLM.join(await llm.invite())
     expected = expected_tokens([1, 2], 20, 3, llm.get_tokenizer().vocab_size)
-    assert await asyncio.gather(*(tokens_of(each, [1, 2], 20) for each in (llm, second, third))) == [expected] * 3
+    assert (
+        await asyncio.gather(*(tokens_of(each, [1, 2], 20) for each in (llm, second, third)))
+        == [expected] * 3
+    )
     running = asyncio.create_task(tokens_of(third, [1, 2], 20))
     second.shutdown()
     assert await running == await tokens_of(llm, [1, 2], 20) == expected
@@ -154,7 +168,8 @@ async def test_an_invitation_is_good_once_and_while_the_engine_lives(make_llm: M
 
 
 async def test_an_engine_that_was_killed_does_not_answer_an_invitation(
-        make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_client, "_JOIN_S", 0.5)
     llm = make_llm()
     invitation = await llm.invite()

@@ -16,12 +16,26 @@ print(heavy)
 """
 
 
-@pytest.mark.parametrize("module", [
-    "sidestep", "sidestep.frontend.async_llm", "sidestep.frontend.llm", "sidestep.frontend.cli",
-    "sidestep.engine_core.entry", "sidestep.engine_core.proc", "sidestep.executor.multiproc", "sidestep.executor.fake"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "sidestep",
+        "sidestep.frontend.async_llm",
+        "sidestep.frontend.llm",
+        "sidestep.frontend.cli",
+        "sidestep.engine_core.entry",
+        "sidestep.engine_core.proc",
+        "sidestep.executor.multiproc",
+        "sidestep.executor.fake",
+    ],
+)
 def test_importing_it_does_not_import_torch(module: str) -> None:
-    done = subprocess.run([sys.executable, "-c", TORCH_FREE.format(module=module)], capture_output=True, text=True,
-                          check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_FREE.format(module=module)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -30,14 +44,18 @@ def maps_torch(pid: int) -> bool:
     return any("libtorch" in entry.path for entry in psutil.Process(pid).memory_maps())
 
 
-async def test_the_running_frontend_and_core_have_not_loaded_torch_and_the_worker_has(tiny_llm: AsyncLLM) -> None:
+async def test_the_running_frontend_and_core_have_not_loaded_torch_and_the_worker_has(
+    tiny_llm: AsyncLLM,
+) -> None:
     async for _ in tiny_llm.generate("def get_name("):
         pass
     core = psutil.Process(tiny_llm.core_pid)
     assert not maps_torch(core.pid)
     assert [maps_torch(worker.pid) for worker in core.children()] == [True]
     # This process may have loaded torch for other tests; a fresh one that streams must not.
-    done = subprocess.run([sys.executable, "-c", FRONTEND], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FRONTEND], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["tokens:", "16", "torch:", "False"]
 
 

@@ -17,7 +17,9 @@ from tests.small_grammars import SmallGrammars, small_grammar
 from tests.unit.engine_core.test_beams import search_alone
 
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
-FORMS = [small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")]
+FORMS = [
+    small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
+]
 LENGTHS = st.integers(1, 9)
 pytestmark = pytest.mark.timeout(600)
 """Half a minute where nothing else runs."""
@@ -27,19 +29,47 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common, in pipelines of one
     to three stages."""
 
-    @initialize(num_blocks=st.integers(7, 14), max_num_seqs=st.integers(1, 5), budget=st.integers(5, 24),
-                policy=st.sampled_from(["fcfs", "priority"]), overlap=st.booleans(), num_stages=st.integers(1, 3),
-                caching=st.sampled_from([True, True, False]), late_share=st.sampled_from([0.0, 0.3, 0.7]),
-                mask_seconds=st.sampled_from([(0.0,), (1e-4, 0.015)]))
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, overlap: bool, num_stages: int,
-              caching: bool, late_share: float, mask_seconds: tuple[float, ...]) -> None:
+    @initialize(
+        num_blocks=st.integers(7, 14),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(5, 24),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        overlap=st.booleans(),
+        num_stages=st.integers(1, 3),
+        caching=st.sampled_from([True, True, False]),
+        late_share=st.sampled_from([0.0, 0.3, 0.7]),
+        mask_seconds=st.sampled_from([(0.0,), (1e-4, 0.015)]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        policy: str,
+        overlap: bool,
+        num_stages: int,
+        caching: bool,
+        late_share: float,
+        mask_seconds: tuple[float, ...],
+    ) -> None:
         self.clock = Clock()
         self.grammars = SmallGrammars(self.clock)
         self.grammars.late_share, self.grammars.mask_seconds = late_share, mask_seconds
-        self.engine = Engine(make_scheduler(
-            num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, policy=policy, prefix_caching=caching,
-            eos=(0,), clock=self.clock, overlap=overlap, grammars=self.grammars, num_stages=num_stages),
-            num_stages + overlap)
+        self.engine = Engine(
+            make_scheduler(
+                num_blocks=num_blocks,
+                max_num_seqs=max_num_seqs,
+                budget=budget,
+                policy=policy,
+                prefix_caching=caching,
+                eos=(0,),
+                clock=self.clock,
+                overlap=overlap,
+                grammars=self.grammars,
+                num_stages=num_stages,
+            ),
+            num_stages + overlap,
+        )
         self.requests: dict[int, tuple[list[int], int]] = {}
         """By handle; each choice of a group has its own."""
         self.seeds: dict[int, int] = {}
@@ -48,47 +78,126 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.alone: set[int] = set()
         self.aborted: set[int] = set()
 
-    @rule(prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 20), priority=st.integers(0, 2),
-          salt=st.sampled_from([None, None, "salt"]), lifetime=st.sampled_from([None, None, None, 2.0]))
-    def arrive(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,
-               lifetime: float | None) -> None:
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        rest=LENGTHS,
+        max_tokens=st.integers(1, 20),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "salt"]),
+        lifetime=st.sampled_from([None, None, None, 2.0]),
+    )
+    def arrive(
+        self,
+        prefix: list[int],
+        rest: int,
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        lifetime: float | None,
+    ) -> None:
         self.add(prefix, rest, max_tokens, priority, salt, lifetime, 1)
 
-    @rule(n=st.integers(2, 4), prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 20),
-          priority=st.integers(0, 2), lifetime=st.sampled_from([None, None, None, 2.0]))
-    def group_arrives(self, n: int, prefix: list[int], rest: int, max_tokens: int, priority: int,
-                      lifetime: float | None) -> None:
+    @rule(
+        n=st.integers(2, 4),
+        prefix=st.sampled_from(PREFIXES),
+        rest=LENGTHS,
+        max_tokens=st.integers(1, 20),
+        priority=st.integers(0, 2),
+        lifetime=st.sampled_from([None, None, None, 2.0]),
+    )
+    def group_arrives(
+        self,
+        n: int,
+        prefix: list[int],
+        rest: int,
+        max_tokens: int,
+        priority: int,
+        lifetime: float | None,
+    ) -> None:
         self.add(prefix, rest, max_tokens, priority, None, lifetime, n)
 
-    @rule(n=st.sampled_from([1, 1, 2, 4]), form=st.sampled_from(FORMS), is_known=st.booleans(),
-          prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 20), priority=st.integers(0, 2),
-          lifetime=st.sampled_from([None, None, None, 2.0]))
-    def held_arrives(self, n: int, form: Grammar, is_known: bool, prefix: list[int], rest: int, max_tokens: int,
-                     priority: int, lifetime: float | None) -> None:
+    @rule(
+        n=st.sampled_from([1, 1, 2, 4]),
+        form=st.sampled_from(FORMS),
+        is_known=st.booleans(),
+        prefix=st.sampled_from(PREFIXES),
+        rest=LENGTHS,
+        max_tokens=st.integers(1, 20),
+        priority=st.integers(0, 2),
+        lifetime=st.sampled_from([None, None, None, 2.0]),
+    )
+    def held_arrives(
+        self,
+        n: int,
+        form: Grammar,
+        is_known: bool,
+        prefix: list[int],
+        rest: int,
+        max_tokens: int,
+        priority: int,
+        lifetime: float | None,
+    ) -> None:
         """One request, or a group, that a grammar holds; if that is not known, it is compiled when the next step is
         scheduled."""
         if not is_known:
             self.grammars.forget_all()
         self.add(prefix, rest, max_tokens, priority, None, lifetime, n, form)
 
-    @rule(width=st.integers(1, 4), prefix=st.sampled_from(PREFIXES), rest=LENGTHS, max_tokens=st.integers(1, 12),
-          priority=st.integers(0, 2), stopping=st.sampled_from([True, False, "never"]), ignore_eos=st.booleans())
-    def search_arrives(self, width: int, prefix: list[int], rest: int, max_tokens: int, priority: int,
-                       stopping: bool | Literal["never"], ignore_eos: bool) -> None:
+    @rule(
+        width=st.integers(1, 4),
+        prefix=st.sampled_from(PREFIXES),
+        rest=LENGTHS,
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        stopping=st.sampled_from([True, False, "never"]),
+        ignore_eos=st.booleans(),
+    )
+    def search_arrives(
+        self,
+        width: int,
+        prefix: list[int],
+        rest: int,
+        max_tokens: int,
+        priority: int,
+        stopping: bool | Literal["never"],
+        ignore_eos: bool,
+    ) -> None:
         handle, prompt = len(self.requests), prefix + [1 + rest] * rest
-        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, early_stopping=stopping,
-                                  ignore_eos=ignore_eos)
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=max_tokens, early_stopping=stopping, ignore_eos=ignore_eos
+        )
         self.requests[handle] = (prompt, max_tokens)
         self.searches[handle] = params
-        self.engine.scheduler.add(make_beam_request(prompt, params, handle=handle, priority=priority,
-                                                    arrival=self.clock.now))
+        self.engine.scheduler.add(
+            make_beam_request(
+                prompt, params, handle=handle, priority=priority, arrival=self.clock.now
+            )
+        )
 
-    def add(self, prefix: list[int], rest: int, max_tokens: int, priority: int, salt: str | None,
-            lifetime: float | None, n: int, form: Grammar | None = None) -> None:
+    def add(
+        self,
+        prefix: list[int],
+        rest: int,
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        lifetime: float | None,
+        n: int,
+        form: Grammar | None = None,
+    ) -> None:
         handle, prompt = len(self.requests), prefix + [1 + rest] * rest
         deadline = None if lifetime is None else self.clock.now + lifetime
-        message = make_request(prompt, max_tokens, handle=handle, priority=priority, cache_salt=salt,
-                               arrival=self.clock.now, deadline=deadline, n=n, grammar=form)
+        message = make_request(
+            prompt,
+            max_tokens,
+            handle=handle,
+            priority=priority,
+            cache_salt=salt,
+            arrival=self.clock.now,
+            deadline=deadline,
+            n=n,
+            grammar=form,
+        )
         for index in range(n):
             if form is not None:
                 self.forms[handle + index] = form
@@ -159,12 +268,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_search(handle, prompt)
             return
         if handle in self.forms:
-            expected = self.grammars.expected_tokens(self.forms[handle], prompt, max_tokens, self.seeds[handle])
+            expected = self.grammars.expected_tokens(
+                self.forms[handle], prompt, max_tokens, self.seeds[handle]
+            )
         else:
             expected = expected_tokens(prompt, max_tokens, self.seeds[handle], VOCAB_SIZE)
             if 0 in expected:
-                expected = expected[:expected.index(0) + 1]
-        assert got == expected[:len(got)], f"request {handle} got other tokens than its own"
+                expected = expected[: expected.index(0) + 1]
+        assert got == expected[: len(got)], f"request {handle} got other tokens than its own"
         if finish is None:
             assert handle in self.aborted, f"request {handle} never ended"
         elif str(finish.reason) == "stop":
@@ -172,10 +283,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert handle in self.forms or not finish.completes_grammar
         elif str(finish.reason) == "length":
             # Either all it asked for, or all that a cache so small can hold, of a group beside the others.
-            assert len(got) == max_tokens or handle not in self.alone \
+            assert (
+                len(got) == max_tokens
+                or handle not in self.alone
                 or len(prompt) + len(got) == self.engine.scheduler._max_model_len
+            )
         elif str(finish.reason) == "error":
-            assert got == [] and (handle not in self.alone or len(prompt) + 1 > self.engine.scheduler._max_model_len)
+            assert got == [] and (
+                handle not in self.alone or len(prompt) + 1 > self.engine.scheduler._max_model_len
+            )
 
     def check_search(self, handle: int, prompt: list[int]) -> None:
         finish, params = self.engine.finished.get(handle), self.searches[handle]
@@ -186,30 +302,61 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert finish.beams == []
         else:
             room = self.engine.scheduler.kv.longest_of_group(
-                Request.from_message(make_request(prompt), 4096, frozenset()), params.beam_width)
+                Request.from_message(make_request(prompt), 4096, frozenset()), params.beam_width
+            )
             room = min(room, self.engine.scheduler._max_model_len) - len(prompt)
             expected = search_alone(prompt, params, (0,), min(params.max_tokens, room))
             assert [unpack_ids(beam.token_ids).tolist() for beam in finish.beams] == expected
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=250, stateful_step_count=50, deadline=None
+)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    requests=st.lists(st.tuples(st.sampled_from(PREFIXES), st.lists(st.integers(1, 49), min_size=1, max_size=20),
-                                st.integers(1, 20)), min_size=1, max_size=10),
-    budget=st.integers(8, 64), block_size=st.sampled_from([1, 3, 4, 16]), num_tokens=st.integers(48, 200),
-    overlap=st.booleans(), num_stages=st.integers(1, 3), caching=st.booleans(), stagger=st.integers(0, 3))
+    requests=st.lists(
+        st.tuples(
+            st.sampled_from(PREFIXES),
+            st.lists(st.integers(1, 49), min_size=1, max_size=20),
+            st.integers(1, 20),
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+    budget=st.integers(8, 64),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    num_tokens=st.integers(48, 200),
+    overlap=st.booleans(),
+    num_stages=st.integers(1, 3),
+    caching=st.booleans(),
+    stagger=st.integers(0, 3),
+)
 def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_stages(
-        requests: list[tuple[list[int], list[int], int]], budget: int, block_size: int, num_tokens: int, overlap: bool,
-        num_stages: int, caching: bool, stagger: int) -> None:
+    requests: list[tuple[list[int], list[int], int]],
+    budget: int,
+    block_size: int,
+    num_tokens: int,
+    overlap: bool,
+    num_stages: int,
+    caching: bool,
+    stagger: int,
+) -> None:
     num_blocks = -(-num_tokens // block_size)
     assume(all(len(a) + len(b) + n <= num_blocks * block_size for a, b, n in requests))
-    engine = Engine(make_scheduler(num_blocks=num_blocks, block_size=block_size, budget=budget,
-                                   prefix_caching=caching, overlap=overlap, num_stages=num_stages),
-                    num_stages + overlap)
+    engine = Engine(
+        make_scheduler(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            budget=budget,
+            prefix_caching=caching,
+            overlap=overlap,
+            num_stages=num_stages,
+        ),
+        num_stages + overlap,
+    )
     for handle, (prefix, rest, count) in enumerate(requests):
         engine.scheduler.add(make_request(prefix + rest, count, handle=handle))
         for _ in range(stagger):

@@ -16,7 +16,12 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sy
 from tests.server.live import LiveServer, raw_request
 
 CHROMIUM = shutil.which("chromium")
-LONG: dict[str, Any] = {"prompt": "def get_name(", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+LONG: dict[str, Any] = {
+    "prompt": "def get_name(",
+    "max_tokens": 1000,
+    "ignore_eos": True,
+    "stream": True,
+}
 Open = Callable[..., Page]
 
 
@@ -41,6 +46,7 @@ def page_opener(chromium: Browser) -> Iterator[Open]:
 
         def open_page(server: LiveServer, *, expected: str = "$^", **options: Any) -> Page:
             """expected: pattern of console messages that the test provokes; Chromium logs refused requests there."""
+
             def note(message: ConsoleMessage) -> None:
                 if message.type in ("error", "warning") and not re.search(expected, message.text):
                     problems.append(message.text)
@@ -49,7 +55,9 @@ def page_opener(chromium: Browser) -> Iterator[Open]:
             stack.callback(context.close)
             page = context.new_page()
             page.set_default_timeout(30_000)
-            page.add_init_script("addEventListener('securitypolicyviolation', e => console.error(e.violatedDirective))")
+            page.add_init_script(
+                "addEventListener('securitypolicyviolation', e => console.error(e.violatedDirective))"
+            )
             page.on("console", note)
             page.on("pageerror", lambda error: problems.append(str(error)))
             page.goto(server.url)
@@ -66,16 +74,25 @@ def streams(server: LiveServer, count: int) -> Iterator[None]:
         before = server.load()
         for _ in range(count):
             # No wait for the answers: requests in the queue have none yet.
-            stack.enter_context(server.connect()).sendall(raw_request("/v1/completions", json.dumps(LONG).encode()))
-        server.until(lambda load: load["num_running"] + load["num_waiting"]
-                     == before["num_running"] + before["num_waiting"] + count)
+            stack.enter_context(server.connect()).sendall(
+                raw_request("/v1/completions", json.dumps(LONG).encode())
+            )
+        server.until(
+            lambda load: (
+                load["num_running"] + load["num_waiting"]
+                == before["num_running"] + before["num_waiting"] + count
+            )
+        )
         yield
 
 
 def endless(page: Page) -> None:
     """Let the page's chats ignore the end of sequence, so that each answer has 1,500 tokens."""
+
     def go_on(route: Route) -> None:
-        route.continue_(post_data={**route.request.post_data_json, "max_tokens": 1500, "ignore_eos": True})
+        route.continue_(
+            post_data={**route.request.post_data_json, "max_tokens": 1500, "ignore_eos": True}
+        )
 
     page.route("**/v1/chat/completions", go_on)
 

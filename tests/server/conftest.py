@@ -30,15 +30,36 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(
-        special_tokens=["<eos>"], show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        [],
+        trainers.BpeTrainer(
+            special_tokens=["<eos>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
-    (folder / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "vocab_size": tokenizer.get_vocab_size(), "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 0}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE})
+    )
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": tokenizer.get_vocab_size(),
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-6,
+                "torch_dtype": "float32",
+                "eos_token_id": 0,
+            }
+        )
+    )
     return str(folder)
 
 
@@ -52,7 +73,9 @@ def tiny() -> Iterator[LiveServer]:
 @pytest.fixture(scope="session")
 def fake(fake_model: str) -> Iterator[LiveServer]:
     """The fake device, with steps of a millisecond."""
-    with LiveServer(fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "1") as server:
+    with LiveServer(
+        fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "1"
+    ) as server:
         yield server
 
 
@@ -62,8 +85,19 @@ def make_server(fake_model: str) -> Iterator[Callable[..., LiveServer]]:
     made: list[LiveServer] = []
 
     def make(*words: str, step_ms: float = 1, **options: Any) -> LiveServer:
-        made.append(LiveServer(fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms",
-                               str(step_ms), *words, **options))
+        made.append(
+            LiveServer(
+                fake_model,
+                "--served-model-name",
+                "fake",
+                "--device",
+                "fake",
+                "--fake-step-ms",
+                str(step_ms),
+                *words,
+                **options,
+            )
+        )
         return made[-1]
 
     yield make

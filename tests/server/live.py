@@ -22,11 +22,22 @@ ROOT = Path(__file__).resolve().parents[2]
 class LiveServer:
     """`sidestep serve` on a free port. Ended, with all its processes, by `close`."""
 
-    def __init__(self, *words: str, environment: dict[str, str] | None = None, scheme: str = "http",
-                 key: str | None = None, verify: Any = True) -> None:
+    def __init__(
+        self,
+        *words: str,
+        environment: dict[str, str] | None = None,
+        scheme: str = "http",
+        key: str | None = None,
+        verify: Any = True,
+    ) -> None:
         command = [sys.executable, "-m", "sidestep", "serve", "--port", "0", *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                                        env={**os.environ, **(environment or {})})
+        self.process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+        )
         self.log = ""
         self.url = self._read_url()
         self.port = int(self.url.rpartition(":")[2])
@@ -44,8 +55,12 @@ class LiveServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> int:
@@ -67,7 +82,9 @@ class LiveServer:
     def post(self, path: str, body: dict[str, Any] | bytes, **headers: str) -> httpx2.Response:
         """One request. A body that is bytes is sent as it is."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.http.post(path, content=content, headers={"content-type": "application/json", **headers})
+        return self.http.post(
+            path, content=content, headers={"content-type": "application/json", **headers}
+        )
 
     def load(self) -> dict[str, Any]:
         """How busy it is."""
@@ -91,7 +108,11 @@ class LiveServer:
         for line in self.http.get("/metrics").raise_for_status().text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                name = re.sub(r'(model_name="[^"]*"|engine="0"),?', "", name).replace(",}", "}").replace("{}", "")
+                name = (
+                    re.sub(r'(model_name="[^"]*"|engine="0"),?', "", name)
+                    .replace(",}", "}")
+                    .replace("{}", "")
+                )
                 samples[name] = float(value)
         return samples
 
@@ -102,8 +123,12 @@ class LiveServer:
 
 def raw_request(path: str, body: bytes, **headers: str) -> bytes:
     """A request's bytes."""
-    fields = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(body)),
-              **{name.replace("_", "-"): value for name, value in headers.items()}}
+    fields = {
+        "Host": "127.0.0.1",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 

@@ -34,7 +34,9 @@ class ScriptedEngine:
         return [self._prompt(message) for message in self.channel.added]
 
     def _prompt(self, message: AddRequest) -> str:
-        return self.tokenizer.decode(unpack_ids(message.prompt_token_ids).tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(
+            unpack_ids(message.prompt_token_ids).tolist(), skip_special_tokens=False
+        )
 
     async def run(self) -> None:
         """Plays the core."""
@@ -46,13 +48,16 @@ class ScriptedEngine:
                 for token in self.tokenizer.encode(text, add_special_tokens=False):
                     self.channel.say_tokens((request.handle, token))
                     await asyncio.sleep(0)
-                self.channel.say_tokens((request.handle, 0), finished=[(request.handle, FinishReason.STOP)])
+                self.channel.say_tokens(
+                    (request.handle, 0), finished=[(request.handle, FinishReason.STOP)]
+                )
             await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def scripted_server(folder: str, *, says: Callable[[str], str] | None = None,
-                          **options: Any) -> AsyncIterator[tuple[ScriptedEngine, openai.AsyncOpenAI]]:
+async def scripted_server(
+    folder: str, *, says: Callable[[str], str] | None = None, **options: Any
+) -> AsyncIterator[tuple[ScriptedEngine, openai.AsyncOpenAI]]:
     """The engine, and a client of a server over it."""
     engine = ScriptedEngine(folder, says)
     args = ServerArgs(port=0, **options)

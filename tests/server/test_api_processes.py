@@ -41,7 +41,9 @@ class Stream:
 
     def __init__(self, server: LiveServer, body: dict[str, Any]) -> None:
         self._connection = server.connect()
-        self._connection.sendall(raw_request("/v1/completions", json.dumps(body).encode(), Connection="close"))
+        self._connection.sendall(
+            raw_request("/v1/completions", json.dumps(body).encode(), Connection="close")
+        )
         self.port: int = self._connection.getsockname()[1]
         self.data = b""
         while b"data: " not in self.data:
@@ -65,8 +67,10 @@ class Stream:
 def holder(server: LiveServer, stream: Stream) -> int:
     """The process that answers a stream."""
     for process in (psutil.Process(server.process.pid), *api_processes(server)):
-        if any(c.raddr and c.raddr.port == stream.port and c.laddr.port == server.port
-               for c in process.net_connections("tcp")):
+        if any(
+            c.raddr and c.raddr.port == stream.port and c.laddr.port == server.port
+            for c in process.net_connections("tcp")
+        ):
             return process.pid
     raise AssertionError("nobody has the connection")
 
@@ -82,10 +86,13 @@ def streams_of_all(server: LiveServer, stack: ExitStack) -> dict[int, Stream]:
 
 def complete(server: LiveServer, count: int) -> None:
     """So many completions with 3 tokens each, side by side, over a connection each."""
+
     def one(_: int) -> int:
         with httpx2.Client() as client:
-            return client.post(server.url + "/v1/completions",
-                               json={"prompt": "x", "max_tokens": 3, "ignore_eos": True}).status_code
+            return client.post(
+                server.url + "/v1/completions",
+                json={"prompt": "x", "max_tokens": 3, "ignore_eos": True},
+            ).status_code
 
     with ThreadPoolExecutor(count) as pool:
         assert list(pool.map(one, range(count))) == [200] * count
@@ -101,14 +108,24 @@ def test_all_processes_serve_and_are_counted_as_one(server: LiveServer) -> None:
     assert len(api_processes(server)) == COUNT - 1
     with ExitStack() as stack:
         streams = streams_of_all(server, stack)
-        assert set(streams) == {server.process.pid, *(process.pid for process in api_processes(server))}
+        assert set(streams) == {
+            server.process.pid,
+            *(process.pid for process in api_processes(server)),
+        }
         assert server.metrics()["sidestep:api_processes"] == COUNT
     server.until_idle()
-    ended = sum(value for name, value in server.metrics().items() if "request_success_total" in name)
+    ended = sum(
+        value for name, value in server.metrics().items() if "request_success_total" in name
+    )
     complete(server, 30)
-    assert [server.metrics()['sidestep:request_success_total{finished_reason="length"}'] for _ in range(6)] == [30] * 6
+    assert [
+        server.metrics()['sidestep:request_success_total{finished_reason="length"}']
+        for _ in range(6)
+    ] == [30] * 6
     after = server.metrics()
-    assert sum(value for name, value in after.items() if "request_success_total" in name) == ended + 30
+    assert (
+        sum(value for name, value in after.items() if "request_success_total" in name) == ended + 30
+    )
     assert after['sidestep:tenant_requests_running{tenant="anonymous"}'] == 0
 
 
@@ -122,10 +139,15 @@ def test_one_s_death_ends_its_requests_alone_and_it_is_replaced(server: LiveServ
         assert b"[DONE]" not in broken
         for stream in streams.values():
             assert b'"finish_reason":"length"' in stream.rest() and b"data: [DONE]" in stream.data
-        while len(api_processes(server)) < COUNT - 1 or server.metrics()["sidestep:api_processes"] < COUNT:
+        while (
+            len(api_processes(server)) < COUNT - 1
+            or server.metrics()["sidestep:api_processes"] < COUNT
+        ):
             pass
         after = server.metrics()
-        counters = [name for name in before if name.split("{")[0].endswith(("_total", "_count", "_bucket"))]
+        counters = [
+            name for name in before if name.split("{")[0].endswith(("_total", "_count", "_bucket"))
+        ]
         assert not [name for name in counters if after[name] < before[name]]
         assert victim.pid not in (process.pid for process in api_processes(server))
         streams_of_all(server, stack)  # the new one serves, too
@@ -198,19 +220,33 @@ def test_nothing_is_left_of_a_server_that_was_killed(server: LiveServer) -> None
 
 
 def test_the_queue_s_limits_are_shared(make_server: Make) -> None:
-    server = make_server("--api-server-count", "2", "--max-num-queued-reqs", "2", "--max-num-seqs", "1", step_ms=20)
+    server = make_server(
+        "--api-server-count", "2", "--max-num-queued-reqs", "2", "--max-num-seqs", "1", step_ms=20
+    )
     body = {**LONG, "prompt": ["x"] * 8}
     answer = server.post("/v1/completions", {**body, "stream": False})
-    assert answer.status_code == 429 and "1 may (max_num_queued_reqs)" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 429
+        and "1 may (max_num_queued_reqs)" in answer.json()["error"]["message"]
+    )
 
 
 def test_keys_hold_at_all_of_them(make_server: Make) -> None:
-    server = make_server("--api-server-count", str(COUNT), environment={"SIDESTEP_API_KEYS": "one,two"}, key="one")
+    server = make_server(
+        "--api-server-count", str(COUNT), environment={"SIDESTEP_API_KEYS": "one,two"}, key="one"
+    )
     refused = 0
-    while (told := server.metrics()).get('sidestep:http_responses_total{path="other",status="401"}', 0) < 12:
+    while (told := server.metrics()).get(
+        'sidestep:http_responses_total{path="other",status="401"}', 0
+    ) < 12:
         with httpx2.Client(base_url=server.url) as client:
-            assert client.get("/v1/models", headers={"authorization": "Bearer three"}).status_code == 401
-            assert client.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
+            assert (
+                client.get("/v1/models", headers={"authorization": "Bearer three"}).status_code
+                == 401
+            )
+            assert (
+                client.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
+            )
         refused += 1
     assert refused == 12 and told["sidestep:api_processes"] == COUNT
 

@@ -21,20 +21,36 @@ EXAMPLES = ROOT / "examples"
 NODE = shutil.which("node")
 
 
-@pytest.mark.parametrize("command", [
-    [sys.executable, str(EXAMPLES / "chat_client.py")],
-    pytest.param([NODE or "", str(EXAMPLES / "chat_client.mjs")],
-                 marks=pytest.mark.skipif(NODE is None, reason="there is no node"))], ids=["python", "javascript"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, str(EXAMPLES / "chat_client.py")],
+        pytest.param(
+            [NODE or "", str(EXAMPLES / "chat_client.mjs")],
+            marks=pytest.mark.skipif(NODE is None, reason="there is no node"),
+        ),
+    ],
+    ids=["python", "javascript"],
+)
 def test_a_chat_streams_and_remembers(command: list[str], tiny: LiveServer) -> None:
     before = tiny.metrics()
-    done = subprocess.run([*command, tiny.url], input="def get_name(\nclass Stack:\n", capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, tiny.url], input="def get_name(\nclass Stack:\n", capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("> ") and done.stdout.count("\n> ") >= 2 and len(done.stdout) > 50
-    tokens, requests = (tiny.metrics()[name] - before.get(name, 0) for name in (
-        "sidestep:prompt_tokens_total", 'sidestep:http_responses_total{path="/v1/chat/completions",status="200"}'))
+    tokens, requests = (
+        tiny.metrics()[name] - before.get(name, 0)
+        for name in (
+            "sidestep:prompt_tokens_total",
+            'sidestep:http_responses_total{path="/v1/chat/completions",status="200"}',
+        )
+    )
     assert requests == 2
-    apart = sum(tiny.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()["count"]
-                for text in ("def get_name(", "class Stack:"))
+    apart = sum(
+        tiny.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()["count"]
+        for text in ("def get_name(", "class Stack:")
+    )
     assert tokens > apart + 5, "the second prompt had the first, and its answer, in it"
 
 
@@ -70,8 +86,12 @@ class OnlyModels(BaseHTTPRequestHandler):
 @pytest.fixture
 def backend() -> Iterator[str]:
     """The URL of a backend that runs."""
-    process = subprocess.Popen([sys.executable, EXAMPLES / "app_backend.py", "0"], stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / "app_backend.py", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert process.stderr is not None
     log = ""
     for line in process.stderr:
@@ -87,7 +107,9 @@ def backend() -> Iterator[str]:
 
 
 def test_a_backend_streams_from_the_engine_inside_it(backend: str) -> None:
-    with httpx2.stream("POST", f"{backend}/complete", json={"prompt": "def get_name("}, timeout=60) as answer:
+    with httpx2.stream(
+        "POST", f"{backend}/complete", json={"prompt": "def get_name("}, timeout=60
+    ) as answer:
         pieces = list(answer.iter_text())
     assert answer.status_code == 200 and len("".join(pieces)) > 20 and len(pieces) > 1
     refused = httpx2.post(f"{backend}/complete", json={"prompt": ""}, timeout=60)
@@ -97,16 +119,23 @@ def test_a_backend_streams_from_the_engine_inside_it(backend: str) -> None:
 
 
 def run_load(url: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(EXAMPLES / "load_test.py"), url, "12", "40"], capture_output=True,
-                          text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "load_test.py"), url, "12", "40"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
 
 def test_a_load_is_served_whole(tiny: LiveServer) -> None:
     before = tiny.metrics()
     done = run_load(tiny.url)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"12 requests, 0 failed\nfirst piece: p50 [\d.]+ ms, p99 [\d.]+ ms\n"
-                        r"between pieces: p50 [\d.]+ ms, p99 [\d.]+ ms\n", done.stdout)
+    assert re.fullmatch(
+        r"12 requests, 0 failed\nfirst piece: p50 [\d.]+ ms, p99 [\d.]+ ms\n"
+        r"between pieces: p50 [\d.]+ ms, p99 [\d.]+ ms\n",
+        done.stdout,
+    )
     name = 'sidestep:http_responses_total{path="/v1/chat/completions",status="200"}'
     assert tiny.metrics()[name] - before.get(name, 0) == 12
 

@@ -17,8 +17,11 @@ Make = Callable[..., LiveServer]
 
 
 def flight(server: LiveServer, since: int | None = None) -> dict[str, Any]:
-    answer: dict[str, Any] = server.http.get("/v1/flight", params={} if since is None else {"since": since}) \
-        .raise_for_status().json()
+    answer: dict[str, Any] = (
+        server.http.get("/v1/flight", params={} if since is None else {"since": since})
+        .raise_for_status()
+        .json()
+    )
     return answer
 
 
@@ -38,7 +41,10 @@ def test_each_answer_goes_on_where_the_last_one_ended(make_server: Make) -> None
     assert (first["steps"][0]["kind"], first["steps"][0]["num_tokens"]) == ("prompt", 20)
     assert {step["kind"] for step in first["steps"][1:]} == {"decode"}
     for step in first["steps"]:
-        times = [step[f"{name}_us"] for name in ("schedule", "submit", "received", "start", "end", "taken", "told")]
+        times = [
+            step[f"{name}_us"]
+            for name in ("schedule", "submit", "received", "start", "end", "taken", "told")
+        ]
         assert times == sorted(times) and times[-1] <= first["now_us"]
         assert step["end_us"] - step["start_us"] == pytest.approx(2000, abs=1)
     # Tokens that reach the server together have one gap here; the metric counts each.
@@ -53,14 +59,19 @@ def test_each_answer_goes_on_where_the_last_one_ended(make_server: Make) -> None
 
 def test_who_waits_is_told_with_the_reason(make_server: Make) -> None:
     server = make_server("--max-num-seqs", "1", step_ms=5)
-    long = json.dumps({"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
+    long = json.dumps(
+        {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    ).encode()
     with ExitStack() as stack:
         for _ in range(MOST_REQUESTS + 10):
             stack.enter_context(server.connect()).sendall(raw_request("/v1/completions", long))
         server.until(lambda load: load["num_waiting"] == MOST_REQUESTS + 9)
         told = flight(server)
         assert [r["waiting_for"] for r in told["requests"]] == [
-            None, "max_num_seqs", *["turn"] * (MOST_REQUESTS - 1)]
+            None,
+            "max_num_seqs",
+            *["turn"] * (MOST_REQUESTS - 1),
+        ]
         assert (told["num_running"], told["num_waiting"]) == (1, MOST_REQUESTS + 9)
         assert 0 < told["kv_cache_usage"] < 1
 
@@ -71,7 +82,9 @@ def test_an_answer_is_bounded_and_has_the_newest_steps(make_server: Make) -> Non
     server.until_idle()
     told = flight(server, 0)
     numbers = [step["step"] for step in told["steps"]]
-    assert len(numbers) <= MOST_STEPS and numbers == list(range(told["next"] - len(numbers), told["next"]))
+    assert len(numbers) <= MOST_STEPS and numbers == list(
+        range(told["next"] - len(numbers), told["next"])
+    )
     assert told["next"] > MOST_STEPS
 
 
@@ -83,9 +96,15 @@ def test_a_number_of_an_engine_before_this_one_begins_anew(make_server: Make) ->
     assert len(told["steps"]) == told["next"] > 0
 
 
-@pytest.mark.parametrize(("values", "expected"), [
-    ([], Percentiles(0, None, None, None)), ([3.0], Percentiles(1, 3.0, 3.0, 3.0)),
-    (list(range(100)), Percentiles(100, 50, 90, 99)), (list(range(1000, -1, -1)), Percentiles(100, 50, 90, 99))])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], Percentiles(0, None, None, None)),
+        ([3.0], Percentiles(1, 3.0, 3.0, 3.0)),
+        (list(range(100)), Percentiles(100, 50, 90, 99)),
+        (list(range(1000, -1, -1)), Percentiles(100, 50, 90, 99)),
+    ],
+)
 def test_percentiles_are_of_the_last_values(values: list[float], expected: Percentiles) -> None:
     window = Window(100)
     for value in values:
@@ -93,8 +112,19 @@ def test_percentiles_are_of_the_last_values(values: list[float], expected: Perce
     assert percentiles(window.values()) == expected
 
 
-@pytest.mark.parametrize("query", ["since=", "since=-1", "since=x", "since=1.5", "since=1&since=2", "sincere=1",
-                                   "since=" + "9" * 19, "since=%D9%A1"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "since=",
+        "since=-1",
+        "since=x",
+        "since=1.5",
+        "since=1&since=2",
+        "sincere=1",
+        "since=" + "9" * 19,
+        "since=%D9%A1",
+    ],
+)
 def test_a_query_that_is_none_is_refused(query: str, fake: LiveServer) -> None:
     answer = fake.http.get(f"/v1/flight?{query}")
     assert answer.status_code == 400 and answer.json()["error"]["param"] in ("since", "sincere")

@@ -29,7 +29,9 @@ def rest(stream: socket.socket) -> bytes:
 def begin(server: LiveServer, body: dict[str, Any]) -> tuple[socket.socket, bytes]:
     """A stream whose first event is there, and what was read of it."""
     connection = server.connect()
-    connection.sendall(raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode()))
+    connection.sendall(
+        raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode())
+    )
     data = b""
     while b"data: " not in data:
         data += connection.recv(1 << 16)
@@ -52,7 +54,11 @@ def test_running_requests_end_before_the_server_does(make_server: Make) -> None:
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
     data += rest(stream)
     whole.join()
-    assert data.rstrip().endswith(b"0") and b'"finish_reason":"length"' in data and b"data: [DONE]" in data
+    assert (
+        data.rstrip().endswith(b"0")
+        and b'"finish_reason":"length"' in data
+        and b"data: [DONE]" in data
+    )
     assert answers[0].json()["usage"]["completion_tokens"] == 300
     assert server.wait() == 0
 
@@ -125,27 +131,48 @@ def test_an_engine_that_stands_still_is_not_healthy(make_server: Make) -> None:
 
 def test_a_port_in_use_is_told_before_the_engine_starts(fake: LiveServer, fake_model: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sidestep", "serve", fake_model, "--device", "fake", "--port", str(fake.port)],
-        capture_output=True, text=True, cwd=ROOT)
+        [
+            sys.executable,
+            "-m",
+            "sidestep",
+            "serve",
+            fake_model,
+            "--device",
+            "fake",
+            "--port",
+            str(fake.port),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [f"sidestep: port: cannot listen at 127.0.0.1:{fake.port}: "
-                                        "Address already in use"]
+    assert done.stderr.splitlines() == [
+        f"sidestep: port: cannot listen at 127.0.0.1:{fake.port}: Address already in use"
+    ]
 
 
 def test_nothing_but_the_server_imports_what_only_it_needs() -> None:
-    code = ("import sys, sidestep, sidestep.frontend.cli as cli, sidestep.frontend.async_llm\n"
-            "cli.make_parser('x').parse_args(['generate', 'x'])\n"
-            "print([n for n in ('starlette', 'uvicorn', 'httptools', 'prometheus_client') if n in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    code = (
+        "import sys, sidestep, sidestep.frontend.cli as cli, sidestep.frontend.async_llm\n"
+        "cli.make_parser('x').parse_args(['generate', 'x'])\n"
+        "print([n for n in ('starlette', 'uvicorn', 'httptools', 'prometheus_client') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_without_its_libraries_the_command_says_what_to_install() -> None:
-    code = ("import sys; sys.modules['starlette'] = None\n"
-            "from sidestep.frontend.cli import main; sys.exit(main(['serve']))")
+    code = (
+        "import sys; sys.modules['starlette'] = None\n"
+        "from sidestep.frontend.cli import main; sys.exit(main(['serve']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.splitlines() == [
-        "sidestep: starlette is missing; install it: pip install 'sidestep[server]'"]
+        "sidestep: starlette is missing; install it: pip install 'sidestep[server]'"
+    ]
 
 
 def test_an_address_of_ipv6(make_server: Make) -> None:

@@ -33,6 +33,7 @@ SERVE = [sys.executable, "-m", "sidestep", "serve", "--device", "fake", "--port"
 
 # Open files.
 
+
 def test_a_server_opens_as_many_files_as_it_may(make_server: Make) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard - 1, 200), hard))
@@ -62,7 +63,12 @@ def test_a_server_opens_as_many_files_as_it_may(make_server: Make) -> None:
 def test_a_limit_that_stays_reached_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock, limit = Clock(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     watch = FileWatch(clock)
-    for descriptor, now, num in ((20, 0, 0), (limit - 1, 0, 1), (limit - 1, 59, 1), (limit - 2, 60, 2)):
+    for descriptor, now, num in (
+        (20, 0, 0),
+        (limit - 1, 0, 1),
+        (limit - 1, 59, 1),
+        (limit - 2, 60, 2),
+    ):
         clock.now = now
         watch.opened(descriptor)
         assert len(caplog.records) == num
@@ -70,19 +76,27 @@ def test_a_limit_that_stays_reached_is_told_once_a_minute(caplog: pytest.LogCapt
 
 # The queue.
 
+
 def test_a_server_bounds_its_queue_unless_told_otherwise() -> None:
     assert with_queue_limit(EngineArgs()).max_num_queued_reqs == 4096
     assert with_queue_limit(EngineArgs(max_num_queued_reqs=7)).max_num_queued_reqs == 7
-    assert EngineArgs().max_num_queued_reqs is None  # programs with an engine inside have their own queue
+    assert (
+        EngineArgs().max_num_queued_reqs is None
+    )  # programs with an engine inside have their own queue
 
 
 # The start.
 
+
 def test_a_certificate_that_cannot_be_used_is_told_before_the_engine_starts(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
     for file in ("cert.pem", "missing.pem"):
-        done = subprocess.run([*SERVE, "--ssl-certfile", str(tmp_path / file)], capture_output=True, text=True,
-                              cwd=ROOT)
+        done = subprocess.run(
+            [*SERVE, "--ssl-certfile", str(tmp_path / file)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
         assert done.returncode == 1
         (line,) = done.stderr.splitlines()
         assert line.startswith("sidestep: ssl_certfile: cannot be used: ")
@@ -90,9 +104,15 @@ def test_a_certificate_that_cannot_be_used_is_told_before_the_engine_starts(tmp_
 
 @pytest.mark.parametrize("words", [(), ("-tp", "2"), ("--api-server-count", "2")])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_while_it_starts_it_leaves_no_folder(number: int, words: Sequence[str], tmp_path: Path) -> None:
-    process = subprocess.Popen([*SERVE, *words], stderr=subprocess.DEVNULL, cwd=ROOT,
-                               env={**os.environ, "TMPDIR": str(tmp_path)})
+def test_killed_while_it_starts_it_leaves_no_folder(
+    number: int, words: Sequence[str], tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [*SERVE, *words],
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     until(lambda: bool(list(tmp_path.iterdir())) or process.poll() is not None)
     # Wait for the child, which removes the folder when its killed parent cannot.
     until(lambda: bool(children(process.pid)) or process.poll() is not None)
@@ -117,11 +137,14 @@ def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
 
 # The end.
 
+
 def test_two_interrupts_end_it_without_a_word(make_server: Make) -> None:
     server = make_server(step_ms=20)
     body = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True}
     with server.connect() as stream, server.connect() as whole:
-        stream.sendall(raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode()))
+        stream.sendall(
+            raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode())
+        )
         assert stream.recv(1000).startswith(b"HTTP/1.1 200 ")
         whole.sendall(raw_request("/v1/completions", json.dumps(body).encode()))
         server.until(lambda load: load["num_running"] == 2)

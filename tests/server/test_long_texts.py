@@ -18,7 +18,11 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "ids": ("/v1/completions", {"prompt": [1] * 500_000}, "prompt"),
     "lists of ids": ("/v1/completions", {"prompt": [[1] * 500_000]}, "prompt"),
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}, "messages"),
-    "many messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}] * 50_000}, "messages"),
+    "many messages": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "abc"}] * 50_000},
+        "messages",
+    ),
     "responses": ("/v1/responses", {"input": TEXT}, "input"),
     "tokenize": ("/tokenize", {"prompt": TEXT}, "prompt"),
     "tokenize chat": ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}, "messages"),
@@ -30,15 +34,27 @@ def test_what_cannot_fit_is_refused_by_its_field(name: str, fake: LiveServer) ->
     path, body, field = BODIES[name]
     answer = fake.post(path, body)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field), error
+    assert (answer.status_code, error["code"], error["param"]) == (
+        400,
+        "context_length_exceeded",
+        field,
+    ), error
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/completions", b'{"prompt":[' + b"1," * 1_000_000 + b"1]}"),
-    ("/v1/completions", b'{"prompt":[' + b"[1]," * 500_000 + b"[1]]}"),
-    ("/detokenize", b'{"tokens":[' + b"1," * 1_000_000 + b"1]}"),
-    ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":['
-     + b"[]," * 500_000 + b"[]]}}")])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt":[' + b"1," * 1_000_000 + b"1]}"),
+        ("/v1/completions", b'{"prompt":[' + b"[1]," * 500_000 + b"[1]]}"),
+        ("/detokenize", b'{"tokens":[' + b"1," * 1_000_000 + b"1]}"),
+        (
+            "/v1/chat/completions",
+            b'{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":['
+            + b"[]," * 500_000
+            + b"[]]}}",
+        ),
+    ],
+)
 def test_a_body_of_too_many_values_is_refused(path: str, body: bytes, fake: LiveServer) -> None:
     answer = fake.post(path, body)
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"

@@ -16,13 +16,36 @@ from tests.server.live import ROOT, LiveServer, raw_request
 
 Make = Callable[..., LiveServer]
 TAILS = [
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
-    "num_preemptions", "postponed_tokens", "prompt_tokens", "generation_tokens", "request_success",
-    "request_prompt_tokens", "request_generation_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-    "request_params_n", "device_busy_seconds", "device_idle_seconds", "frontend_cpu_seconds",
-    "frontend_tokens", "queue_wait_seconds", "step_time_seconds", "tenant_requests", "tenant_requests_running"]
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "postponed_tokens",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_params_n",
+    "device_busy_seconds",
+    "device_idle_seconds",
+    "frontend_cpu_seconds",
+    "frontend_tokens",
+    "queue_wait_seconds",
+    "step_time_seconds",
+    "tenant_requests",
+    "tenant_requests_running",
+]
 
 
 def test_the_names_that_dashboards_of_vllm_use_are_there(fake: LiveServer) -> None:
@@ -47,10 +70,18 @@ def test_requests_and_tokens_are_counted(make_server: Make) -> None:
 
     assert grown('request_success_total{finished_reason="length"}') == 3
     assert grown("prompt_tokens_total") == 80 and grown("generation_tokens_total") == 21
-    assert grown("prefix_cache_queries_total") == 80, "a prompt is looked up once for all its choices"
+    assert grown("prefix_cache_queries_total") == 80, (
+        "a prompt is looked up once for all its choices"
+    )
     assert grown("prompt_tokens_cached_total") == grown("prefix_cache_hits_total") > 0
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-                 "request_generation_tokens", "request_prefill_time_seconds", "request_decode_time_seconds"):
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_generation_tokens",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+    ):
         assert grown(f"{name}_count") == after[f'sidestep:{name}_bucket{{le="+Inf"}}'] == 3
     assert grown("request_generation_tokens_sum") == 21
     # Of the streamed ones, between their tokens; those that come with the first have no gap that could be seen.
@@ -74,19 +105,30 @@ def test_buckets_are_cumulative(fake: LiveServer) -> None:
 
 def test_steps_are_counted_by_kind_and_tokens_as_they_come(make_server: Make) -> None:
     server = make_server(step_ms=2)
-    assert server.post("/v1/completions", {"prompt": "x" * 20, "max_tokens": 6, "ignore_eos": True}).status_code == 200
+    assert (
+        server.post(
+            "/v1/completions", {"prompt": "x" * 20, "max_tokens": 6, "ignore_eos": True}
+        ).status_code
+        == 200
+    )
     server.until_idle()
     found = server.metrics()
-    counts = {kind: found[f'sidestep:step_time_seconds_count{{kind="{kind}"}}'] for kind in STEP_KINDS}
+    counts = {
+        kind: found[f'sidestep:step_time_seconds_count{{kind="{kind}"}}'] for kind in STEP_KINDS
+    }
     assert counts == {"prompt": 1, "decode": 5, "mixed": 0}
-    assert found['sidestep:step_time_seconds_sum{kind="decode"}'] == pytest.approx(5 * 0.002, rel=0.01)
+    assert found['sidestep:step_time_seconds_sum{kind="decode"}'] == pytest.approx(
+        5 * 0.002, rel=0.01
+    )
     assert found["sidestep:device_busy_seconds_total"] == pytest.approx(6 * 0.002, rel=0.01)
     assert found["sidestep:frontend_tokens_total"] == 6
 
 
 def test_the_time_in_the_queue_has_reasons(make_server: Make) -> None:
     server = make_server("--max-num-seqs", "1", step_ms=2)
-    body = json.dumps({"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps(
+        {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    ).encode()
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(server.connect()).sendall(raw_request("/v1/completions", body))
@@ -99,17 +141,25 @@ def test_the_time_in_the_queue_has_reasons(make_server: Make) -> None:
 def waits(server: LiveServer) -> dict[str, float]:
     """Seconds by reason."""
     found = server.metrics()
-    return {reason: found[f'sidestep:queue_wait_seconds_total{{reason="{reason}"}}'] for reason in WAIT_REASONS}
+    return {
+        reason: found[f'sidestep:queue_wait_seconds_total{{reason="{reason}"}}']
+        for reason in WAIT_REASONS
+    }
 
 
 def test_tenants_are_counted_and_their_keys_are_not_told(make_server: Make) -> None:
     keys = ["first-key", "second-key"]
-    server = make_server(environment={"SIDESTEP_API_KEYS": ",".join(keys), "SIDESTEP_OPERATOR_KEYS": "boss"},
-                         key="boss")
+    server = make_server(
+        environment={"SIDESTEP_API_KEYS": ",".join(keys), "SIDESTEP_OPERATOR_KEYS": "boss"},
+        key="boss",
+    )
     body = {"prompt": "x" * 10, "max_tokens": 3, "ignore_eos": True}
     for key, count in zip(keys, (1, 2), strict=True):
         for _ in range(count):
-            assert server.post("/v1/completions", body, authorization=f"Bearer {key}").status_code == 200
+            assert (
+                server.post("/v1/completions", body, authorization=f"Bearer {key}").status_code
+                == 200
+            )
     found = server.metrics()
     for key, count in zip(keys, (1, 2), strict=True):
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -125,20 +175,29 @@ def test_tenants_are_counted_and_their_keys_are_not_told(make_server: Make) -> N
 # The dashboard.
 
 DASHBOARD = json.loads((ROOT / "docs" / "grafana" / "sidestep.json").read_text())
-QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+QUERIES = [
+    (panel["title"], target["expr"])
+    for panel in DASHBOARD["panels"]
+    for target in panel.get("targets", ())
+]
 
 
 def test_every_query_of_the_dashboard_is_of_what_is_exported(make_server: Make) -> None:
     server = make_server("--max-num-queued-reqs", "1")
     assert server.post("/v1/completions", {"prompt": ["x", "y", "z"]}).status_code == 429
-    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True}).status_code == 200
+    assert (
+        server.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True}).status_code
+        == 200
+    )
     families = list(text_string_to_metric_families(server.http.get("/metrics").text))
     kinds = {sample.name: family.type for family in families for sample in family.samples}
     labels = {sample.name: {*sample.labels} for family in families for sample in family.samples}
     assert len(QUERIES) > 30
     for title, query in QUERIES:
         names = re.findall(r"sidestep:\w+", query)
-        grouped = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+        grouped = {
+            label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")
+        }
         rated = set(re.findall(r"rate\((sidestep:\w+)", query))
         assert names and query.count("(") == query.count(")"), title
         for name in names:
@@ -148,8 +207,12 @@ def test_every_query_of_the_dashboard_is_of_what_is_exported(make_server: Make) 
 
 
 def test_the_dashboard_shows_each_panel_once_and_none_over_another() -> None:
-    places = [(p["gridPos"]["x"] + dx, p["gridPos"]["y"] + dy) for p in DASHBOARD["panels"]
-              for dx in range(p["gridPos"]["w"]) for dy in range(p["gridPos"]["h"])]
+    places = [
+        (p["gridPos"]["x"] + dx, p["gridPos"]["y"] + dy)
+        for p in DASHBOARD["panels"]
+        for dx in range(p["gridPos"]["w"])
+        for dy in range(p["gridPos"]["h"])
+    ]
     assert len(places) == len(set(places)) and max(x for x, _ in places) == 23
     for key in ("id", "title"):
         values = [panel[key] for panel in DASHBOARD["panels"]]

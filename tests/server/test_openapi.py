@@ -15,7 +15,9 @@ schema: Any = schemathesis.openapi.from_dict(make_document("0"))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
-def test_every_operation_is_a_route_and_every_route_an_operation(operation: Any, fake: LiveServer) -> None:
+def test_every_operation_is_a_route_and_every_route_an_operation(
+    operation: Any, fake: LiveServer
+) -> None:
     document = fake.http.get("/openapi.json").json()
     assert set(document["paths"]) == {each.path for each in OPERATIONS}
     (method,) = document["paths"][operation.path]
@@ -33,8 +35,13 @@ def test_fields_that_do_nothing_yet_show_what_they_take() -> None:
 
 
 @schema.parametrize()
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
-          suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 def test_no_answer_is_a_5xx_or_outside_of_the_document(case: Any, fake: LiveServer) -> None:
     if isinstance(case.body, dict):
         # Neither another model's name nor the answer's length is what is tested here.
@@ -43,7 +50,12 @@ def test_no_answer_is_a_5xx_or_outside_of_the_document(case: Any, fake: LiveServ
             if isinstance(case.body.get(name), int):
                 case.body[name] = min(case.body[name], 20)
     answer = case.call(base_url=fake.url)
-    case.validate_response(answer, checks=[
-        schemathesis.checks.not_a_server_error, schemathesis.specs.openapi.checks.status_code_conformance,
-        schemathesis.specs.openapi.checks.content_type_conformance,
-        schemathesis.specs.openapi.checks.response_schema_conformance])
+    case.validate_response(
+        answer,
+        checks=[
+            schemathesis.checks.not_a_server_error,
+            schemathesis.specs.openapi.checks.status_code_conformance,
+            schemathesis.specs.openapi.checks.content_type_conformance,
+            schemathesis.specs.openapi.checks.response_schema_conformance,
+        ],
+    )

@@ -32,21 +32,33 @@ CONTRAST = """selector => {
 
 # The files.
 
-def test_the_page_is_made_of_the_files_that_are_there_and_allows_no_others(fake: LiveServer) -> None:
+
+def test_the_page_is_made_of_the_files_that_are_there_and_allows_no_others(
+    fake: LiveServer,
+) -> None:
     assert set(FILES) == {file.name for file in WEB.iterdir()}
     for path, name in zip(PATHS, FILES, strict=True):
         answer = fake.http.get(path)
         assert answer.content == (WEB / name).read_bytes()
         policy = answer.headers["content-security-policy"]
-        assert "default-src 'none'; script-src 'self'; style-src 'self';" in policy and "unsafe" not in policy
+        assert (
+            "default-src 'none'; script-src 'self'; style-src 'self';" in policy
+            and "unsafe" not in policy
+        )
         assert answer.headers["x-content-type-options"] == "nosniff"
-    assert fake.http.get("/page/../app.py").status_code == fake.http.get("/page/app.py").status_code == 404
+    assert (
+        fake.http.get("/page/../app.py").status_code
+        == fake.http.get("/page/app.py").status_code
+        == 404
+    )
 
 
 def test_every_file_that_the_page_asks_for_is_its_own() -> None:
     for name in FILES:
-        asked = re.findall(r"""(?:src|href|from|url)[=( ]+["'](?!http://www.w3.org)([^"']+)["']""",
-                           (WEB / name).read_text())
+        asked = re.findall(
+            r"""(?:src|href|from|url)[=( ]+["'](?!http://www.w3.org)([^"']+)["']""",
+            (WEB / name).read_text(),
+        )
         assert set(asked) <= set(PATHS), name
 
 
@@ -59,7 +71,10 @@ def test_no_key_is_needed_for_the_page_itself(make_server: Callable[..., LiveSer
 
 # The whole page.
 
-def test_everything_can_be_done_with_the_keyboard(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+
+def test_everything_can_be_done_with_the_keyboard(
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server(step_ms=5)
     page = open_page(server)
     endless(page)
@@ -67,11 +82,24 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Open, make_server: 
     order = []
     for _ in range(12):
         page.keyboard.press("Tab")
-        order.append(page.evaluate("document.activeElement.id || document.activeElement.tagName.toLowerCase()"))
+        order.append(
+            page.evaluate(
+                "document.activeElement.id || document.activeElement.tagName.toLowerCase()"
+            )
+        )
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
         if order[-1] == "live":
             break
-    assert order == ["new-chat", "summary", "log", "question", "max-tokens", "temperature", "send", "live"]
+    assert order == [
+        "new-chat",
+        "summary",
+        "log",
+        "question",
+        "max-tokens",
+        "temperature",
+        "send",
+        "live",
+    ]
     for _ in range(4):
         page.keyboard.press("Shift+Tab")
     page.keyboard.type("first line")
@@ -100,7 +128,8 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Open, make_server: 
 
 
 def test_a_wrong_key_is_told_and_a_right_one_stays_in_the_tab(
-        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server(environment={"SIDESTEP_API_KEYS": "right-key"}, key="right-key")
     page = open_page(server, expected="status of 40")
     field = page.get_by_label("API key")
@@ -120,7 +149,11 @@ def test_a_wrong_key_is_told_and_a_right_one_stays_in_the_tab(
     page.get_by_label("Message").press("Enter")
     expect(page.locator(".meter")).to_have_count(1)
     assert "right-key" not in page.content() + page.url
-    assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+    assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [
+        0,
+        "",
+        1,
+    ]
     page.reload()
     live(page)
     page.get_by_role("button", name="Forget the API key").click()
@@ -129,15 +162,35 @@ def test_a_wrong_key_is_told_and_a_right_one_stays_in_the_tab(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_can_be_read_in_light_and_in_dark(scheme: Any, open_page: Open, tiny: LiveServer) -> None:
+def test_everything_can_be_read_in_light_and_in_dark(
+    scheme: Any, open_page: Open, tiny: LiveServer
+) -> None:
     page = open_page(tiny, color_scheme=scheme)
     page.get_by_label("Most tokens").fill("8")
     page.get_by_label("Message").fill("def f(")
     page.get_by_label("Message").press("Enter")
     expect(page.locator(".meter")).to_have_count(1)
     live(page)
-    for selector in ("h1", "#served", "#state", "#new-chat", ".user .words", ".assistant .words", ".meter", "textarea",
-                     "#chat-hint", "#send", "dt", "dd", "figcaption", "summary", "caption", "th", "td", ".legend li"):
+    for selector in (
+        "h1",
+        "#served",
+        "#state",
+        "#new-chat",
+        ".user .words",
+        ".assistant .words",
+        ".meter",
+        "textarea",
+        "#chat-hint",
+        "#send",
+        "dt",
+        "dd",
+        "figcaption",
+        "summary",
+        "caption",
+        "th",
+        "td",
+        ".legend li",
+    ):
         assert page.evaluate(CONTRAST, selector) >= 4.5, selector
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground))) > 384) == (scheme == "light")
@@ -162,8 +215,10 @@ def test_the_page_fits_narrow_screens(width: int, open_page: Open, fake: LiveSer
 
 # The view of the engine.
 
+
 def test_the_live_view_shows_the_steps_and_what_a_request_waits_for(
-        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server("--max-num-seqs", "1", step_ms=5)
     page = open_page(server)
     with streams(server, 3):
@@ -178,7 +233,9 @@ def test_the_live_view_shows_the_steps_and_what_a_request_waits_for(
         # The overlap, as it is drawn: a step that was prepared before the one before it had ended.
         expect(page.locator("#timeline rect.decode").nth(3)).to_be_visible()
         assert page.locator("#timeline rect.schedule").count() >= 3
-        expect(page.locator("#timeline-note")).to_contain_text(re.compile(r"packed and queued .* ms before step \d+"))
+        expect(page.locator("#timeline-note")).to_contain_text(
+            re.compile(r"packed and queued .* ms before step \d+")
+        )
         expect(page.locator("#batch rect.decode").first).to_be_visible()
         expect(page.locator("#batch polyline.waiting")).to_be_visible()
         expect(page.locator("#kv rect").first).to_be_visible()
@@ -190,7 +247,9 @@ def test_the_live_view_shows_the_steps_and_what_a_request_waits_for(
     expect(page.locator("#queue-note")).to_have_text("No requests.")
 
 
-def test_the_view_shows_the_replica_that_is_chosen(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+def test_the_view_shows_the_replica_that_is_chosen(
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server("-dp", "2", "--routing", "round_robin", step_ms=5)
     page = open_page(server)
     live(page)
@@ -202,7 +261,9 @@ def test_the_view_shows_the_replica_that_is_chosen(open_page: Open, make_server:
         expect(choice).to_have_value("1")
 
 
-def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(open_page: Open, fake: LiveServer) -> None:
+def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(
+    open_page: Open, fake: LiveServer
+) -> None:
     page = open_page(fake)
     live(page)
     page.clock.install()
@@ -239,7 +300,9 @@ def test_a_server_that_goes_and_comes_again_is_told(open_page: Open, fake: LiveS
     live(page)
 
 
-def test_what_is_dead_is_not_shown_as_if_it_ran(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+def test_what_is_dead_is_not_shown_as_if_it_ran(
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server("-dp", "2", step_ms=5)
     page = open_page(server, expected="status of 50|net::ERR_")
     live(page)
@@ -249,7 +312,9 @@ def test_what_is_dead_is_not_shown_as_if_it_ran(open_page: Open, make_server: Ca
     expect(page.get_by_label("Replica")).to_have_value("1")
     expect(page.locator("#replicas li")).to_have_text(re.compile(r"^Replica 0: .*(killed|ended)"))
     page.get_by_label("Replica").select_option("0")
-    expect(page.locator("#engine-note")).to_contain_text(re.compile(r"^Replica 0: .*(killed|ended)"))
+    expect(page.locator("#engine-note")).to_contain_text(
+        re.compile(r"^Replica 0: .*(killed|ended)")
+    )
     expect(page.locator("#tile-running")).to_have_text("–")
     page.get_by_label("Replica").select_option("1")
     expect(page.locator("#engine-note")).to_be_hidden()
@@ -257,13 +322,16 @@ def test_what_is_dead_is_not_shown_as_if_it_ran(open_page: Open, make_server: Ca
         expect(page.locator("#tile-running")).to_have_text("2")
         server.process.kill()
         expect(page.get_by_role("status")).to_have_text("the server cannot be reached")
-    expect(page.locator("#engine-note")).to_contain_text("The server cannot be reached. The charts end")
+    expect(page.locator("#engine-note")).to_contain_text(
+        "The server cannot be reached. The charts end"
+    )
     expect(page.locator("#tile-running")).to_have_text("–")
     expect(page.locator("#queue tbody tr")).to_have_count(0)
     expect(page.locator("#queue-note")).to_have_text("Not known now.")
 
 
 # The docs' pictures.
+
 
 @pytest.fixture
 def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
@@ -272,8 +340,9 @@ def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path if folder is None else Path(folder)
 
 
-def test_the_docs_pictures_can_be_made(pictures: Path, open_page: Open, tiny: LiveServer,
-                                       make_server: Callable[..., LiveServer]) -> None:
+def test_the_docs_pictures_can_be_made(
+    pictures: Path, open_page: Open, tiny: LiveServer, make_server: Callable[..., LiveServer]
+) -> None:
     size = {"width": 1200, "height": 720}
     page = open_page(tiny, viewport=size)
     page.get_by_label("Message").fill("def read_file(path):")

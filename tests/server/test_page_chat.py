@@ -12,17 +12,29 @@ from playwright.sync_api import Page, expect
 from tests.server.browser import Open, ask, endless, streams
 from tests.server.live import LiveServer
 
-FENCED = ("See `one`:\n```python\nif a < b:\n    print('<b>')\n```\nand\n~~~\n```\n~~~~\n``two`` and\n"
-          "```js title\nlast()")
+FENCED = (
+    "See `one`:\n```python\nif a < b:\n    print('<b>')\n```\nand\n~~~\n```\n~~~~\n``two`` and\n"
+    "```js title\nlast()"
+)
 """The second block contains a fence of the other kind; the last block has no end."""
 
 
 def answers(page: Page, text: str, size: int = 3) -> None:
     """Answer the page's chats with this text, in pieces of `size` characters."""
-    pieces = [{"choices": [{"delta": {"content": text[i:i + size]}}]} for i in range(0, len(text), size)]
-    events = [*map(json.dumps, pieces), json.dumps({"choices": [], "usage": {"completion_tokens": 9}}), "[DONE]"]
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(
-        content_type="text/event-stream", body="".join(f"data: {event}\n\n" for event in events)))
+    pieces = [
+        {"choices": [{"delta": {"content": text[i : i + size]}}]} for i in range(0, len(text), size)
+    ]
+    events = [
+        *map(json.dumps, pieces),
+        json.dumps({"choices": [], "usage": {"completion_tokens": 9}}),
+        "[DONE]",
+    ]
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body="".join(f"data: {event}\n\n" for event in events)
+        ),
+    )
 
 
 def test_a_chat_streams_and_says_how_fast_it_came(open_page: Open, tiny: LiveServer) -> None:
@@ -38,7 +50,8 @@ def test_a_chat_streams_and_says_how_fast_it_came(open_page: Open, tiny: LiveSer
     page.get_by_label("Most tokens").fill("40")
     page.get_by_role("button", name="Send").click()
     expect(page.locator(".meter")).to_have_text(
-        re.compile(r"^TTFT \d+ ms · (\d+) tokens · \d+ tokens/s · (length|stop)$"))
+        re.compile(r"^TTFT \d+ ms · (\d+) tokens · \d+ tokens/s · (length|stop)$")
+    )
     seen = page.evaluate("window.seen")
     assert seen == sorted(seen) and len(set(seen)) >= 5
     assert page.locator(".user .words").inner_text() == "def read_file(path):"
@@ -61,13 +74,18 @@ def test_a_chat_remembers_until_a_new_one_begins(open_page: Open, tiny: LiveServ
     ask("first")
     answer = page.locator(".assistant .words").first.text_content()
     assert [(m["role"], m["content"]) for m in ask("second")] == [
-        ("user", "first"), ("assistant", answer), ("user", "second")]
+        ("user", "first"),
+        ("assistant", answer),
+        ("user", "second"),
+    ]
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("article")).to_have_count(0)
     assert len(ask("third")) == 1
 
 
-def test_stop_ends_the_answer_and_its_request(open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+def test_stop_ends_the_answer_and_its_request(
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server(step_ms=5)
     page = open_page(server)
     endless(page)
@@ -110,7 +128,9 @@ def test_text_is_never_taken_for_the_page(open_page: Open, fake: LiveServer) -> 
         page.evaluate("document.getElementById('log').innerHTML = '<b>x</b>'")
 
 
-def test_what_the_server_refuses_is_said_and_nothing_need_be_typed_twice(open_page: Open, fake: LiveServer) -> None:
+def test_what_the_server_refuses_is_said_and_nothing_need_be_typed_twice(
+    open_page: Open, fake: LiveServer
+) -> None:
     page = open_page(fake, expected="status of 40")
     text = "x" * 3000  # more than the model's length
     page.get_by_label("Message").fill(text)
@@ -120,7 +140,8 @@ def test_what_the_server_refuses_is_said_and_nothing_need_be_typed_twice(open_pa
 
 
 def test_an_answer_that_breaks_off_keeps_its_text_and_says_so(
-        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server(step_ms=5)
     page = open_page(server, expected="net::ERR_")
     endless(page)
@@ -136,9 +157,13 @@ def test_an_answer_that_breaks_off_keeps_its_text_and_says_so(
 
 # Code, copies and the system prompt.
 
-def test_code_between_fences_is_a_block_however_its_text_is_cut(open_page: Open, fake: LiveServer) -> None:
+
+def test_code_between_fences_is_a_block_however_its_text_is_cut(
+    open_page: Open, fake: LiveServer
+) -> None:
     page = open_page(fake)
-    shown = page.evaluate("""async text => {
+    shown = page.evaluate(
+        """async text => {
       const { Renderer } = await import("/page/render.js");
       const render = size => {
         const root = document.createElement("div"), renderer = new Renderer(root);
@@ -149,10 +174,19 @@ def test_code_between_fences_is_a_block_however_its_text_is_cut(open_page: Open,
         return JSON.stringify([...root.childNodes].map(kind).filter(shown => shown !== ""));
       };
       return [...new Set(Array.from(text, (_, i) => render(i + 1)))].map(JSON.parse);
-    }""", FENCED)
-    assert shown == [[
-        "See `one`:\n", ["python", "if a < b:\n    print('<b>')\n"], "and\n", ["code", "```\n"],
-        "``two`` and\n", ["js", "last()"]]]
+    }""",
+        FENCED,
+    )
+    assert shown == [
+        [
+            "See `one`:\n",
+            ["python", "if a < b:\n    print('<b>')\n"],
+            "and\n",
+            ["code", "```\n"],
+            "``two`` and\n",
+            ["js", "last()"],
+        ]
+    ]
 
 
 def test_code_and_answers_can_be_copied(open_page: Open, fake: LiveServer) -> None:
@@ -161,8 +195,10 @@ def test_code_and_answers_can_be_copied(open_page: Open, fake: LiveServer) -> No
     ask(page, "show me ```x```")
     expect(page.locator(".assistant .code")).to_have_count(3)
     assert page.locator(".user .words").inner_text() == "show me ```x```"
-    for button, text in ((page.get_by_role("button", name="Copy code").first, "if a < b:\n    print('<b>')\n"),
-                         (page.get_by_role("button", name="Copy", exact=True), FENCED)):
+    for button, text in (
+        (page.get_by_role("button", name="Copy code").first, "if a < b:\n    print('<b>')\n"),
+        (page.get_by_role("button", name="Copy", exact=True), FENCED),
+    ):
         button.click()
         expect(page.get_by_role("button", name="Copied").last).to_be_visible()
         assert page.evaluate("navigator.clipboard.readText()") == text
@@ -176,11 +212,14 @@ def test_the_system_prompt_goes_first(open_page: Open, fake: LiveServer) -> None
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "hi")
     assert sent.value.post_data_json["messages"] == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
 
 
 def test_a_chat_that_waits_says_how_many_are_before_it_and_the_queue_fits_a_telephone(
-        open_page: Open, make_server: Callable[..., LiveServer]) -> None:
+    open_page: Open, make_server: Callable[..., LiveServer]
+) -> None:
     server = make_server("--max-num-seqs", "2", step_ms=5)
     page = open_page(server, viewport={"width": 390, "height": 800})
     with streams(server, 9):

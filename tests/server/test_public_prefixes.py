@@ -16,17 +16,28 @@ from tests.server.live import LiveServer
 Make = Callable[..., LiveServer]
 BLOCK = 16
 TEXT = "This is what every prompt of this company begins with, and no secret."
-SYSTEM = {"role": "system", "content": "You are the helpful assistant of a company that everybody knows."}
+SYSTEM = {
+    "role": "system",
+    "content": "You are the helpful assistant of a company that everybody knows.",
+}
 KEYS = {"SIDESTEP_API_KEYS": "red,blue,green"}
 
 
 @pytest.fixture(params=["1", "2"])
-def server(request: pytest.FixtureRequest, make_server: Make, tmp_path: Path) -> Iterator[LiveServer]:
+def server(
+    request: pytest.FixtureRequest, make_server: Make, tmp_path: Path
+) -> Iterator[LiveServer]:
     """A token is a byte, so tokens of texts are their lengths. With one API process, and with two."""
     file = tmp_path / "public.jsonl"
     file.write_text(json.dumps({"text": TEXT}) + "\n\n" + json.dumps({"messages": [SYSTEM]}) + "\n")
-    with make_server("--public-prefixes", str(file), "--api-server-count", request.param, environment=KEYS,
-                     key="red") as made:
+    with make_server(
+        "--public-prefixes",
+        str(file),
+        "--api-server-count",
+        request.param,
+        environment=KEYS,
+        key="red",
+    ) as made:
         yield made
 
 
@@ -41,12 +52,19 @@ def complete(server: LiveServer, key: str, prompt: str, **body: Any) -> int:
 
 
 def test_a_public_text_is_shared_and_nothing_beyond_it(server: LiveServer) -> None:
-    public, secret = len(TEXT) // BLOCK * BLOCK, " And this is a secret, which is of some length, too." * 2
+    public, secret = (
+        len(TEXT) // BLOCK * BLOCK,
+        " And this is a secret, which is of some length, too." * 2,
+    )
     assert complete(server, "red", TEXT + secret) == 0
-    assert complete(server, "blue", TEXT + secret) == public  # what red has sent besides, blue cannot tell
+    assert (
+        complete(server, "blue", TEXT + secret) == public
+    )  # what red has sent besides, blue cannot tell
     assert complete(server, "green", TEXT + " Something else." + secret) == public
     whole = (len(TEXT + secret) - 1) // BLOCK * BLOCK
-    assert complete(server, "red", TEXT + secret) == complete(server, "blue", TEXT + secret) == whole
+    assert (
+        complete(server, "red", TEXT + secret) == complete(server, "blue", TEXT + secret) == whole
+    )
     # A tenant's own salt shares nothing with anyone who has another one, the public text included.
     assert complete(server, "green", TEXT + secret, cache_salt="mine") == 0
 
@@ -59,20 +77,37 @@ def test_a_text_that_is_not_listed_is_nobody_s_to_share(server: LiveServer) -> N
 
 def test_a_public_system_message_is_shared_and_nothing_beyond_it(server: LiveServer) -> None:
     def chat(key: str, text: str) -> int:
-        return cached(server, key, "/v1/chat/completions", {"messages": [SYSTEM, {"role": "user", "content": text}]})
+        return cached(
+            server,
+            key,
+            "/v1/chat/completions",
+            {"messages": [SYSTEM, {"role": "user", "content": text}]},
+        )
 
     public = len(f"<system>{SYSTEM['content']}<user>") // BLOCK * BLOCK
     secret = "a secret of mine, long enough to fill some blocks of the cache"
-    assert [chat("red", secret), chat("blue", secret), chat("green", "hello")] == [0, public, public]
+    assert [chat("red", secret), chat("blue", secret), chat("green", "hello")] == [
+        0,
+        public,
+        public,
+    ]
     assert chat("red", secret) > public
 
 
-@pytest.mark.parametrize(("content", "keys", "problem"), [
-    ('{"text": "a"}', ["one"], "several API keys"), ("", ["one", "two"], "holds none"),
-    ("no json", ["one", "two"], ":1: "), ('{"text": "a"}\n{"txt": "a"}', ["one", "two"], ":2: .*txt"),
-    ("{}", ["one", "two"], "either text or messages"),
-    ('{"text": "a", "messages": [{}]}', ["one", "two"], "either text or messages")])
-def test_a_file_that_is_wrong_is_refused(content: str, keys: list[str], problem: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "keys", "problem"),
+    [
+        ('{"text": "a"}', ["one"], "several API keys"),
+        ("", ["one", "two"], "holds none"),
+        ("no json", ["one", "two"], ":1: "),
+        ('{"text": "a"}\n{"txt": "a"}', ["one", "two"], ":2: .*txt"),
+        ("{}", ["one", "two"], "either text or messages"),
+        ('{"text": "a", "messages": [{}]}', ["one", "two"], "either text or messages"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(
+    content: str, keys: list[str], problem: str, tmp_path: Path
+) -> None:
     file = tmp_path / "public.jsonl"
     file.write_text(content)
     with pytest.raises(ValidationError, match=f"(?s)public_prefixes: .*{problem}"):

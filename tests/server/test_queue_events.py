@@ -11,8 +11,11 @@ from typing import Any
 from sidestep.frontend.remote import QueuePlace, RemoteModel
 from tests.server.live import LiveServer, raw_request
 
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2,
-                        "ignore_eos": True}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 2,
+    "ignore_eos": True,
+}
 STREAM = {**CHAT, "stream": True}
 
 
@@ -55,13 +58,21 @@ def test_a_stream_is_told_how_many_are_before_it(make_server: Callable[..., Live
 
 
 def test_the_number_is_bounded(make_server: Callable[..., LiveServer]) -> None:
-    server = make_server("--max-num-seqs", "1", step_ms=20)  # the first one must run until the last one waits
+    server = make_server(
+        "--max-num-seqs", "1", step_ms=20
+    )  # the first one must run until the last one waits
     with ExitStack() as stack:
         occupy(server, stack, running=1, waiting=64)
-        with server.http.stream("POST", "/v1/chat/completions", json=STREAM,
-                                headers={"x-queue-events": "1"}) as answer:
-            lines = (line for line in answer.iter_lines() if line and not line.startswith(":"))  # without comments
-            assert [next(lines), next(lines)] == ["event: queue", 'data: {"before":64,"or_more":true}']
+        with server.http.stream(
+            "POST", "/v1/chat/completions", json=STREAM, headers={"x-queue-events": "1"}
+        ) as answer:
+            lines = (
+                line for line in answer.iter_lines() if line and not line.startswith(":")
+            )  # without comments
+            assert [next(lines), next(lines)] == [
+                "event: queue",
+                'data: {"before":64,"or_more":true}',
+            ]
 
 
 def test_who_does_not_ask_or_does_not_wait_is_told_nothing(fake: LiveServer) -> None:
@@ -73,11 +84,15 @@ def test_who_does_not_ask_or_does_not_wait_is_told_nothing(fake: LiveServer) -> 
 
 
 def test_what_the_header_cannot_mean_is_refused_by_name(fake: LiveServer) -> None:
-    for body, value, problem in ((STREAM, "yes", "must be 1, not 'yes'"),
-                                 (CHAT, "1", "has a meaning only for streams")):
+    for body, value, problem in (
+        (STREAM, "yes", "must be 1, not 'yes'"),
+        (CHAT, "1", "has a meaning only for streams"),
+    ):
         answer = fake.post("/v1/chat/completions", body, **{"x-queue-events": value})
-        assert answer.status_code == 400 and \
-            answer.json()["error"]["message"] == f"x-queue-events: {problem}"
+        assert (
+            answer.status_code == 400
+            and answer.json()["error"]["message"] == f"x-queue-events: {problem}"
+        )
 
 
 def test_an_error_before_the_first_event_keeps_its_status(fake: LiveServer) -> None:

@@ -20,10 +20,18 @@ from sidestep.ipc.errors import ValidationError
 from tests.server.live import ROOT, LiveServer
 
 
-def run(*words: str, say: str = "", environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str, say: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """The command, with these lines as its input."""
-    return subprocess.run([sys.executable, "-m", "sidestep", *words], input=say, capture_output=True, text=True,
-                          cwd=ROOT, env={**os.environ, **(environment or {})})
+    return subprocess.run(
+        [sys.executable, "-m", "sidestep", *words],
+        input=say,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+    )
 
 
 def test_a_chat_with_a_server_is_that_with_an_engine(tiny: LiveServer) -> None:
@@ -32,7 +40,10 @@ def test_a_chat_with_a_server_is_that_with_an_engine(tiny: LiveServer) -> None:
     there, here = run(*words, "--url", tiny.url, say=say), run(*words, say=say)
     assert there.returncode == 0, there.stderr
     assert there.stdout == here.stdout and "Ask me about a module" in there.stdout
-    assert there.stderr.startswith(f"tiny-python at {tiny.url}\n") and "starting the engine" not in there.stderr
+    assert (
+        there.stderr.startswith(f"tiny-python at {tiny.url}\n")
+        and "starting the engine" not in there.stderr
+    )
 
 
 def test_prompts_are_completed_by_a_server_as_by_an_engine(tiny: LiveServer) -> None:
@@ -51,20 +62,30 @@ def test_a_message_that_the_server_refuses_is_told_and_forgotten(fake: LiveServe
     assert done.stderr.count("status 400") == 1  # the second is alone, and short enough
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("--max-num-seqs", "4"), "sidestep: max_num_seqs: is for an engine that is started here; --url asks"),
-    (("--no-async-scheduling",), "sidestep: async_scheduling: is for an engine"),
-    (("--model", "other"), "status 404: model: 'other' is not served here"),
-    (("--temperature", "9"), "status 400: temperature: Expected `float` <= 2.0")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--max-num-seqs", "4"),
+            "sidestep: max_num_seqs: is for an engine that is started here; --url asks",
+        ),
+        (("--no-async-scheduling",), "sidestep: async_scheduling: is for an engine"),
+        (("--model", "other"), "status 404: model: 'other' is not served here"),
+        (("--temperature", "9"), "status 400: temperature: Expected `float` <= 2.0"),
+    ],
+)
 def test_what_makes_no_sense_to_a_server_is_refused_by_name(
-        words: tuple[str, ...], message: str, fake: LiveServer) -> None:
+    words: tuple[str, ...], message: str, fake: LiveServer
+) -> None:
     done = run("generate", "--url", fake.url, *words, "hi")
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_key_without_a_server_is_refused() -> None:
     done = run("chat", "--api-key", "one")
-    assert done.returncode == 1 and done.stderr == "sidestep: api_key: has a meaning only with --url\n"
+    assert (
+        done.returncode == 1 and done.stderr == "sidestep: api_key: has a meaning only with --url\n"
+    )
 
 
 def test_the_key_is_a_flag_or_of_the_environment(make_server: Callable[..., LiveServer]) -> None:
@@ -82,8 +103,22 @@ def test_the_key_is_a_flag_or_of_the_environment(make_server: Callable[..., Live
 
 def test_ctrl_c_ends_the_request_at_the_server(make_server: Callable[..., LiveServer]) -> None:
     server = make_server(step_ms=20)
-    chat = subprocess.Popen([sys.executable, "-m", "sidestep", "chat", "--url", server.url, "--max-tokens", "1900",
-                             "--ignore-eos"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    chat = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "sidestep",
+            "chat",
+            "--url",
+            server.url,
+            "--max-tokens",
+            "1900",
+            "--ignore-eos",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
     assert chat.stdin is not None and chat.stdout is not None
     chat.stdin.write(b"hi\n")
     chat.stdin.flush()
@@ -99,6 +134,7 @@ def test_ctrl_c_ends_the_request_at_the_server(make_server: Callable[..., LiveSe
 
 # Other servers.
 
+
 class Other:
     """A server that gives one answer to every POST."""
 
@@ -109,7 +145,11 @@ class Other:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer(200, "application/json", b'{"object": "list", "data": [{"id": "first"}, {"id": "b"}]}')
+                self.answer(
+                    200,
+                    "application/json",
+                    b'{"object": "list", "data": [{"id": "first"}, {"id": "b"}]}',
+                )
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -142,24 +182,59 @@ def other() -> Iterator[Other]:
 
 
 def test_only_what_was_asked_for_is_sent(other: Other) -> None:
-    other.body = ': a comment\r\n\r\ndata: {"id": 1, "choices": [{"delta": {"role": "assistant"}}]}\r\n\r\n' \
-        'data: {"choices": [{"delta": {"content": "a\u2028b"}}], "usage": null}\r\n\r\n' \
+    other.body = (
+        ': a comment\r\n\r\ndata: {"id": 1, "choices": [{"delta": {"role": "assistant"}}]}\r\n\r\n'
+        'data: {"choices": [{"delta": {"content": "a\u2028b"}}], "usage": null}\r\n\r\n'
         'data: {"choices": [], "usage": {}}\r\n\r\ndata: [DONE]\r\n\r\n'.encode()
-    done = run("chat", "--url", f"{other.url}/api/v3", "--top-p", "0.5", say="hi",
-               environment={"SIDESTEP_API_KEYS": "secret"})
+    )
+    done = run(
+        "chat",
+        "--url",
+        f"{other.url}/api/v3",
+        "--top-p",
+        "0.5",
+        say="hi",
+        environment={"SIDESTEP_API_KEYS": "secret"},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "> a\u2028b\n> "
-    assert other.asked == [("/api/v3/chat/completions", None, {
-        "model": "first", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 256, "top_p": 0.5,
-        "stream": True})]
+    assert other.asked == [
+        (
+            "/api/v3/chat/completions",
+            None,
+            {
+                "model": "first",
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 256,
+                "top_p": 0.5,
+                "stream": True,
+            },
+        )
+    ]
 
 
-@pytest.mark.parametrize(("status", "kind", "body", "message"), [
-    (500, "text/html", b"<h1>\nOops</h1>", "/v1/completions answered with status 500: <h1> Oops</h1>"),
-    (200, "application/json", b"{}", "Expected response with content type 'text/event-stream'"),
-    (200, "text/event-stream", b"data: 7\n\n", "does not speak the OpenAI API: "),
-    (200, "text/event-stream", b'data: {"error": {"message": "it has died"}}\n\n', "sidestep: it has died")])
-def test_failures_are_one_line(status: int, kind: str, body: bytes, message: str, other: Other) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "message"),
+    [
+        (
+            500,
+            "text/html",
+            b"<h1>\nOops</h1>",
+            "/v1/completions answered with status 500: <h1> Oops</h1>",
+        ),
+        (200, "application/json", b"{}", "Expected response with content type 'text/event-stream'"),
+        (200, "text/event-stream", b"data: 7\n\n", "does not speak the OpenAI API: "),
+        (
+            200,
+            "text/event-stream",
+            b'data: {"error": {"message": "it has died"}}\n\n',
+            "sidestep: it has died",
+        ),
+    ],
+)
+def test_failures_are_one_line(
+    status: int, kind: str, body: bytes, message: str, other: Other
+) -> None:
     other.status, other.kind, other.body = status, kind, body
     done = run("generate", "--url", other.url, "--model", "m", "hi")
     assert done.returncode == 1 and message in done.stderr
@@ -174,7 +249,9 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
     assert done.stderr.startswith(f"sidestep: http://127.0.0.1:{server.server_port}/v1: ")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host/v1?x=1", "http://[", ""])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host/v1?x=1", "http://[", ""]
+)
 def test_what_is_no_url_is_refused_by_name(url: str) -> None:
     with pytest.raises(ValidationError, match="^url: must be like"):
         base_url(url)

@@ -38,8 +38,23 @@ class Batch:
     def run(self, *lines: str, more: tuple[str, ...] = ()) -> int:
         """The exit status for an input of these lines."""
         self.input.write_text("".join(each + "\n" for each in lines))
-        done = subprocess.run([sys.executable, "-m", "sidestep", "run-batch", "-i", self.input, "-o", self.output,
-                               *self._words, *more], capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "sidestep",
+                "run-batch",
+                "-i",
+                self.input,
+                "-o",
+                self.output,
+                *self._words,
+                *more,
+            ],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
         assert done.stdout == ""
         self.err = done.stderr
         return done.returncode
@@ -53,7 +68,16 @@ class Batch:
 
 @pytest.fixture
 def batch(fake_model: str, tmp_path: Path) -> Batch:
-    return Batch(tmp_path, fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "1")
+    return Batch(
+        tmp_path,
+        fake_model,
+        "--served-model-name",
+        "fake",
+        "--device",
+        "fake",
+        "--fake-step-ms",
+        "1",
+    )
 
 
 def test_the_answers_are_those_of_the_routes_and_come_as_they_end(batch: Batch) -> None:
@@ -63,7 +87,9 @@ def test_the_answers_are_those_of_the_routes_and_come_as_they_end(batch: Batch) 
     assert batch.err.endswith(f"2 requests in {batch.output}: 2 answered, 0 failed\n")
     first, second = batch.results()
     assert list(first) == ["id", "custom_id", "response", "error"]
-    assert (first["custom_id"], second["custom_id"]) == ("short", "long") and first["id"] != second["id"]
+    assert (first["custom_id"], second["custom_id"]) == ("short", "long") and first["id"] != second[
+        "id"
+    ]
     assert first["error"] is None and first["response"]["status_code"] == 200
     assert first["response"]["body"]["object"] == "chat.completion"
     assert first["response"]["body"]["id"] == first["response"]["request_id"]
@@ -79,24 +105,35 @@ def test_what_cannot_be_run_is_an_error_of_its_line_and_the_others_go_on(batch: 
         (line("get", good, method="GET"), "get", "method: must be 'POST', not 'GET'"),
         (line("url", good, "/v1/embeddings"), "url", "url: must be one of"),
         (line("stream", {**good, "stream": True}), "stream", "body.stream: "),
-        (line("fine", good), "fine", "custom_id: a line before has 'fine' too")]
+        (line("fine", good), "fine", "custom_id: a line before has 'fine' too"),
+    ]
     fine, lines = line("fine", {**good, "stream": False}), [each for each, _, _ in cases]
     assert batch.run(fine, *lines) == 1
     assert batch.err.endswith(f"8 requests in {batch.output}: 1 answered, 7 failed\n")
     results = batch.results()
-    for number, (result, (_, custom_id, message)) in enumerate(zip(results, cases, strict=False), 2):
+    for number, (result, (_, custom_id, message)) in enumerate(
+        zip(results, cases, strict=False), 2
+    ):
         assert result["custom_id"] == custom_id and result["response"] is None
         assert message in result["error"]["message"] and result["error"]["line"] == number
     assert results[-1]["response"]["status_code"] == 200
 
     # Again: nothing is told twice, and the failures still count. A line that was mended is run.
     assert batch.run(fine, *lines) == 1 and len(batch.results()) == 8
-    assert batch.err == f"8 requests in {batch.output}: 1 answered, 7 failed; 8 were there already\n"
+    assert (
+        batch.err == f"8 requests in {batch.output}: 1 answered, 7 failed; 8 were there already\n"
+    )
     assert batch.run(fine, line("mended", good), *lines[1:]) == 1 and batch.ids()[8:] == ["mended"]
 
 
 def test_a_refusal_by_the_route_is_its_answer_and_no_success(batch: Batch) -> None:
-    assert batch.run(line("a", {"prompt": "hi", "colour": "red"}), line("b", {"prompt": "hi", "model": "other"})) == 1
+    assert (
+        batch.run(
+            line("a", {"prompt": "hi", "colour": "red"}),
+            line("b", {"prompt": "hi", "model": "other"}),
+        )
+        == 1
+    )
     results = {each["custom_id"]: each["response"] for each in batch.results()}
     assert [results[name]["status_code"] for name in "ab"] == [400, 404]
     assert results["a"]["body"]["error"]["param"] == "colour" and results["a"]["request_id"]
@@ -124,13 +161,19 @@ def test_another_file_is_not_touched(text: str, batch: Batch) -> None:
     assert batch.output.read_text() == text and "sidestep: output_file: line 1 of" in batch.err
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("--max-concurrency", "0"), "max_concurrency: must be at least 1"),
-    (("--max-num-queued-reqs", "5"), "max_num_queued_reqs: would refuse lines of the batch"),
-    (("--port", "8000"), "unknown option --port"),
-    (("-o", "input.jsonl"), "output_file: is the input"),
-    (("-i", "nowhere.jsonl"), "No such file or directory: 'nowhere.jsonl'")])
-def test_senseless_flags_are_refused_by_name(words: tuple[str, ...], message: str, batch: Batch) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--max-concurrency", "0"), "max_concurrency: must be at least 1"),
+        (("--max-num-queued-reqs", "5"), "max_num_queued_reqs: would refuse lines of the batch"),
+        (("--port", "8000"), "unknown option --port"),
+        (("-o", "input.jsonl"), "output_file: is the input"),
+        (("-i", "nowhere.jsonl"), "No such file or directory: 'nowhere.jsonl'"),
+    ],
+)
+def test_senseless_flags_are_refused_by_name(
+    words: tuple[str, ...], message: str, batch: Batch
+) -> None:
     words = tuple(str(batch.input) if word == "input.jsonl" else word for word in words)
     assert batch.run(line("a", {"prompt": "hi"}), more=words) != 0
     assert message in batch.err and not batch.output.exists()
@@ -138,15 +181,24 @@ def test_senseless_flags_are_refused_by_name(words: tuple[str, ...], message: st
 
 # In this process, to look at the engine meanwhile.
 
+
 def requests(*bodies: dict[str, Any]) -> list[BatchRequest]:
-    return [BatchRequest(str(i), "POST", TEXT, msgspec.Raw(msgspec.json.encode({"prompt": "hi", **body})))
-            for i, body in enumerate(bodies)]
+    return [
+        BatchRequest(
+            str(i), "POST", TEXT, msgspec.Raw(msgspec.json.encode({"prompt": "hi", **body}))
+        )
+        for i, body in enumerate(bodies)
+    ]
 
 
 async def test_as_many_run_at_once_as_may(fake_model: str) -> None:
     results: list[BatchResult] = []
-    async with AsyncLLM.from_engine_args(EngineArgs(model=fake_model, device="fake", fake_step_ms=1)) as llm:
-        await answer_all(llm, ServerArgs(), ("fake",), requests(*[{"max_tokens": 20}] * 10), 3, results.append)
+    async with AsyncLLM.from_engine_args(
+        EngineArgs(model=fake_model, device="fake", fake_step_ms=1)
+    ) as llm:
+        await answer_all(
+            llm, ServerArgs(), ("fake",), requests(*[{"max_tokens": 20}] * 10), 3, results.append
+        )
         assert max(step.num_rows for step in await llm.get_step_records()) == 3
     assert sorted(result.custom_id or "" for result in results) == [str(i) for i in range(10)]
     assert all(result.succeeded for result in results)
@@ -154,7 +206,9 @@ async def test_as_many_run_at_once_as_may(fake_model: str) -> None:
 
 async def test_requests_that_ran_when_the_engine_died_have_no_result(fake_model: str) -> None:
     results: list[BatchResult] = []
-    async with AsyncLLM.from_engine_args(EngineArgs(model=fake_model, device="fake", fake_step_ms=1)) as llm:
+    async with AsyncLLM.from_engine_args(
+        EngineArgs(model=fake_model, device="fake", fake_step_ms=1)
+    ) as llm:
 
         def take(result: BatchResult) -> None:
             results.append(result)
@@ -162,5 +216,7 @@ async def test_requests_that_ran_when_the_engine_died_have_no_result(fake_model:
 
         long = {"max_tokens": 2000, "ignore_eos": True}
         with pytest.raises(EngineDeadError):
-            await answer_all(llm, ServerArgs(), ("fake",), requests(long, {"max_tokens": 1}, long), 8, take)
+            await answer_all(
+                llm, ServerArgs(), ("fake",), requests(long, {"max_tokens": 1}, long), 8, take
+            )
     assert [result.custom_id for result in results] == ["1"]

@@ -11,15 +11,23 @@ import pytest
 from tests.server.scripted import scripted_server
 
 CHAT: Any = [{"role": "user", "content": "weather?"}]
-TOOLS: Any = [{"type": "function", "function": {
-    "name": "weather", "description": "It.", "parameters": {"type": "object", "properties": {"city": {}}}}}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "It.",
+            "parameters": {"type": "object", "properties": {"city": {}}},
+        },
+    }
+]
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>\n'
-              '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
     "llama3_json": '{"name": "weather", "parameters": {"city": "Bern"}}; '
-                   '{"name": "weather", "parameters": {"city": "Ulm"}}',
+    '{"name": "weather", "parameters": {"city": "Ulm"}}',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}}, '
-               '{"name": "weather", "arguments": {"city": "Ulm"}}]',
+    '{"name": "weather", "arguments": {"city": "Ulm"}}]',
 }
 CALLS["qwen3"] = CALLS["hermes"]
 
@@ -38,8 +46,13 @@ async def ask(client: openai.AsyncOpenAI, stream: bool, **options: Any) -> tuple
         for call in delta.pop("tool_calls", []):
             calls = message.setdefault("tool_calls", [])
             if call.pop("index") == len(calls):
-                calls.append({"function": {"name": call["function"]["name"], "arguments": ""},
-                              "id": call["id"], "type": call["type"]})
+                calls.append(
+                    {
+                        "function": {"name": call["function"]["name"], "arguments": ""},
+                        "id": call["id"],
+                        "type": call["type"],
+                    }
+                )
             calls[-1]["function"]["arguments"] += call["function"].get("arguments", "")
         for key, text in delta.items():
             message[key] = message.get(key, "") + text
@@ -48,19 +61,26 @@ async def ask(client: openai.AsyncOpenAI, stream: bool, **options: Any) -> tuple
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("parser", CALLS)
-async def test_calls_reach_the_client_as_objects(parser: str, stream: bool, fake_model: str) -> None:
+async def test_calls_reach_the_client_as_objects(
+    parser: str, stream: bool, fake_model: str
+) -> None:
     async with scripted_server(fake_model, tool_call_parser=parser) as (engine, client):
         engine.says = CALLS[parser]
         message, reason = await ask(client, stream, tools=TOOLS)
         assert reason == "tool_calls" and message.keys() == {"role", "tool_calls"}
-        assert [(c["function"]["name"], json.loads(c["function"]["arguments"]), c["type"])
-                for c in message["tool_calls"]] == [("weather", {"city": "Bern"}, "function"),
-                                                    ("weather", {"city": "Ulm"}, "function")]
+        assert [
+            (c["function"]["name"], json.loads(c["function"]["arguments"]), c["type"])
+            for c in message["tool_calls"]
+        ] == [("weather", {"city": "Bern"}, "function"), ("weather", {"city": "Ulm"}, "function")]
         assert len({c["id"] for c in message["tool_calls"]}) == 2
         assert engine.prompts()[0].startswith('<tool>{"type": "function"')
         # The next turn: the call and what it gave go back to the model.
         engine.says = "Rain."
-        turn: Any = [*CHAT, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "wet"}]
+        turn: Any = [
+            *CHAT,
+            message,
+            {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "wet"},
+        ]
         answer, reason = await ask(client, stream, messages=turn, tools=TOOLS)
         assert answer == {"role": "assistant", "content": "Rain."} and reason == "stop"
         assert "<assistant>[weather Bern][weather Ulm]<tool>wet<assistant>" in engine.prompts()[1]
@@ -79,10 +99,17 @@ async def test_without_tools_the_words_stay_words(stream: bool, fake_model: str)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
 async def test_reasoning_is_told_apart(parser: str, stream: bool, fake_model: str) -> None:
-    async with scripted_server(fake_model, reasoning_parser=parser, tool_call_parser="hermes") as (engine, client):
+    async with scripted_server(fake_model, reasoning_parser=parser, tool_call_parser="hermes") as (
+        engine,
+        client,
+    ):
         engine.says = "<think>\nSun or rain?\n</think>\n\nRain."
         message, reason = await ask(client, stream)
-        assert message == {"role": "assistant", "reasoning_content": "Sun or rain?", "content": "Rain."}
+        assert message == {
+            "role": "assistant",
+            "reasoning_content": "Sun or rain?",
+            "content": "Rain.",
+        }
         engine.says = "<think>\nI shall call.\n</think>\n\n" + CALLS["hermes"]
         message, reason = await ask(client, stream, tools=TOOLS)
         assert message["reasoning_content"] == "I shall call." and len(message["tool_calls"]) == 2
@@ -105,7 +132,15 @@ async def test_a_model_that_cannot_be_told_of_tools_refuses_them(fake_model: str
 async def test_parts_and_the_developer_s_message_reach_the_template(fake_model: str) -> None:
     async with scripted_server(fake_model) as (engine, client):
         engine.says = "ok"
-        await ask(client, False, messages=[
-            {"role": "developer", "content": "be"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+        await ask(
+            client,
+            False,
+            messages=[
+                {"role": "developer", "content": "be"},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                },
+            ],
+        )
         assert engine.prompts() == ["<system>be<user>a\nb<assistant>"]

@@ -19,8 +19,21 @@ SHORT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2, "ignore_eos": True, "s
 @pytest.fixture(scope="module")
 def narrow(fake_model: str) -> Iterator[LiveServer]:
     """Start a server that runs one request at a time."""
-    with LiveServer(fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "5",
-                    "--max-num-seqs", "1", "--max-num-queued-reqs", "3", "--stream-comments", "0.05") as server:
+    with LiveServer(
+        fake_model,
+        "--served-model-name",
+        "fake",
+        "--device",
+        "fake",
+        "--fake-step-ms",
+        "5",
+        "--max-num-seqs",
+        "1",
+        "--max-num-queued-reqs",
+        "3",
+        "--stream-comments",
+        "0.05",
+    ) as server:
         yield server
 
 
@@ -49,24 +62,45 @@ def read_until(connection: socket.socket, mark: bytes, times: int = 1) -> bytes:
     return data
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/completions", SHORT), ("/v1/completions", {**SHORT, "prompt": ["a", "b"]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}),
-    ("/v1/responses", {"input": "a", "max_output_tokens": 2, "stream": True})])
-def test_a_waiting_stream_is_kept_alive(path: str, body: dict[str, Any], narrow: LiveServer,
-                                        busy: socket.socket) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", SHORT),
+        ("/v1/completions", {**SHORT, "prompt": ["a", "b"]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True},
+        ),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2, "stream": True}),
+    ],
+)
+def test_a_waiting_stream_is_kept_alive(
+    path: str, body: dict[str, Any], narrow: LiveServer, busy: socket.socket
+) -> None:
     with send(narrow, path, body) as waiting:
         data = read_until(waiting, b": waiting\n\n", 3)
-        assert data.startswith(b"HTTP/1.1 200 ") and b"text/event-stream" in data and b"data:" not in data
+        assert (
+            data.startswith(b"HTTP/1.1 200 ")
+            and b"text/event-stream" in data
+            and b"data:" not in data
+        )
         assert narrow.load()["num_waiting"] >= 1
         busy.close()
         data = read_all(waiting)
-    assert b"data: " in data and (b"[DONE]" in data or b"response.completed" in data or b"incomplete" in data)
+    assert b"data: " in data and (
+        b"[DONE]" in data or b"response.completed" in data or b"incomplete" in data
+    )
 
 
-def test_the_client_libraries_pass_over_the_comments(narrow: LiveServer, busy: socket.socket) -> None:
-    with openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none") as client, client.completions.create(
-            model="fake", prompt="hi", max_tokens=3, stream=True, extra_body={"ignore_eos": True}) as stream:
+def test_the_client_libraries_pass_over_the_comments(
+    narrow: LiveServer, busy: socket.socket
+) -> None:
+    with (
+        openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none") as client,
+        client.completions.create(
+            model="fake", prompt="hi", max_tokens=3, stream=True, extra_body={"ignore_eos": True}
+        ) as stream,
+    ):
         assert stream.response.status_code == 200  # the head has come; the request waits
         busy.close()
         chunks = list(stream)

@@ -56,13 +56,20 @@ class Batch:
 
     @property
     def decode_tokens(self) -> int:
-        return sum(self.counts[:self.num_decode])
+        return sum(self.counts[: self.num_decode])
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """What no kernel of attention may write to."""
-        return {"q": self.q, "cache": self.cache, "block_tables": self.block_tables, "slots": self.slots,
-                "seq_lens": self.seq_lens, "query_starts": self.query_starts, "header": self.header}
+        return {
+            "q": self.q,
+            "cache": self.cache,
+            "block_tables": self.block_tables,
+            "slots": self.slots,
+            "seq_lens": self.seq_lens,
+            "query_starts": self.query_starts,
+            "header": self.header,
+        }
 
     def new_out(self) -> Tensor:
         return poisoned(self.q.shape[0], self.shape.heads * self.shape.dim, dtype=self.q.dtype)
@@ -70,11 +77,15 @@ class Batch:
     def expected(self, row: int, window: int) -> Tensor:
         """float64 [count, H * D]; each token attends to the last `window` up to itself, 0: to all."""
         length, count, dim = self.lengths[row], self.counts[row], self.shape.dim
-        query = self.q[self.tokens(row), :self.shape.heads * dim].double().view(count, -1, dim)
-        key, value = (x[row].double().repeat_interleave(self.shape.group, 1) for x in (self.keys, self.values))
-        distance = (torch.arange(length - count, length)[:, None] - torch.arange(length)[None]).to(query.device)
+        query = self.q[self.tokens(row), : self.shape.heads * dim].double().view(count, -1, dim)
+        key, value = (
+            x[row].double().repeat_interleave(self.shape.group, 1) for x in (self.keys, self.values)
+        )
+        distance = (torch.arange(length - count, length)[:, None] - torch.arange(length)[None]).to(
+            query.device
+        )
         hidden = (distance < 0) | (distance >= (window or length))
-        scores = torch.einsum("nhd,lhd->hnl", query, key) * dim ** -0.5
+        scores = torch.einsum("nhd,lhd->hnl", query, key) * dim**-0.5
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hnl,lhd->nhd", weights, value).reshape(count, -1)
 
@@ -82,13 +93,27 @@ class Batch:
         """The two lists of tile ends, looked at for what must not be written."""
         padded = 1 << (len(self.seq_lens) - 1).bit_length()
         ends = poisoned(padded, dtype=torch.int32), poisoned(padded, dtype=torch.int32)
-        plan_attention(self.seq_lens, self.query_starts, self.header, *ends, tile=tile, tokens=tokens, window=window)
+        plan_attention(
+            self.seq_lens,
+            self.query_starts,
+            self.header,
+            *ends,
+            tile=tile,
+            tokens=tokens,
+            window=window,
+        )
         assert_margins_untouched(*ends)
         return ends
 
 
-def make_batch(shape: Shape, lengths: Sequence[int], dtype: torch.dtype, counts: Sequence[int] | None = None,
-               num_decode: int | None = None, seed: int = 0) -> Batch:
+def make_batch(
+    shape: Shape,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    counts: Sequence[int] | None = None,
+    num_decode: int | None = None,
+    seed: int = 0,
+) -> Batch:
     """A batch of random values; counts of 1 by default.
 
     What no row may look at is NaN: places of the cache behind a row's last token, blocks of nobody, padding tokens, and
@@ -112,28 +137,44 @@ def make_batch(shape: Shape, lengths: Sequence[int], dtype: torch.dtype, counts:
         for i in range(used[row]):
             block = blocks.pop()
             table[slots[row], i] = block
-            part = both[i * page:(i + 1) * page]
-            cache[block, :, :len(part)] = part.transpose(0, 1)
+            part = both[i * page : (i + 1) * page]
+            cache[block, :, : len(part)] = part.transpose(0, 1)
     total = sum(counts)
     q = poisoned(total + SPARE_TOKENS, (shape.heads + 2 * shape.kv_heads) * dim, dtype=dtype)
-    q[:total, :shape.heads * dim] = values.normal(total, shape.heads * dim, dtype=dtype)
+    q[:total, : shape.heads * dim] = values.normal(total, shape.heads * dim, dtype=dtype)
     starts = [sum(counts[:row]) for row in range(len(lengths) + 1)]
     decoding = counts.count(1) if num_decode is None else num_decode
     return Batch(
-        shape, list(lengths), counts, decoding, q, cache, int32(table.tolist())[:, :max(used) + 2], int32(slots),
+        shape,
+        list(lengths),
+        counts,
+        decoding,
+        q,
+        cache,
+        int32(table.tolist())[:, : max(used) + 2],
+        int32(slots),
         # Padding rows look like long ones.
-        int32([*lengths, *[page * max(used)] * SPARE_ROWS]), int32(starts + [total + 40 * i for i in range(1, 4)]),
-        int32([len(lengths), decoding, total, -1]), keys, row_values)
+        int32([*lengths, *[page * max(used)] * SPARE_ROWS]),
+        int32(starts + [total + 40 * i for i in range(1, 4)]),
+        int32([len(lengths), decoding, total, -1]),
+        keys,
+        row_values,
+    )
 
 
 def without_padding(batch: Batch) -> Batch:
     """The same with arrays that are just as long as the step."""
     rows = len(batch.lengths)
-    return replace(batch, slots=batch.slots[:rows].clone(), seq_lens=batch.seq_lens[:rows].clone(),
-                   query_starts=batch.query_starts[:rows + 1].clone(), q=batch.q[:sum(batch.counts)].clone())
+    return replace(
+        batch,
+        slots=batch.slots[:rows].clone(),
+        seq_lens=batch.seq_lens[:rows].clone(),
+        query_starts=batch.query_starts[: rows + 1].clone(),
+        q=batch.q[: sum(batch.counts)].clone(),
+    )
 
 
 def assert_rows_untouched(batch: Batch, out: Tensor, tokens: slice, what: str) -> None:
     assert_untouched(out[tokens], what)
-    assert_untouched(out[sum(batch.counts):], "rows of padding")
+    assert_untouched(out[sum(batch.counts) :], "rows of padding")
     assert_margins_untouched(out, batch.cache)

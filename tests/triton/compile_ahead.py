@@ -28,10 +28,16 @@ GPU = Gpu(90, 132)
 
 def worker_args(path: str, dtype: str, ranks: int = 1, stages: int = 1) -> WorkerArgs:
     return WorkerArgs(
-        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype=dtype, load_format="dummy"),
-        cache=CacheConfig(), parallel=ParallelConfig(
-            attention_backend="triton", tensor_parallel_size=ranks, pipeline_parallel_size=stages),
-        scheduler=SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=200), max_model_len=200)
+        rank=0,
+        spec=load_model_spec(path),
+        model=ModelConfig(model=path, dtype=dtype, load_format="dummy"),
+        cache=CacheConfig(),
+        parallel=ParallelConfig(
+            attention_backend="triton", tensor_parallel_size=ranks, pipeline_parallel_size=stages
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=200),
+        max_model_len=200,
+    )
 
 
 def keys(path: str, ranks: int, stages: int) -> list[list[str]]:
@@ -48,8 +54,12 @@ def keys(path: str, ranks: int, stages: int) -> list[list[str]]:
         args = worker_args(path, "bfloat16", ranks, stages)
         for rank in ranks_that_differ(args.parallel):
             with CompilerThreads(1) as threads, compiling_only(threads):
-                GpuRunner.launch_without_gpu(replace(args, rank=rank), LoneRank(rank % ranks, ranks), device=device,
-                                             num_blocks=num_blocks)
+                GpuRunner.launch_without_gpu(
+                    replace(args, rank=rank),
+                    LoneRank(rank % ranks, ranks),
+                    device=device,
+                    num_blocks=num_blocks,
+                )
     return [sorted(set(each)) for each in found]
 
 

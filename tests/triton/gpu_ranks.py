@@ -37,13 +37,20 @@ def steps_of(stages: int) -> list[StepInput]:
 
 def group(number: int, stages: int) -> list[StepInput]:
     """Two requests, in slots and blocks of their own."""
-    requests = mixed_requests()[number:number + 2]
+    requests = mixed_requests()[number : number + 2]
     steps = []
     for turn, (step, _) in enumerate(schedule(requests, 12, 16)):
         beat = turn * stages + number
-        steps.append(replace(
-            step, step_id=beat, beat=beat, slots=step.slots + 2 * number, new_slots=step.new_slots + 2 * number,
-            block_ids=step.block_ids + _BLOCKS * number))
+        steps.append(
+            replace(
+                step,
+                step_id=beat,
+                beat=beat,
+                slots=step.slots + 2 * number,
+                new_slots=step.new_slots + 2 * number,
+                block_ids=step.block_ids + _BLOCKS * number,
+            )
+        )
     return steps
 
 
@@ -54,8 +61,11 @@ def tokens(runner: Runner, steps: list[StepInput]) -> list[list[int]]:
 
 
 def run_rank(model: str, rank: int, size: int, stages: int, folder: Path) -> None:
-    args = replace(worker_args(model, tensor_parallel_size=size, pipeline_parallel_size=stages), rank=rank,
-                   rendezvous=str(folder / "meeting"))
+    args = replace(
+        worker_args(model, tensor_parallel_size=size, pipeline_parallel_size=stages),
+        rank=rank,
+        rendezvous=str(folder / "meeting"),
+    )
     with standing_in():
         runner = InterpretedRunner(args)
         runner.load()

@@ -95,8 +95,13 @@ class InterpretedRunner(GpuRunner):
 
     def __init__(self, args: WorkerArgs) -> None:
         self._prepare(args, torch.device("cpu"))
-        self._parallel = Parallel(args.rank_in_stage, args.parallel.tensor_parallel_size, stage=self._stage.index,
-                                  num_stages=self._stage.count, rendezvous=args.rendezvous)
+        self._parallel = Parallel(
+            args.rank_in_stage,
+            args.parallel.tensor_parallel_size,
+            stage=self._stage.index,
+            num_stages=self._stage.count,
+            rendezvous=args.rendezvous,
+        )
 
 
 @contextmanager
@@ -104,12 +109,27 @@ def standing_in() -> Iterator[None]:
     """Within it tensors on the CPU stand for those on a GPU. What is allocated uninitialised comes poisoned, so that
     nothing may depend on it, and between margins, which are looked at on leaving."""
     with pytest.MonkeyPatch.context() as patch, PoisonedAllocations():
-        nothing = {name: lambda *_: None for name in (
-            "synchronize", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle")}
+        nothing = {
+            name: lambda *_: None
+            for name in (
+                "synchronize",
+                "empty_cache",
+                "reset_peak_memory_stats",
+                "graph_pool_handle",
+            )
+        }
         answers: dict[str, Any] = {
-            **nothing, "Event": Event, "Stream": Stream, "CUDAGraph": Graph, "current_stream": Stream,
-            "stream": lambda _: nullcontext(), "memory_allocated": lambda: 0, "max_memory_allocated": lambda: 0,
-            "mem_get_info": lambda _: (MEMORY, MEMORY), "get_device_name": lambda _: "a stand-in"}
+            **nothing,
+            "Event": Event,
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "current_stream": Stream,
+            "stream": lambda _: nullcontext(),
+            "memory_allocated": lambda: 0,
+            "max_memory_allocated": lambda: 0,
+            "mem_get_info": lambda _: (MEMORY, MEMORY),
+            "get_device_name": lambda _: "a stand-in",
+        }
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(gpu_runner, "CudaGraphs", Graphs)
@@ -126,18 +146,38 @@ def standing_in() -> Iterator[None]:
 
 def worker_args(path: str, **parallel: Any) -> WorkerArgs:
     return WorkerArgs(
-        rank=0, spec=load_model_spec(path), model=ModelConfig(model=path, dtype="float32"),
+        rank=0,
+        spec=load_model_spec(path),
+        model=ModelConfig(model=path, dtype="float32"),
         cache=CacheConfig(block_size=16, num_kv_blocks=30),
         parallel=ParallelConfig(device="cpu", attention_backend="triton", **parallel),
-        scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=12), max_model_len=48)
+        scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=12),
+        max_model_len=48,
+    )
 
 
-CONTROLS = [Controls(), Controls(logit_bias={7: 30.0}, presence_penalty=60.0), Controls(logprobs=2, prompt_logprobs=1),
-            Controls(), Controls(allowed_token_ids=[5, 6, 7], repetition_penalty=1.5)]
+CONTROLS = [
+    Controls(),
+    Controls(logit_bias={7: 30.0}, presence_penalty=60.0),
+    Controls(logprobs=2, prompt_logprobs=1),
+    Controls(),
+    Controls(allowed_token_ids=[5, 6, 7], repetition_penalty=1.5),
+]
 
 
 def mixed_requests() -> list[Request]:
     """Greedy and not, plain and not, one that must not end yet."""
-    return [Request(prompt, 3, temperature=[0.0, 0.9][i // 2 % 2], top_k=[0, 9][i % 2], top_p=[1.0, 0.8][i // 3],
-                    seed=i, min_tokens=2 * (i == 3), stop_ids=range(200) if i == 3 else (), controls=CONTROLS[i])
-            for i, prompt in enumerate(random_prompts(5, VOCAB, longest=20, seed=5))]
+    return [
+        Request(
+            prompt,
+            3,
+            temperature=[0.0, 0.9][i // 2 % 2],
+            top_k=[0, 9][i % 2],
+            top_p=[1.0, 0.8][i // 3],
+            seed=i,
+            min_tokens=2 * (i == 3),
+            stop_ids=range(200) if i == 3 else (),
+            controls=CONTROLS[i],
+        )
+        for i, prompt in enumerate(random_prompts(5, VOCAB, longest=20, seed=5))
+    ]

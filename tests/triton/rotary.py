@@ -11,7 +11,9 @@ EPS = 1e-6
 
 
 def rotary_tables(dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(torch.arange(positions).double(), 10000.0 ** (-torch.arange(0, dim, 2).double() / dim))
+    angles = torch.outer(
+        torch.arange(positions).double(), 10000.0 ** (-torch.arange(0, dim, 2).double() / dim)
+    )
     # Margins of NaN: a position beyond the last one would show.
     return guarded(angles.cos().float().to(DEVICE)), guarded(angles.sin().float().to(DEVICE))
 

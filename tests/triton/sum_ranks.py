@@ -33,7 +33,13 @@ from sidestep.executor.peer_sums import PeerSums, try_sums
 from sidestep.executor.weight_loader import DummyWeights
 from sidestep.kernels import all_reduce_triton, pushed_sum_triton
 from sidestep.kernels.all_reduce_triton import Kind, SumConfig, sum_parts
-from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, NUM_COUNTERS, PLACES, PeerMemory, space_bytes
+from sidestep.kernels.peer_memory_triton import (
+    MAX_PROGRAMS,
+    NUM_COUNTERS,
+    PLACES,
+    PeerMemory,
+    space_bytes,
+)
 from sidestep.kernels.pushed_sum_triton import can_push
 from sidestep.kernels.rms_norm import RmsNorm, Stream
 from tests.fakes import SPEC
@@ -51,8 +57,18 @@ PLACE_BYTES = 1 << 14
 SHAPES = [(1, 1), (5, 33), (1, 130), (9, 16), (2, 257), (7, 96), (3, 48)]
 TURNS = [0, 1, 2, 1, 2, 1, 2]
 """Places, as a model of three layers takes them."""
-KINDS: list[Kind] = ["pushed", "pushed", "two_shot", "two_shot", "one_shot", "pushed", "one_shot", "one_shot",
-                     "two_shot", "pushed"]
+KINDS: list[Kind] = [
+    "pushed",
+    "pushed",
+    "two_shot",
+    "two_shot",
+    "one_shot",
+    "pushed",
+    "one_shot",
+    "one_shot",
+    "two_shot",
+    "pushed",
+]
 """Each is followed by each."""
 FIRST_COUNT = (1 << 32) - 10
 """Of pushed sums: their marks begin again in between."""
@@ -84,9 +100,19 @@ def plan(ranks: int) -> Iterator[Sum]:
     for n in range(count):
         rows, width, dtype, kind = sum_of(ranks, n)
         slow, way = n // 3 % ranks, n % 3
-        yield Sum(n, rows, width, dtype, TURNS[n % len(TURNS)], SumConfig(kind, 1 + n // 5 % 3), add=n % 5 != 0,
-                  norm=n % 7 != 3, late=slow if way == 1 else None,
-                  reads_late=slow if way == 2 and n + 1 < count else None, next_kind=sum_of(ranks, n + 1)[3])
+        yield Sum(
+            n,
+            rows,
+            width,
+            dtype,
+            TURNS[n % len(TURNS)],
+            SumConfig(kind, 1 + n // 5 % 3),
+            add=n % 5 != 0,
+            norm=n % 7 != 3,
+            late=slow if way == 1 else None,
+            reads_late=slow if way == 2 and n + 1 < count else None,
+            next_kind=sum_of(ranks, n + 1)[3],
+        )
 
 
 def sum_of(ranks: int, n: int) -> tuple[int, int, torch.dtype, Kind]:
@@ -104,12 +130,22 @@ class Rank:
     def __init__(self, rank: int, spaces: list[Tensor]) -> None:
         self.rank = rank
         self.num_ranks = len(spaces)
-        self.memory = PeerMemory(rank, tuple(space.data_ptr() for space in spaces), spaces[rank],
-                                 torch.zeros(NUM_COUNTERS, dtype=torch.int64), PLACE_BYTES, programs=3)
+        self.memory = PeerMemory(
+            rank,
+            tuple(space.data_ptr() for space in spaces),
+            spaces[rank],
+            torch.zeros(NUM_COUNTERS, dtype=torch.int64),
+            PLACE_BYTES,
+            programs=3,
+        )
         self.memory.counters[MAX_PROGRAMS:] = FIRST_COUNT - 1
         self.count = FIRST_COUNT
         """Of the next pushed sum."""
-        self.flags = spaces[rank][:8 * MAX_PROGRAMS * self.num_ranks].view(torch.int64).view(MAX_PROGRAMS, -1)
+        self.flags = (
+            spaces[rank][: 8 * MAX_PROGRAMS * self.num_ranks]
+            .view(torch.int64)
+            .view(MAX_PROGRAMS, -1)
+        )
         self.digest = 0
         self._meet = all_reduce_triton._meet
         all_reduce_triton._meet = self.meet
@@ -118,15 +154,26 @@ class Rank:
 
     def wait_for(self, program: int, epoch: int) -> None:
         """Until the flags of all others say that they have come so far."""
-        while any(int(self.flags[program, other]) < epoch for other in range(self.num_ranks) if other != self.rank):
+        while any(
+            int(self.flags[program, other]) < epoch
+            for other in range(self.num_ranks)
+            if other != self.rank
+        ):
             os.sched_yield()
 
     def wait_for_words(self, count: int, first: int) -> None:
         """Until all others have pushed the word of this number in the sum of this count."""
         offset, size = self.memory.offset(PLACES), self.memory.area_bytes
-        areas = self.memory.own[offset:].view(torch.int64).view(-1, self.num_ranks, size // 8)[count % 2]
-        while any(int(areas[other, first]) >> 32 & 0xFFFFFFFF != count & 0xFFFFFFFF
-                  for other in range(self.num_ranks) if other != self.rank):
+        areas = (
+            self.memory.own[offset:]
+            .view(torch.int64)
+            .view(-1, self.num_ranks, size // 8)[count % 2]
+        )
+        while any(
+            int(areas[other, first]) >> 32 & 0xFFFFFFFF != count & 0xFFFFFFFF
+            for other in range(self.num_ranks)
+            if other != self.rank
+        ):
             os.sched_yield()
 
     def wait_for_next(self) -> None:
@@ -144,8 +191,10 @@ class Rank:
 
     def receive(self, space: Any, rank: Any, own: Any, areas: Any, at: Any, *sizes: Any) -> Any:
         """In place of the kernel's own: before it a rank may wait until its words might be written over."""
-        if self.current.reads_late == self.rank and \
-                interpreter_builder.grid_idx[0] == interpreter_builder.grid_dim[0] - 1:
+        if (
+            self.current.reads_late == self.rank
+            and interpreter_builder.grid_idx[0] == interpreter_builder.grid_dim[0] - 1
+        ):
             self.wait_for_next()
         return self._receive(space, rank, own, areas, at, *sizes)
 
@@ -176,17 +225,25 @@ class Rank:
         weight = guarded(values.normal(s.width, dtype=s.dtype))
         # What lies behind the part is not a number, and stays as it is.
         offset = self.memory.offset(s.place)
-        place = self.memory.own[offset:offset + PLACE_BYTES].view(s.dtype)
+        place = self.memory.own[offset : offset + PLACE_BYTES].view(s.dtype)
         place.fill_(torch.nan)
         part = self.memory.part(s.place, s.rows, s.width, s.dtype)
         part.copy_(parts[self.rank])
         hidden = guarded(before if s.add else torch.full_like(before, torch.nan))
         with unchanged(weight=weight), PoisonedAllocations():
-            normed = sum_parts(self.memory, s.place, hidden, RmsNorm(weight, EPS) if s.norm else None, s.config,
-                               add=s.add)
+            normed = sum_parts(
+                self.memory,
+                s.place,
+                hidden,
+                RmsNorm(weight, EPS) if s.norm else None,
+                s.config,
+                add=s.add,
+            )
         assert_margins_untouched(hidden)
-        assert bool((self.memory.counters[MAX_PROGRAMS:] + 1 == self.count).all()), "programs count differently"
-        assert place[part.numel():].isnan().all(), "wrote behind its part"
+        assert bool((self.memory.counters[MAX_PROGRAMS:] + 1 == self.count).all()), (
+            "programs count differently"
+        )
+        assert place[part.numel() :].isnan().all(), "wrote behind its part"
         total = parts[0].float()
         for other in parts[1:]:
             total = total + other.float()
@@ -198,7 +255,9 @@ class Rank:
         if s.norm:
             wide = hidden.double()
             assert normed is not None
-            assert_close(normed, wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double())
+            assert_close(
+                normed, wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+            )
             self.digest = zlib.crc32(normed.numpy().tobytes(), self.digest)
         else:
             assert normed is None
@@ -211,13 +270,23 @@ class Attention:
         self._width = width
 
     def attend(self, layer: int, qkv: Tensor, norms: object) -> Tensor:
-        return qkv[:, :self._width]
+        return qkv[:, : self._width]
 
 
 def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
     """What a model gives for batches of several sizes, in the last layer of all tokens or of some."""
-    spec = msgspec.structs.replace(SPEC, num_layers=2, windows=(0, 0), num_heads=4, num_kv_heads=2, vocab_size=37,
-                                   hidden_size=24, intermediate_size=20, attention_output_bias=True, mlp_bias=True)
+    spec = msgspec.structs.replace(
+        SPEC,
+        num_layers=2,
+        windows=(0, 0),
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=37,
+        hidden_size=24,
+        intermediate_size=20,
+        attention_output_bias=True,
+        mlp_bias=True,
+    )
     parallel = Parallel()
     parallel.rank, parallel.size, parallel._peers = rank, ranks, peers
     model = DecoderForCausalLM(spec, DummyWeights(0, torch.float32, torch.device("cpu")), parallel)
@@ -231,9 +300,17 @@ def run_model(rank: int, spaces: list[Tensor]) -> int:
     ranks = len(spaces)
     # One row is pushed, two are summed in one shot, more in two.
     row = 24 * 4
-    all_reduce_triton.SUMS.update({ranks: ((row, "pushed", 3), (2 * row, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))})
-    memory = PeerMemory(rank, tuple(space.data_ptr() for space in spaces), spaces[rank],
-                        torch.zeros(NUM_COUNTERS, dtype=torch.int64), PLACE_BYTES, programs=3)
+    all_reduce_triton.SUMS.update(
+        {ranks: ((row, "pushed", 3), (2 * row, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))}
+    )
+    memory = PeerMemory(
+        rank,
+        tuple(space.data_ptr() for space in spaces),
+        spaces[rank],
+        torch.zeros(NUM_COUNTERS, dtype=torch.int64),
+        PLACE_BYTES,
+        programs=3,
+    )
     assert try_sums(memory, 24, torch.float16), "the trial at the start finds right what is right"
     product = Linear.__call__
 
@@ -242,7 +319,9 @@ def run_model(rank: int, spaces: list[Tensor]) -> int:
 
     setattr(Linear, "__call__", call)  # noqa: B010 (as on a GPU, where a product writes to `out`)
     digest = 0
-    for got, expected in zip(states(rank, ranks, PeerSums(memory, 24, torch.float32)), states(0, 1, None), strict=True):
+    for got, expected in zip(
+        states(rank, ranks, PeerSums(memory, 24, torch.float32)), states(0, 1, None), strict=True
+    ):
         assert got.done is not None and expected.done is None
         torch.testing.assert_close(got.hidden, expected.hidden, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got.normed(), expected.normed(), rtol=1e-4, atol=1e-5)
@@ -278,7 +357,10 @@ def _die_with_parent() -> None:
 def main(ranks: int, what: str) -> None:
     size = space_bytes(ranks, PLACE_BYTES)
     shared = torch.frombuffer(mmap.mmap(-1, ranks * size + 8 * ranks), dtype=torch.uint8)
-    spaces, digests = list(shared[:ranks * size].view(ranks, size)), shared[ranks * size:].view(torch.int64)
+    spaces, digests = (
+        list(shared[: ranks * size].view(ranks, size)),
+        shared[ranks * size :].view(torch.int64),
+    )
     children = {}
     for rank in range(ranks):
         child = os.fork()

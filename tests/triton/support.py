@@ -35,28 +35,50 @@ _MARGIN = 1024
 """Elements: as many as kernels write at a time, so that a mask that is missing fails a test and does not end it all."""
 # Each tensor has a poison of its own, none the NaN that arithmetic makes: NaN read behind one tensor and stored behind
 # another keeps its bits, and would otherwise pass for what was there before.
-_POISON = {torch.float32: (0x7FC0BAD1, 2**16), torch.float16: (0x7E01, 500), torch.bfloat16: (0x7FC1, 60),
-           torch.int32: (-1234567, 2**16), torch.int64: (-123456789012345, 2**16)}
+_POISON = {
+    torch.float32: (0x7FC0BAD1, 2**16),
+    torch.float16: (0x7E01, 500),
+    torch.bfloat16: (0x7FC1, 60),
+    torch.int32: (-1234567, 2**16),
+    torch.int64: (-123456789012345, 2**16),
+}
 """The first of them, as bits, and how many."""
 _poisons = itertools.count()
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_UNINITIALISED = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
-                  torch.ops.aten.empty_strided)
+_UNINITIALISED = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_strided,
+)
 
 
 def skip_overflow_checks() -> None:
     """The interpreter would do each integer operation twice, for an assertion that never fires in it."""
     from triton.runtime.interpreter import interpreter_builder
 
-    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+    interpreter_builder.options = dataclasses.replace(
+        interpreter_builder.options, sanitize_overflow=False
+    )
 
 
 def run_interpreted(module: str, *words: str) -> str:
     """Runs a program of tests/triton in a process of its own; what it prints."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                        "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, env=env, capture_output=True, text=True,
-                          timeout=LIMIT_S - 10)
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": PYTHON_PATH,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S - 10,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -100,7 +122,7 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device = DEVICE) -> 
     # Two apart for integers, which stay odd.
     step = 1 if dtype.is_floating_point else 2
     buffer.view(_INTEGERS[dtype.itemsize]).fill_(first + next(_poisons) % different * step)
-    return buffer[_MARGIN:_MARGIN + size].view(shape)
+    return buffer[_MARGIN : _MARGIN + size].view(shape)
 
 
 def guarded(x: Tensor) -> Tensor:
@@ -125,8 +147,12 @@ def assert_margins_untouched(*tensors: Tensor) -> None:
         whole = _whole(x)
         poison, first = int(whole[0]), _POISON[x.dtype][0]
         assert abs(poison - first) <= 2 * _POISON[x.dtype][1], "no poison before it"
-        assert bool((whole[:_MARGIN] == poison).all()), f"wrote before a tensor of shape {tuple(x.shape)}"
-        assert bool((whole[-_MARGIN:] == poison).all()), f"wrote behind a tensor of shape {tuple(x.shape)}"
+        assert bool((whole[:_MARGIN] == poison).all()), (
+            f"wrote before a tensor of shape {tuple(x.shape)}"
+        )
+        assert bool((whole[-_MARGIN:] == poison).all()), (
+            f"wrote behind a tensor of shape {tuple(x.shape)}"
+        )
 
 
 @contextmanager
@@ -164,5 +190,7 @@ def assert_close(actual: Tensor, exact: Tensor, ulps: float = 4, float32_ulps: f
     float32 is given more of them: there the order of a long sum shows, in 16 bits only the last rounding does.
     """
     assert exact.dtype == torch.float64
-    tolerance = torch.finfo(actual.dtype).eps * (float32_ulps if actual.dtype == torch.float32 else ulps)
+    tolerance = torch.finfo(actual.dtype).eps * (
+        float32_ulps if actual.dtype == torch.float32 else ulps
+    )
     torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=tolerance)

@@ -24,8 +24,15 @@ from tests.triton.support import (
 Copy = Callable[[Tensor, Tensor, Tensor], None]
 
 
-def check(copy: Copy, layers: int, blocks: int, shape: tuple[int, ...], sources: list[int], targets: list[int],
-          dtype: torch.dtype = DTYPE) -> None:
+def check(
+    copy: Copy,
+    layers: int,
+    blocks: int,
+    shape: tuple[int, ...],
+    sources: list[int],
+    targets: list[int],
+    dtype: torch.dtype = DTYPE,
+) -> None:
     caches = guarded(Values(layers + blocks).normal(layers, blocks, *shape, dtype=dtype))
     caches[:, blocks - 1] = float("nan")  # what a block holds does not matter
     expected = caches.clone()
@@ -37,7 +44,9 @@ def check(copy: Copy, layers: int, blocks: int, shape: tuple[int, ...], sources:
     assert_margins_untouched(caches)
 
 
-@pytest.fixture(params=[block_copy.copy_blocks, block_copy_triton.copy_blocks], ids=["torch", "triton"])
+@pytest.fixture(
+    params=[block_copy.copy_blocks, block_copy_triton.copy_blocks], ids=["torch", "triton"]
+)
 def copy(request: pytest.FixtureRequest) -> Copy:
     return request.param
 

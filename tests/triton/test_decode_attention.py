@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels import decode_attention_triton
-from sidestep.kernels.decode_attention_triton import DecodeConfig, DecodeScratch, Rope, decode_attention, decode_config
+from sidestep.kernels.decode_attention_triton import (
+    DecodeConfig,
+    DecodeScratch,
+    Rope,
+    decode_attention,
+    decode_config,
+)
 from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
 from tests.triton.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.support import (
@@ -39,10 +45,16 @@ def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
 
     def make(batch: Batch, parts: int, tile: int = 16, min_tiles: int = 1) -> DecodeScratch:
         shape = batch.shape
-        monkeypatch.setattr(decode_attention_triton, "num_processors", lambda device: parts * shape.kv_heads)
-        config = DecodeConfig(tile=tile, num_warps=4, num_stages=2, programs_per_processor=1, min_tiles=min_tiles)
+        monkeypatch.setattr(
+            decode_attention_triton, "num_processors", lambda device: parts * shape.kv_heads
+        )
+        config = DecodeConfig(
+            tile=tile, num_warps=4, num_stages=2, programs_per_processor=1, min_tiles=min_tiles
+        )
         with PoisonedAllocations():
-            return DecodeScratch(shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config)
+            return DecodeScratch(
+                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
+            )
 
     return make
 
@@ -52,11 +64,22 @@ def launch(batch: Batch, scratch: DecodeScratch, window: int) -> Tensor:
     out = batch.new_out()
     with unchanged(**batch.inputs), PoisonedAllocations():
         tile_ends, _ = batch.plan(scratch.config.tile, 16, window)
-        decode_attention(batch.q, batch.cache, batch.block_tables, batch.slots, batch.seq_lens, tile_ends, out, scratch,
-                         num_heads=batch.shape.heads, window=window, scale=batch.shape.dim ** -0.5)
+        decode_attention(
+            batch.q,
+            batch.cache,
+            batch.block_tables,
+            batch.slots,
+            batch.seq_lens,
+            tile_ends,
+            out,
+            scratch,
+            num_heads=batch.shape.heads,
+            window=window,
+            scale=batch.shape.dim**-0.5,
+        )
     assert not scratch.counters.any(), "a counter is left behind"
     assert_rows_untouched(batch, out, slice(batch.decode_tokens, None), "tokens of prompt rows")
-    return out[:batch.decode_tokens]
+    return out[: batch.decode_tokens]
 
 
 def check(batch: Batch, scratch: DecodeScratch, window: int = 0) -> None:
@@ -65,7 +88,9 @@ def check(batch: Batch, scratch: DecodeScratch, window: int = 0) -> None:
         assert_close(out[batch.tokens(row)], batch.expected(row, window))
 
 
-def check_projections(batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False) -> None:
+def check_projections(
+    batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False
+) -> None:
     """Of the projections as they come: the keys and values of the rows' last tokens are not in the cache yet."""
     shape, dtype, rows = batch.shape, batch.q.dtype, batch.num_decode
     assert rows == batch.decode_tokens
@@ -74,31 +99,56 @@ def check_projections(batch: Batch, scratch: DecodeScratch, window: int = 0, *, 
     cos, sin = rotary_tables(shape.dim, max(batch.lengths))
     at = torch.tensor(batch.lengths[:rows], device=DEVICE) - 1
     heads = batch.q[:rows].view(rows, -1, shape.dim)
-    heads[:, shape.heads:] = values.normal(rows, 2 * shape.kv_heads, shape.dim, dtype=dtype)
+    heads[:, shape.heads :] = values.normal(rows, 2 * shape.kv_heads, shape.dim, dtype=dtype)
     query, key, value = heads.double().split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
-    query, key = (turned(normed(x, weight) if with_norms else x, cos[at], sin[at]).to(dtype)
-                  for x, weight in ((query, q_weight), (key, k_weight)))
-    places = [(int(batch.block_tables[batch.slots[row], n // shape.page]), n % shape.page)
-              for row, n in enumerate(at.tolist())]
+    query, key = (
+        turned(normed(x, weight) if with_norms else x, cos[at], sin[at]).to(dtype)
+        for x, weight in ((query, q_weight), (key, k_weight))
+    )
+    places = [
+        (int(batch.block_tables[batch.slots[row], n // shape.page]), n % shape.page)
+        for row, n in enumerate(at.tolist())
+    ]
     for row, (block, offset) in enumerate(places):
         batch.cache[block, :, offset] = float("nan")
         batch.keys[row][-1], batch.values[row][-1] = key[row], value[row]
     before, out = batch.cache.clone(), batch.new_out()
-    with unchanged(**{name: x for name, x in batch.inputs.items() if name != "cache"}, cos=cos, sin=sin,
-                   q_weight=q_weight, k_weight=k_weight), PoisonedAllocations():
+    with (
+        unchanged(
+            **{name: x for name, x in batch.inputs.items() if name != "cache"},
+            cos=cos,
+            sin=sin,
+            q_weight=q_weight,
+            k_weight=k_weight,
+        ),
+        PoisonedAllocations(),
+    ):
         tile_ends, _ = batch.plan(scratch.config.tile, 16, window)
-        decode_attention(batch.q, batch.cache, batch.block_tables, batch.slots, batch.seq_lens, tile_ends, out, scratch,
-                         num_heads=shape.heads, window=window, scale=shape.dim ** -0.5,
-                         rope=Rope(cos, sin, (q_weight, k_weight) if with_norms else None, EPS))
+        decode_attention(
+            batch.q,
+            batch.cache,
+            batch.block_tables,
+            batch.slots,
+            batch.seq_lens,
+            tile_ends,
+            out,
+            scratch,
+            num_heads=shape.heads,
+            window=window,
+            scale=shape.dim**-0.5,
+            rope=Rope(cos, sin, (q_weight, k_weight) if with_norms else None, EPS),
+        )
     assert not scratch.counters.any(), "a counter is left behind"
     assert_rows_untouched(batch, out, slice(rows, None), "tokens of prompt rows")
     turned_batch = replace(batch, q=batch.q.clone())
-    turned_batch.q[:rows, :shape.heads * shape.dim] = query.flatten(1)
+    turned_batch.q[:rows, : shape.heads * shape.dim] = query.flatten(1)
     for row, (block, offset) in enumerate(places):
-        assert_close(out[row:row + 1], turned_batch.expected(row, window), ulps=6)
+        assert_close(out[row : row + 1], turned_batch.expected(row, window), ulps=6)
         written = batch.cache[block, :, offset]
-        assert_close(written[:shape.kv_heads], key[row].double(), ulps=6)
-        assert torch.equal(written[shape.kv_heads:], value[row].to(dtype)), "values are copied as they are"
+        assert_close(written[: shape.kv_heads], key[row].double(), ulps=6)
+        assert torch.equal(written[shape.kv_heads :], value[row].to(dtype)), (
+            "values are copied as they are"
+        )
         before[block, :, offset] = written
     assert same(batch.cache, before), "wrote to other places of the cache"
 
@@ -108,7 +158,7 @@ def check_projections(batch: Batch, scratch: DecodeScratch, window: int = 0, *, 
 
 def cumulative(counts: Sequence[int], size: int) -> list[int]:
     """Padded with its last entry to `size`."""
-    return [sum(counts[:i + 1]) for i in range(size)]
+    return [sum(counts[: i + 1]) for i in range(size)]
 
 
 @pytest.mark.parametrize("window", [0, 1, 10, 16, 33, 1000])
@@ -117,12 +167,22 @@ def cumulative(counts: Sequence[int], size: int) -> list[int]:
 def test_plan(window: int, num_decode: int, tile: int, tokens: int) -> None:
     counts = [1] * num_decode + [4, 1, 5, 6, 31][num_decode:]
     lengths = [1, 16, 170, 33, 400]
-    batch = make_batch(Shape(), [max(pair) for pair in zip(lengths, counts, strict=True)], DTYPE, counts, num_decode)
+    batch = make_batch(
+        Shape(),
+        [max(pair) for pair in zip(lengths, counts, strict=True)],
+        DTYPE,
+        counts,
+        num_decode,
+    )
     decode, prefill = batch.plan(tile, tokens, window)
     first_tiles = [max(0, length - window) // tile if window else 0 for length in batch.lengths]
-    tiles = [-(-length // tile) - first for length, first in zip(batch.lengths, first_tiles, strict=True)]
+    tiles = [
+        -(-length // tile) - first for length, first in zip(batch.lengths, first_tiles, strict=True)
+    ]
     assert decode.tolist() == cumulative(tiles[:num_decode], 8)
-    assert prefill.tolist() == cumulative([0] * num_decode + [-(-n // tokens) for n in counts[num_decode:]], 8)
+    assert prefill.tolist() == cumulative(
+        [0] * num_decode + [-(-n // tokens) for n in counts[num_decode:]], 8
+    )
 
 
 def test_plan_of_a_step_without_rows() -> None:
@@ -134,21 +194,42 @@ def test_plan_of_a_step_without_rows() -> None:
 # -- Attention --------------------------------------------------------------------------------------------------------
 
 
-RANDOM = [(Shape(4, 2, 64, 16), 4, 0), (Shape(3, 1, 80, 32), 7, 20), (Shape(6, 3, 16, 48), 2, 50),
-          (Shape(8, 1, 128, 64), 5, 0)]
+RANDOM = [
+    (Shape(4, 2, 64, 16), 4, 0),
+    (Shape(3, 1, 80, 32), 7, 20),
+    (Shape(6, 3, 16, 48), 2, 50),
+    (Shape(8, 1, 128, 64), 5, 0),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "parts", "window"), RANDOM, ids=str)
-def test_random_batches(shape: Shape, parts: int, window: int, dtype: torch.dtype, scratch_for: MakeScratch) -> None:
+def test_random_batches(
+    shape: Shape, parts: int, window: int, dtype: torch.dtype, scratch_for: MakeScratch
+) -> None:
     lengths = Values(parts).integers(1, 100, 4)
     batch = make_batch(shape, lengths, dtype, seed=parts)
     check(batch, scratch_for(batch, parts, tile=32), window)
 
 
-@pytest.mark.parametrize(("page", "tile"), [(16, 16), (16, 64), (32, 16), (32, 32), (48, 16), (48, 32), (64, 32),
-                                            (64, 64), (128, 64), (128, 128)])
-def test_lengths_around_the_borders_of_blocks(page: int, tile: int, scratch_for: MakeScratch) -> None:
+@pytest.mark.parametrize(
+    ("page", "tile"),
+    [
+        (16, 16),
+        (16, 64),
+        (32, 16),
+        (32, 32),
+        (48, 16),
+        (48, 32),
+        (64, 32),
+        (64, 64),
+        (128, 64),
+        (128, 128),
+    ],
+)
+def test_lengths_around_the_borders_of_blocks(
+    page: int, tile: int, scratch_for: MakeScratch
+) -> None:
     """Of one token, of whole blocks, of one more and of one less."""
     batch = make_batch(Shape(page=page), [1, page - 1, page, page + 1, 2 * page], DTYPE)
     check(batch, scratch_for(batch, 3, tile))
@@ -182,14 +263,21 @@ def test_any_number_of_programs(parts: int, scratch_for: MakeScratch) -> None:
 
 
 @pytest.mark.parametrize("min_tiles", [2, 5, 100])
-def test_programs_may_be_given_a_least_number_of_tiles(min_tiles: int, scratch_for: MakeScratch) -> None:
+def test_programs_may_be_given_a_least_number_of_tiles(
+    min_tiles: int, scratch_for: MakeScratch
+) -> None:
     batch = make_batch(Shape(), [20, 70, 3], DTYPE)
     check(batch, scratch_for(batch, 16, min_tiles=min_tiles))
 
 
-@pytest.mark.parametrize(("parts", "shape"), [(4, Shape(8, 1, 128)), (5, Shape(8, 1, 128)), (9, Shape(8, 1, 128)),
-                                              (5, Shape(16, 1, 256))], ids=str)
-def test_a_row_of_more_parts_than_are_combined_at_a_time(parts: int, shape: Shape, scratch_for: MakeScratch) -> None:
+@pytest.mark.parametrize(
+    ("parts", "shape"),
+    [(4, Shape(8, 1, 128)), (5, Shape(8, 1, 128)), (9, Shape(8, 1, 128)), (5, Shape(16, 1, 256))],
+    ids=str,
+)
+def test_a_row_of_more_parts_than_are_combined_at_a_time(
+    parts: int, shape: Shape, scratch_for: MakeScratch
+) -> None:
     """The larger the heads and their groups, the fewer parts at a time."""
     batch = make_batch(shape, [7, 16 * parts - 18], DTYPE, seed=parts)
     check(batch, scratch_for(batch, parts))
@@ -203,7 +291,9 @@ def test_arrays_without_room_to_spare(num_rows: int, scratch_for: MakeScratch) -
 
 @pytest.mark.parametrize("num_decode", [0, 3])
 def test_prompt_rows_are_not_decoded(num_decode: int, scratch_for: MakeScratch) -> None:
-    batch = make_batch(Shape(), [40, 3, 20, 33, 8], DTYPE, [1] * num_decode + [3] * (5 - num_decode), num_decode)
+    batch = make_batch(
+        Shape(), [40, 3, 20, 33, 8], DTYPE, [1] * num_decode + [3] * (5 - num_decode), num_decode
+    )
     check(batch, scratch_for(batch, 3))
 
 
@@ -226,7 +316,9 @@ def test_scores_far_apart(scratch_for: MakeScratch) -> None:
 
 
 @pytest.mark.parametrize(("parts", "window"), [(1, 0), (5, 0), (5, 21), (30, 0)])
-def test_two_launches_with_one_scratch_give_the_same_bits(parts: int, window: int, scratch_for: MakeScratch) -> None:
+def test_two_launches_with_one_scratch_give_the_same_bits(
+    parts: int, window: int, scratch_for: MakeScratch
+) -> None:
     """Even for another batch between them, which leaves its own parts behind."""
     first = make_batch(Shape(), [50, 1, 17], DTYPE, seed=1)
     second = make_batch(Shape(), [5, 60, 2], DTYPE, seed=2)
@@ -238,8 +330,9 @@ def test_two_launches_with_one_scratch_give_the_same_bits(parts: int, window: in
 
 @pytest.mark.skipif(not INTERPRETED, reason="the order of programs is the interpreter's to choose")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_in_which_programs_arrive_does_not_matter(seed: int, scratch_for: MakeScratch,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_in_which_programs_arrive_does_not_matter(
+    seed: int, scratch_for: MakeScratch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU any program may be the last to leave its part of a row; the interpreter goes through them in turn."""
     from triton.runtime.interpreter import interpreter_builder
 
@@ -262,8 +355,14 @@ def test_the_order_in_which_programs_arrive_does_not_matter(seed: int, scratch_f
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("shape", "parts", "window"), RANDOM, ids=str)
-def test_projections_of_random_batches(shape: Shape, parts: int, window: int, with_norms: bool, dtype: torch.dtype,
-                                       scratch_for: MakeScratch) -> None:
+def test_projections_of_random_batches(
+    shape: Shape,
+    parts: int,
+    window: int,
+    with_norms: bool,
+    dtype: torch.dtype,
+    scratch_for: MakeScratch,
+) -> None:
     lengths = Values(parts).integers(1, 100, 4)
     batch = make_batch(shape, lengths, dtype, seed=parts)
     check_projections(batch, scratch_for(batch, parts, tile=32), window, with_norms=with_norms)
@@ -271,8 +370,9 @@ def test_projections_of_random_batches(shape: Shape, parts: int, window: int, wi
 
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 16, 17])
-def test_projections_where_the_new_token_is_alone_in_its_tile(window: int, with_norms: bool,
-                                                             scratch_for: MakeScratch) -> None:
+def test_projections_where_the_new_token_is_alone_in_its_tile(
+    window: int, with_norms: bool, scratch_for: MakeScratch
+) -> None:
     """Lengths of one token, of whole tiles and blocks, and of one more."""
     batch = make_batch(Shape(6, 2, 16, 32), [1, 16, 17, 32, 33, 65], DTYPE)
     for parts in (1, 3, 30):
@@ -296,14 +396,31 @@ def test_projections_beside_prompt_rows(scratch_for: MakeScratch) -> None:
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 700])
-@pytest.mark.parametrize("shape", [Shape(16, 8, 128, 64), Shape(32, 8, 128, 64), Shape(32, 8, 128, 16),
-                                   Shape(14, 2, 64, 64), Shape(8, 4, 256, 64), Shape(20, 1, 80, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(16, 8, 128, 64),
+        Shape(32, 8, 128, 64),
+        Shape(32, 8, 128, 16),
+        Shape(14, 2, 64, 64),
+        Shape(8, 4, 256, 64),
+        Shape(20, 1, 80, 48),
+    ],
+    ids=str,
+)
 def test_shapes_of_models_as_shipped(shape: Shape, window: int, dtype: torch.dtype) -> None:
     config = decode_config(shape.dim, dtype.itemsize, shape.heads)
-    for lengths in ([5000], [1] * 40, Values(1).integers(1, 3000, 61), [*Values(2).integers(1, 99, 30), 9000]):
+    for lengths in (
+        [5000],
+        [1] * 40,
+        Values(1).integers(1, 3000, 61),
+        [*Values(2).integers(1, 99, 30), 9000],
+    ):
         batch = make_batch(shape, lengths, dtype)
         with PoisonedAllocations():
-            scratch = DecodeScratch(shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config)
+            scratch = DecodeScratch(
+                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
+            )
         check(batch, scratch, window)
         assert same(launch(batch, scratch, window), launch(batch, scratch, window))
         for with_norms in (False, True):

@@ -27,7 +27,12 @@ from tests.triton.support import (
 
 WHOLE = GatedConfig(block_m=32, block_n=16, block_k=32, num_warps=2, num_stages=2)
 NARROW = GatedConfig(block_m=16, block_n=32, block_k=16, num_warps=1, num_stages=2)
-SMALL = [WHOLE, NARROW, dataclasses.replace(WHOLE, bulk=False), dataclasses.replace(NARROW, programs=2)]
+SMALL = [
+    WHOLE,
+    NARROW,
+    dataclasses.replace(WHOLE, bulk=False),
+    dataclasses.replace(NARROW, programs=2),
+]
 ROWS = [17, 31, 32, 33, 64, 70]
 SUPPORTED = DTYPES if INTERPRETED else DTYPES[1:]
 """On a GPU the tensor cores would round float32 to 10 bits: it is not what the kernel is for there."""
@@ -38,14 +43,22 @@ def exact(x: Tensor, weight: Tensor) -> Tensor:
     return gate / (1 + (-gate).exp()) * up
 
 
-def check(rows: int, outputs: int, inputs: int, dtype: torch.dtype, config: GatedConfig | None, *,
-          apart: int = 0, times: int = 1) -> None:
+def check(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    config: GatedConfig | None,
+    *,
+    apart: int = 0,
+    times: int = 1,
+) -> None:
     """apart: what lies between two rows of x. times: how often, each as right as the first."""
     values = Values(rows + outputs + inputs)
     # Beside, before and behind what is read lies NaN. The weight's values make outputs of about 1 in size.
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
-    weight = guarded(values.normal(2 * outputs, inputs, dtype=dtype, scale=inputs ** -0.5))
+    weight = guarded(values.normal(2 * outputs, inputs, dtype=dtype, scale=inputs**-0.5))
     results = []
     for _ in range(times):
         with unchanged(x=buffer, weight=weight), PoisonedAllocations():
@@ -92,9 +105,12 @@ def test_a_row_does_not_depend_on_those_beside_it(config: GatedConfig) -> None:
 
 
 @pytest.mark.parametrize("processors", [2, 3, 5, 7, 16])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(17, 96, 160), (33, 160, 96), (16, 32, 512), (50, 200, 70)])
-def test_any_number_of_programs(monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, inputs: int,
-                                processors: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(17, 96, 160), (33, 160, 96), (16, 32, 512), (50, 200, 70)]
+)
+def test_any_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, inputs: int, processors: int
+) -> None:
     """With one tile each, several, different numbers of them, and none."""
     monkeypatch.setattr(gated_gemm_triton, "num_processors", lambda device: processors)
     check(rows, outputs, inputs, DTYPE, NARROW)
@@ -107,7 +123,12 @@ def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
     device = torch.device("meta")
     monkeypatch.setattr(gated_gemm_triton, "has_pdl", lambda device: True)
     monkeypatch.setitem(GATED, (96, 64), ((32, None), (64, dataclasses.astuple(NARROW))))
-    assert [choose(rows, 96, 64, device) for rows in (32, 33, 64, 65)] == [None, NARROW, NARROW, None]
+    assert [choose(rows, 96, 64, device) for rows in (32, 33, 64, 65)] == [
+        None,
+        NARROW,
+        NARROW,
+        None,
+    ]
     assert choose(64, 96, 65, device) is None
     monkeypatch.setattr(gated_gemm_triton, "has_pdl", lambda device: False)
     assert choose(64, 96, 64, device) is None
@@ -125,7 +146,10 @@ def test_a_layer_takes_what_is_chosen(monkeypatch: pytest.MonkeyPatch, rows: int
     monkeypatch.setattr(gated_gemm_triton, "has_pdl", lambda device: True)
     monkeypatch.setattr(gated_gemm_triton, "gated_gemm", recorded)
     monkeypatch.setitem(GATED, (96, 64), ((64, dataclasses.astuple(NARROW)),))
-    x, weight = Values(1).normal(rows, 64, dtype=DTYPE), Values(2).normal(192, 64, dtype=DTYPE, scale=0.125)
+    x, weight = (
+        Values(1).normal(rows, 64, dtype=DTYPE),
+        Values(2).normal(192, 64, dtype=DTYPE, scale=0.125),
+    )
     assert_close(gated_linear(x, weight, None), exact(x, weight), ulps=8)
     assert taken == ([NARROW] if rows <= 64 else [])
 
@@ -147,6 +171,9 @@ def test_a_weight_of_more_elements_than_31_bits_count() -> None:
     weight[134_999] = 0.01
     weight[-1] = 0.01
     for bulk in (True, False):
-        out = gated_gemm(torch.ones(20, 8192, dtype=DTYPE, device="cuda"), weight,
-                         config=GatedConfig(64, 64, 64, 4, 3, bulk=bulk))
+        out = gated_gemm(
+            torch.ones(20, 8192, dtype=DTYPE, device="cuda"),
+            weight,
+            config=GatedConfig(64, 64, 64, 4, 3, bulk=bulk),
+        )
         assert bool((out[:, -1] > 6000).all()) and not out[:, :-1].any()

@@ -28,7 +28,10 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not INTERPRETED, reason="with a GPU, tests/gpu has the runner itself"),
     # Padding is not a number here (see standing_in), and numpy speaks up.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered in:RuntimeWarning")]
+    pytest.mark.filterwarnings(
+        "ignore:(overflow|invalid value|divide by zero) encountered in:RuntimeWarning"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,9 @@ def compare(runner: GpuRunner, model: str, steps: Sequence[StepInput]) -> None:
         got = outputs(runner, steps)
     assert sum(len(output.token_ids) for output in expected) >= len(steps)
     for ours, theirs in zip(got, expected, strict=True):
-        assert ours.step_id == theirs.step_id and ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert (
+            ours.step_id == theirs.step_id and ours.token_ids.tolist() == theirs.token_ids.tolist()
+        )
         assert ours.start_ns <= ours.end_ns
         compare_logprobs(ours.logprobs, theirs.logprobs)
         compare_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
@@ -80,8 +85,9 @@ def compare_logprobs(ours: UInt8 | bytes, theirs: UInt8 | bytes) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_steps_give_what_they_give_on_a_cpu(eager: bool, runner: GpuRunner, model: str,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_give_what_they_give_on_a_cpu(
+    eager: bool, runner: GpuRunner, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks of prompts, decodes and both, captured or not, with two steps in flight."""
     assert runner._graphs is not None
     if eager:
@@ -89,24 +95,38 @@ def test_steps_give_what_they_give_on_a_cpu(eager: bool, runner: GpuRunner, mode
     compare(runner, model, [step for step, _ in schedule(mixed_requests(), 12, 16)])
 
 
-def test_a_copied_block_and_another_token_than_the_sampled_one(runner: GpuRunner, model: str) -> None:
+def test_a_copied_block_and_another_token_than_the_sampled_one(
+    runner: GpuRunner, model: str
+) -> None:
     """As beams have it: row 1 enters with a copy of what row 0 has computed, each goes on with a token of its own."""
     parent, child = Request(range(1, 21), 3), Request([9], 3)
     begin, go_on = make_step([(0, 12, [0])], {0: parent}, 0), make_step([(0, 8, [1])], {}, 1)
     fork = make_step([(0, 1, []), (1, 1, [0, 2])], {1: child}, 2)
-    fork.new_num_known, fork.new_num_prompt, fork.new_num_computed = (np.array([n], np.int32) for n in (21, 20, 20))
+    fork.new_num_known, fork.new_num_prompt, fork.new_num_computed = (
+        np.array([n], np.int32) for n in (21, 20, 20)
+    )
     fork.copy_sources, fork.copy_targets = np.array([1], np.int32), np.array([2], np.int32)
     fork.forced_slots, fork.forced_tokens = np.array([0], np.int32), np.array([4], np.int32)
     compare(runner, model, [begin, go_on, fork, make_step([(0, 1, []), (1, 1, [])], {}, 3)])
 
 
-def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(runner: GpuRunner, model: str) -> None:
+def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(
+    runner: GpuRunner, model: str
+) -> None:
     """Alone in the step's own logits, with other controls in a copy of them."""
+
     def requests() -> list[Request]:
-        controls = [Controls(), Controls(has_grammar=True), Controls(has_grammar=True, logprobs=1),
-                    Controls(has_grammar=True), Controls(logit_bias={3: 30.0})]
-        return [Request(prompt, 3, temperature=[0.0, 0.9][i % 2], seed=i, controls=controls[i])
-                for i, prompt in enumerate(random_prompts(5, VOCAB, longest=9, seed=6))]
+        controls = [
+            Controls(),
+            Controls(has_grammar=True),
+            Controls(has_grammar=True, logprobs=1),
+            Controls(has_grammar=True),
+            Controls(logit_bias={3: 30.0}),
+        ]
+        return [
+            Request(prompt, 3, temperature=[0.0, 0.9][i % 2], seed=i, controls=controls[i])
+            for i, prompt in enumerate(random_prompts(5, VOCAB, longest=9, seed=6))
+        ]
 
     expected, got = requests(), requests()
     told = run_held(make_runner(model), expected, budget=12)
@@ -119,19 +139,28 @@ def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(runner: GpuRunner,
 
 def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, model: str) -> None:
     """With too few blocks for all requests, among them choices of one prompt and a beam search."""
+
     def serve(device: Runner) -> dict[int, list[int]]:
-        scheduler = make_scheduler(num_blocks=6, block_size=16, max_num_seqs=5, budget=12, max_model_len=48)
+        scheduler = make_scheduler(
+            num_blocks=6, block_size=16, max_num_seqs=5, budget=12, max_model_len=48
+        )
         engine = Engine(scheduler, runner=device)
         for i, prompt in enumerate(random_prompts(2, VOCAB, longest=14, seed=8)):
-            scheduler.add(make_request(prompt, 9, handle=i, temperature=0.8 * i, presence_penalty=0.5 * i))
+            scheduler.add(
+                make_request(prompt, 9, handle=i, temperature=0.8 * i, presence_penalty=0.5 * i)
+            )
         scheduler.add(make_request(list(range(18)), 5, handle=2, n=2, temperature=1.0, logprobs=1))
-        scheduler.add(make_beam_request([7, 8, 9], BeamSearchParams(beam_width=2, max_tokens=4), handle=4))
+        scheduler.add(
+            make_beam_request([7, 8, 9], BeamSearchParams(beam_width=2, max_tokens=4), handle=4)
+        )
         engine.run()
         assert any(end.num_preemptions for end in engine.finished.values()), "blocks did for all"
         assert any(len(step.copy_sources) for step in engine.steps)
         beams = engine.finished[4].beams
         assert len(engine.finished) == 5 and len(beams) == 2
-        return engine.tokens | {5 + i: unpack_ids(beam.token_ids).tolist() for i, beam in enumerate(beams)}
+        return engine.tokens | {
+            5 + i: unpack_ids(beam.token_ids).tolist() for i, beam in enumerate(beams)
+        }
 
     expected = serve(make_runner(model))
     with standing_in():
@@ -142,6 +171,8 @@ def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, mod
 def test_ranks_give_what_one_gives_on_a_cpu(size: int, stages: int, tmp_path: Path) -> None:
     """That share layers, and that each have some (tests/triton/gpu_ranks.py)."""
     model = write_model("llama-gqa", tmp_path, num_hidden_layers=max(2, stages))
-    got, expected = json.loads(run_interpreted("tests.triton.gpu_ranks", model, str(size), str(stages)))
+    got, expected = json.loads(
+        run_interpreted("tests.triton.gpu_ranks", model, str(size), str(stages))
+    )
     assert got == [expected] * size
     assert sum(map(len, expected)) == 6 * stages

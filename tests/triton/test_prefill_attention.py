@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestep.kernels.decode_attention_triton import DecodeConfig, DecodeScratch, decode_attention, decode_config
-from sidestep.kernels.prefill_attention_triton import PrefillConfig, prefill_attention, prefill_config
+from sidestep.kernels.decode_attention_triton import (
+    DecodeConfig,
+    DecodeScratch,
+    decode_attention,
+    decode_config,
+)
+from sidestep.kernels.prefill_attention_triton import (
+    PrefillConfig,
+    prefill_attention,
+    prefill_config,
+)
 from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
 from tests.triton.support import (
     DEVICE,
@@ -33,27 +42,57 @@ def launch(batch: Batch, tiles: PrefillConfig, window: int, room: int = 0) -> to
     with unchanged(**batch.inputs):
         _, tile_ends = batch.plan(16, tiles.tokens(shape.group), window)
         prefill_attention(
-            batch.q, batch.cache, batch.block_tables, batch.slots, batch.seq_lens, batch.query_starts, tile_ends, out,
-            tiles, num_heads=shape.heads, max_tokens=sum(batch.counts) - batch.decode_tokens + room,
-            max_rows=len(batch.lengths) - batch.num_decode + room, window=window, scale=shape.dim ** -0.5)
+            batch.q,
+            batch.cache,
+            batch.block_tables,
+            batch.slots,
+            batch.seq_lens,
+            batch.query_starts,
+            tile_ends,
+            out,
+            tiles,
+            num_heads=shape.heads,
+            max_tokens=sum(batch.counts) - batch.decode_tokens + room,
+            max_rows=len(batch.lengths) - batch.num_decode + room,
+            window=window,
+            scale=shape.dim**-0.5,
+        )
     assert_rows_untouched(batch, out, slice(0, batch.decode_tokens), "tokens of decode rows")
-    return out[:sum(batch.counts)]
+    return out[: sum(batch.counts)]
 
 
-def check(batch: Batch, tiles: PrefillConfig | None = None, window: int = 0, room: int = 0,
-          float32_ulps: float = 16) -> None:
+def check(
+    batch: Batch,
+    tiles: PrefillConfig | None = None,
+    window: int = 0,
+    room: int = 0,
+    float32_ulps: float = 16,
+) -> None:
     out = launch(batch, tiles or config(), window, room)
     for row in range(batch.num_decode, len(batch.lengths)):
         assert_close(out[batch.tokens(row)], batch.expected(row, window), float32_ulps=float32_ulps)
 
 
-def chunks(shape: Shape, rows: list[tuple[int, int]], num_decode: int = 0, dtype: torch.dtype = DTYPE) -> Batch:
+def chunks(
+    shape: Shape, rows: list[tuple[int, int]], num_decode: int = 0, dtype: torch.dtype = DTYPE
+) -> Batch:
     """rows: cached tokens and new ones."""
-    return make_batch(shape, [cached + new for cached, new in rows], dtype, [new for _, new in rows], num_decode,
-                      seed=len(rows) + shape.group)
+    return make_batch(
+        shape,
+        [cached + new for cached, new in rows],
+        dtype,
+        [new for _, new in rows],
+        num_decode,
+        seed=len(rows) + shape.group,
+    )
 
 
-RANDOM = [(Shape(4, 2, 64, 16), 0), (Shape(3, 1, 80, 32), 20), (Shape(2, 2, 16, 48), 50), (Shape(8, 1, 128, 64), 0)]
+RANDOM = [
+    (Shape(4, 2, 64, 16), 0),
+    (Shape(3, 1, 80, 32), 20),
+    (Shape(2, 2, 16, 48), 50),
+    (Shape(8, 1, 128, 64), 0),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +110,9 @@ def test_chunks_around_the_borders_of_tiles(cached: int, new: int) -> None:
     check(chunks(Shape(2, 1), [(cached, new)]))
 
 
-@pytest.mark.parametrize(("page", "keys"), [(16, 32), (32, 16), (48, 16), (48, 32), (64, 64), (128, 32)])
+@pytest.mark.parametrize(
+    ("page", "keys"), [(16, 32), (32, 16), (48, 16), (48, 32), (64, 64), (128, 32)]
+)
 def test_block_sizes(page: int, keys: int) -> None:
     check(chunks(Shape(page=page), [(page - 3, 6), (page, 1), (0, page + 1)]), config(64, keys))
 
@@ -148,14 +189,27 @@ def test_chunking_does_not_change_what_a_token_attends_to() -> None:
 @pytest.mark.parametrize("window", [0, 18])
 def test_decode_rows_and_chunks_of_one_step_fill_one_output(window: int) -> None:
     """As a step does: one plan, two launches, each token written by one of them."""
-    batch, tiles = chunks(Shape(4, 2), [(20, 1), (0, 1), (33, 1), (7, 1), (3, 9)], num_decode=3), config()
+    batch, tiles = (
+        chunks(Shape(4, 2), [(20, 1), (0, 1), (33, 1), (7, 1), (3, 9)], num_decode=3),
+        config(),
+    )
     scratch = DecodeScratch(4, 2, 16, len(batch.seq_lens), DEVICE, DecodeConfig(16, 4, 2, 1))
     decode_ends, prefill_ends = batch.plan(16, tiles.tokens(2), window)
     out = batch.new_out()
     common = (batch.q, batch.cache, batch.block_tables, batch.slots, batch.seq_lens)
     decode_attention(*common, decode_ends, out, scratch, num_heads=4, window=window, scale=0.25)
-    prefill_attention(*common, batch.query_starts, prefill_ends, out, tiles, num_heads=4, max_tokens=10, max_rows=2,
-                      window=window, scale=0.25)
+    prefill_attention(
+        *common,
+        batch.query_starts,
+        prefill_ends,
+        out,
+        tiles,
+        num_heads=4,
+        max_tokens=10,
+        max_rows=2,
+        window=window,
+        scale=0.25,
+    )
     for row in range(5):
         assert_close(out[batch.tokens(row)], batch.expected(row, window))
     assert_rows_untouched(batch, out, slice(0, 0), "nothing")
@@ -167,11 +221,25 @@ def test_decode_rows_and_chunks_of_one_step_fill_one_output(window: int) -> None
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize("shape", [Shape(16, 8, 128, 64), Shape(32, 8, 128, 64), Shape(32, 8, 128, 16),
-                                   Shape(14, 2, 64, 64), Shape(8, 4, 256, 64), Shape(20, 4, 80, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(16, 8, 128, 64),
+        Shape(32, 8, 128, 64),
+        Shape(32, 8, 128, 16),
+        Shape(14, 2, 64, 64),
+        Shape(8, 4, 256, 64),
+        Shape(20, 4, 80, 48),
+    ],
+    ids=str,
+)
 def test_shapes_of_models_as_shipped(shape: Shape, window: int, dtype: torch.dtype) -> None:
     tiles = prefill_config(shape.dim, dtype.itemsize)
-    for rows in ([(0, 1500)], [(1000, 1), (77, 200), (0, 129), (640, 64)], [(3000, 300)] + [(5, 3)] * 20):
+    for rows in (
+        [(0, 1500)],
+        [(1000, 1), (77, 200), (0, 129), (640, 64)],
+        [(3000, 300)] + [(5, 3)] * 20,
+    ):
         batch = chunks(shape, rows, dtype=dtype)
         check(batch, tiles, window, room=100)
         assert same(launch(batch, tiles, window), launch(batch, tiles, window))
@@ -184,14 +252,28 @@ def test_a_mixed_step_as_shipped(shape: Shape) -> None:
     rows = [(n, 1) for n in values.integers(1, 2500, 50)] + [(300, 500), (0, 64), (9, 1)]
     batch, window = chunks(shape, rows, num_decode=50), 0
     tiles, decode = prefill_config(shape.dim, 2), decode_config(shape.dim, 2, shape.heads)
-    scratch = DecodeScratch(shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, decode)
+    scratch = DecodeScratch(
+        shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, decode
+    )
     decode_ends, prefill_ends = batch.plan(decode.tile, tiles.tokens(shape.group), window)
-    out, scale = batch.new_out(), shape.dim ** -0.5
+    out, scale = batch.new_out(), shape.dim**-0.5
     common = (batch.q, batch.cache, batch.block_tables, batch.slots, batch.seq_lens)
     for _ in range(3):  # the launches follow one another at once, as in a graph
-        decode_attention(*common, decode_ends, out, scratch, num_heads=shape.heads, window=window, scale=scale)
-        prefill_attention(*common, batch.query_starts, prefill_ends, out, tiles, num_heads=shape.heads,
-                          max_tokens=2000, max_rows=20, window=window, scale=scale)
+        decode_attention(
+            *common, decode_ends, out, scratch, num_heads=shape.heads, window=window, scale=scale
+        )
+        prefill_attention(
+            *common,
+            batch.query_starts,
+            prefill_ends,
+            out,
+            tiles,
+            num_heads=shape.heads,
+            max_tokens=2000,
+            max_rows=20,
+            window=window,
+            scale=scale,
+        )
     for row in range(len(rows)):
         assert_close(out[batch.tokens(row)], batch.expected(row, window))
     assert_rows_untouched(batch, out, slice(0, 0), "nothing")

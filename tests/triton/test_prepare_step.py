@@ -32,7 +32,19 @@ from tests.triton.support import (
 
 ODD = -1234567
 """In the message wherever nothing belongs."""
-SEEDS = [0, 1, -1, 2**31, 2**32 - 1, 2**32, -(2**32), 2**63 - 1, -(2**63), 0x123456789ABCDEF, -0x7EDCBA9876543211]
+SEEDS = [
+    0,
+    1,
+    -1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    -(2**32),
+    2**63 - 1,
+    -(2**63),
+    0x123456789ABCDEF,
+    -0x7EDCBA9876543211,
+]
 FLOATS = [0.0, -0.0, 1.0, 0.7, 1e-45, 3.4e38, float("inf"), 1.1754944e-38]
 NAMES = ("temperature", "top_p", "min_p", "top_k", "seed")
 
@@ -92,9 +104,11 @@ def pack(layout: StepLayout, rows: Sequence[Row]) -> Tensor:
     assert columns.keys() == set(ROW_COLUMNS)
     message = np.full(layout.block_ids + len(block_ids) + 5, ODD, np.int32)
     for name, column in columns.items():
-        message[layout.at(name):layout.at(name) + len(column)] = np.array(column, np.int64).astype(np.int32)
-    message[layout.token_ids:layout.token_ids + len(token_ids)] = token_ids
-    message[layout.block_ids:layout.block_ids + len(block_ids)] = block_ids
+        message[layout.at(name) : layout.at(name) + len(column)] = np.array(
+            column, np.int64
+        ).astype(np.int32)
+    message[layout.token_ids : layout.token_ids + len(token_ids)] = token_ids
+    message[layout.block_ids : layout.block_ids + len(block_ids)] = block_ids
     message[:3] = len(rows), sum(len(row.token_ids) == 1 for row in rows), len(token_ids)
     message[MASKED], message[SAMPLING] = 0, len(rows)
     return guarded(torch.from_numpy(message).to(DEVICE))
@@ -104,8 +118,13 @@ def fresh_tables(slots: int, width: int) -> SlotTables:
     f32, i32 = torch.float32, torch.int32
     # A table's rows lie further apart than they are long.
     blocks = poisoned(slots, width + 3, dtype=i32)[:, :width]
-    return SlotTables(blocks, poisoned(slots, dtype=i32), *(poisoned(slots, dtype=f32) for _ in range(3)),
-                      poisoned(slots, dtype=i32), poisoned(slots, dtype=torch.int64))
+    return SlotTables(
+        blocks,
+        poisoned(slots, dtype=i32),
+        *(poisoned(slots, dtype=f32) for _ in range(3)),
+        poisoned(slots, dtype=i32),
+        poisoned(slots, dtype=torch.int64),
+    )
 
 
 @dataclass
@@ -135,7 +154,9 @@ class Model:
         out += [(0, 0, -1)] * (tokens - len(out))
         return [list(column) for column in zip(*out, strict=True)]
 
-    def step(self, layout: StepLayout, rows: Sequence[Row], room: tuple[int, int] | None = None) -> None:
+    def step(
+        self, layout: StepLayout, rows: Sequence[Row], room: tuple[int, int] | None = None
+    ) -> None:
         """Runs the kernel and this model, and compares all that either has written.
 
         room: rows and tokens that the step's outputs are made for, if less than what its message may hold.
@@ -143,27 +164,44 @@ class Model:
         num_rows, num_tokens = room or (layout.rows, layout.tokens)
         for row in rows:
             table = self.expected["block_tables"][row.slot]
-            table[row.held:row.held + len(row.new_blocks)] = row.new_blocks
+            table[row.held : row.held + len(row.new_blocks)] = row.new_blocks
             if row.enters is not None:
                 for name in NAMES:
                     value = getattr(row.enters, name)
-                    self.expected[name][row.slot] = float_bits(value) if isinstance(value, float) else value
+                    self.expected[name][row.slot] = (
+                        float_bits(value) if isinstance(value, float) else value
+                    )
         message = pack(layout, rows)
-        outputs = [poisoned(size, dtype=torch.int32) for size in (num_tokens, num_tokens, num_tokens, num_rows)]
+        outputs = [
+            poisoned(size, dtype=torch.int32)
+            for size in (num_tokens, num_tokens, num_tokens, num_rows)
+        ]
         with unchanged(message=message):
             prepare_step(message, layout, self.tables, *outputs, self.page)
         for name in self._names():
             assert bits(getattr(self.tables, name)).tolist() == self.expected[name], name
         last_tokens = [end - 1 for end in starts([len(row.token_ids) for row in rows])[1:]]
-        expected_outputs = [*self._layout_tokens(rows, num_tokens), last_tokens + [0] * (num_rows - len(rows))]
-        for name, got, expected in zip(("token_ids", "positions", "places", "last_tokens"), outputs, expected_outputs,
-                                       strict=True):
+        expected_outputs = [
+            *self._layout_tokens(rows, num_tokens),
+            last_tokens + [0] * (num_rows - len(rows)),
+        ]
+        for name, got, expected in zip(
+            ("token_ids", "positions", "places", "last_tokens"),
+            outputs,
+            expected_outputs,
+            strict=True,
+        ):
             assert got.tolist() == expected, name
-        assert_margins_untouched(message, *outputs, *(getattr(self.tables, name) for name in self._names()[1:]))
+        assert_margins_untouched(
+            message, *outputs, *(getattr(self.tables, name) for name in self._names()[1:])
+        )
         whole = self.tables.block_tables.as_strided(
             (len(self.expected["last_sampled"]), self.tables.block_tables.stride(0)),
-            self.tables.block_tables.stride())
-        assert_untouched(whole[:, self.tables.block_tables.shape[1]:], "what lies between two tables")
+            self.tables.block_tables.stride(),
+        )
+        assert_untouched(
+            whole[:, self.tables.block_tables.shape[1] :], "what lies between two tables"
+        )
 
     def sample(self, slot: int, token: int) -> None:
         self.tables.last_sampled[slot] = token
@@ -191,7 +229,9 @@ def test_random_steps(seed: int) -> None:
             if enters:
                 prompts[slot] = chance.randint(1, 40)
             in_prompt = lengths[slot] < prompts[slot]
-            count = min(chance.randint(1, 12) if in_prompt else 1, free_tokens, width * page - lengths[slot])
+            count = min(
+                chance.randint(1, 12) if in_prompt else 1, free_tokens, width * page - lengths[slot]
+            )
             if in_prompt:
                 count = min(count, prompts[slot] - lengths[slot])
             if not count:
@@ -201,10 +241,23 @@ def test_random_steps(seed: int) -> None:
             needed = -(-lengths[slot] // page)
             # Blocks may come ahead of the tokens, as those of a whole prompt do.
             blocks = min(max(needed - held[slot], 0) + chance.choice([0, 0, 2]), width - held[slot])
-            parameters = Parameters(chance.choice(FLOATS), chance.choice(FLOATS), chance.choice(FLOATS),
-                                    chance.randint(0, 99), chance.choice(SEEDS))
-            rows.append(Row(slot, lengths[slot], [chance.randint(0, 150_000) if in_prompt else -1] * count, held[slot],
-                            [chance.randint(0, 1000) for _ in range(blocks)], parameters if enters else None))
+            parameters = Parameters(
+                chance.choice(FLOATS),
+                chance.choice(FLOATS),
+                chance.choice(FLOATS),
+                chance.randint(0, 99),
+                chance.choice(SEEDS),
+            )
+            rows.append(
+                Row(
+                    slot,
+                    lengths[slot],
+                    [chance.randint(0, 150_000) if in_prompt else -1] * count,
+                    held[slot],
+                    [chance.randint(0, 1000) for _ in range(blocks)],
+                    parameters if enters else None,
+                )
+            )
             held[slot] += blocks
         state.step(layout, rows)
         for row in rows:
@@ -220,8 +273,13 @@ def test_seeds_keep_all_64_bits(seed: int) -> None:
 
 def test_known_and_unknown_ids_side_by_side() -> None:
     state = model(page=4)
-    state.step(StepLayout(2, 8), [Row(1, 3, [10, 11, 12], 0, [5], Parameters()),
-                                  Row(4, 5, [20, 21, 22, 23, 24], 0, [6, 9], Parameters())])
+    state.step(
+        StepLayout(2, 8),
+        [
+            Row(1, 3, [10, 11, 12], 0, [5], Parameters()),
+            Row(4, 5, [20, 21, 22, 23, 24], 0, [6, 9], Parameters()),
+        ],
+    )
     state.sample(1, 77)
     state.sample(4, 88)
     state.step(StepLayout(2, 8), [Row(4, 6, [-1], 2), Row(1, 6, [-1, 13, -1], 1, [3])])
@@ -237,8 +295,13 @@ def test_more_tokens_and_more_blocks_than_one_turn_of_the_kernel() -> None:
     """A prompt of several hundred tokens in blocks of one, behind another row and before padding."""
     state, blocks = model(3, 1400, page=1), random.Random(0).sample(range(5000), 1300)
     layout = StepLayout(3, 900)
-    state.step(layout, [Row(1, 1, [3], 0, blocks[:1], Parameters()),
-                        Row(2, 600, list(range(600)), 0, blocks[1:700], Parameters())])
+    state.step(
+        layout,
+        [
+            Row(1, 1, [3], 0, blocks[:1], Parameters()),
+            Row(2, 600, list(range(600)), 0, blocks[1:700], Parameters()),
+        ],
+    )
     state.step(layout, [Row(2, 1200, list(range(600)), 699, blocks[700:1290])])
 
 
@@ -250,9 +313,14 @@ def test_steps_without_rows_and_with_one_are_padded(rows: int, tokens: int) -> N
 
 
 @pytest.mark.parametrize("room", [(2, 7), (3, 7), (2, 8), (5, 39), (6, 40)])
-def test_outputs_may_be_made_for_fewer_rows_and_tokens_than_the_message(room: tuple[int, int]) -> None:
+def test_outputs_may_be_made_for_fewer_rows_and_tokens_than_the_message(
+    room: tuple[int, int],
+) -> None:
     """As those of a captured graph are."""
-    rows = [Row(4, 1, [8], 0, [1], Parameters()), Row(0, 6, [1, 2, 3, 4, 5, 6], 0, [2, 3], Parameters())]
+    rows = [
+        Row(4, 1, [8], 0, [1], Parameters()),
+        Row(0, 6, [1, 2, 3, 4, 5, 6], 0, [2, 3], Parameters()),
+    ]
     model(page=4).step(StepLayout(6, 40), rows, room)
 
 
@@ -261,7 +329,9 @@ def test_full_steps_have_no_padding() -> None:
     model().step(StepLayout(5, 10), rows)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (2, 7), (3, 3), (4, 16), (7, 512), (255, 8192), (256, 256)])
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [(1, 1), (2, 7), (3, 3), (4, 16), (7, 512), (255, 8192), (256, 256)]
+)
 def test_columns_are_aligned_and_do_not_overlap(rows: int, tokens: int) -> None:
     layout = StepLayout(rows, tokens)
     spans = [(0, HEADER)]
@@ -269,4 +339,6 @@ def test_columns_are_aligned_and_do_not_overlap(rows: int, tokens: int) -> None:
     spans += [(layout.token_ids, layout.token_ids + tokens), (layout.block_ids, layout.block_ids)]
     assert all(begin % 4 == 0 for begin, _ in spans)
     assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
-    assert layout.block_ids - HEADER < (rows + 4) * len(ROW_COLUMNS) + tokens + 4, "no more room than that"
+    assert layout.block_ids - HEADER < (rows + 4) * len(ROW_COLUMNS) + tokens + 4, (
+        "no more room than that"
+    )

@@ -54,27 +54,48 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
     places = places if len(set(places)) == shape.tokens else list(range(shape.tokens))
     for token in padding:
         places[token], positions[token] = -1, 0
-    norms = (guarded(values.normal(shape.dim, dtype=dtype)), guarded(values.normal(shape.dim, dtype=dtype)))
+    norms = (
+        guarded(values.normal(shape.dim, dtype=dtype)),
+        guarded(values.normal(shape.dim, dtype=dtype)),
+    )
     given = qkv.double().view(shape.tokens, -1, shape.dim)
     query, key, value = given.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
     at = torch.tensor(positions, device=DEVICE)
     expected_query, expected_key = (
         turned(normed(x, weight) if shape.normed else x, cos[at], sin[at])
-        for x, weight in zip((query, key), norms, strict=True))
+        for x, weight in zip((query, key), norms, strict=True)
+    )
 
-    with unchanged(cos=cos, sin=sin, q_weight=norms[0], k_weight=norms[1], between=buffer[:, width:],
-                   keys_values=qkv[:, shape.heads * shape.dim:]):
-        qkv_rope(qkv, int32(positions), int32(places), cos, sin, norms if shape.normed else None, EPS, cache,
-                 shape.heads)
+    with unchanged(
+        cos=cos,
+        sin=sin,
+        q_weight=norms[0],
+        k_weight=norms[1],
+        between=buffer[:, width:],
+        keys_values=qkv[:, shape.heads * shape.dim :],
+    ):
+        qkv_rope(
+            qkv,
+            int32(positions),
+            int32(places),
+            cos,
+            sin,
+            norms if shape.normed else None,
+            EPS,
+            cache,
+            shape.heads,
+        )
 
     assert_margins_untouched(buffer, cache)
     real = [t for t in range(shape.tokens) if t not in padding]
-    got = qkv[:, :shape.heads * shape.dim].view(shape.tokens, -1, shape.dim)
+    got = qkv[:, : shape.heads * shape.dim].view(shape.tokens, -1, shape.dim)
     assert_close(got[real], expected_query[real], ulps=6)
     for t in real:
         written = cache[places[t] // shape.page, :, places[t] % shape.page]
-        assert_close(written[:shape.kv_heads], expected_key[t], ulps=6)
-        assert torch.equal(written[shape.kv_heads:], value[t].to(dtype)), "values are copied as they are"
+        assert_close(written[: shape.kv_heads], expected_key[t], ulps=6)
+        assert torch.equal(written[shape.kv_heads :], value[t].to(dtype)), (
+            "values are copied as they are"
+        )
         written.copy_(empty)
     assert_untouched(cache, "places of the cache that were not asked for")
 
@@ -87,7 +108,9 @@ def test_head_sizes(dim: int, with_norms: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (14, 2), (20, 1), (12, 4), (5, 5)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (14, 2), (20, 1), (12, 4), (5, 5)]
+)
 def test_groups(heads: int, kv_heads: int, with_norms: bool) -> None:
     """Heads that fill programs evenly and such that do not, one program a token and several."""
     check(Shape(heads, kv_heads, 80, tokens=2, normed=with_norms), DTYPE)
@@ -121,6 +144,15 @@ def test_shapes_of_models(shape: Shape, dtype: torch.dtype) -> None:
 def test_a_cache_of_more_elements_than_31_bits_count() -> None:
     cache = torch.zeros(17_000, 16, 64, 128, dtype=torch.bfloat16, device=DEVICE)
     qkv = torch.ones(1, (16 + 16) * 128, dtype=torch.bfloat16, device=DEVICE)
-    qkv_rope(qkv, int32([0]), int32([17_000 * 64 - 2]), *rotary_tables(128, POSITIONS), None, EPS, cache, 16)
+    qkv_rope(
+        qkv,
+        int32([0]),
+        int32([17_000 * 64 - 2]),
+        *rotary_tables(128, POSITIONS),
+        None,
+        EPS,
+        cache,
+        16,
+    )
     assert bool((cache[-1, :, -2] == 1).all())
     assert not cache[:-1].any() and not cache[-1, :, :-2].any() and not cache[-1, :, -1].any()

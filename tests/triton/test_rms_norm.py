@@ -59,7 +59,7 @@ def test_rows_may_lie_apart(rows: int) -> None:
     """As the last token of each request does among all tokens."""
     values, size = Values(rows), 40
     wide = poisoned(rows, 3 * size, dtype=DTYPE)
-    x = wide[:, size:2 * size].copy_(values.normal(rows, size, dtype=DTYPE))
+    x = wide[:, size : 2 * size].copy_(values.normal(rows, size, dtype=DTYPE))
     weight = values.normal(size, dtype=DTYPE)
     with unchanged(wide=wide, weight=weight), PoisonedAllocations():
         out = rms_norm(x, weight, 1e-6)

@@ -30,7 +30,9 @@ def check(gate_up: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 5), (4, 16), (3, 33), (2, 1023), (2, 1025), (1, 2600), (9, 96)])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 1), (1, 5), (4, 16), (3, 33), (2, 1023), (2, 1025), (1, 2600), (9, 96)]
+)
 def test_any_size(rows: int, size: int, dtype: torch.dtype) -> None:
     check(Values(rows * size).normal(rows, 2 * size, dtype=dtype, scale=2))
 

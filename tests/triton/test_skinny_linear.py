@@ -26,7 +26,11 @@ from tests.triton.support import (
     unchanged,
 )
 
-SMALL = [SkinnyConfig(block_n=16, block_k=64, num_warps=2), SkinnyConfig(8, 128, 2), SkinnyConfig(16, 32, 1)]
+SMALL = [
+    SkinnyConfig(block_n=16, block_k=64, num_warps=2),
+    SkinnyConfig(8, 128, 2),
+    SkinnyConfig(16, 32, 1),
+]
 SMALL_ONE_ROW = SkinnyConfig(block_n=8, block_k=32, num_warps=4, tensor_cores=False)
 ROWS = [1, 2, 3, 7, 8, 9, MAX_ROWS]
 
@@ -37,21 +41,42 @@ def shipped_config(x: Tensor, weight: Tensor, gated: bool) -> Config:
     return choose(x.shape[0], *sizes, hopper=is_hopper(x.device)) or skinny_config(*sizes)
 
 
-def skinny_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False,
-                  config: Config | None = None) -> Tensor:
+def skinny_linear(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    config: Config | None = None,
+) -> Tensor:
     hidden = x.hidden if isinstance(x, Stream) else x
-    return own_linear(x, weight, bias, gated=gated, config=config or shipped_config(hidden, weight, gated))
+    return own_linear(
+        x, weight, bias, gated=gated, config=config or shipped_config(hidden, weight, gated)
+    )
 
 
-def add_skinny_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-                      norm: RmsNorm | None = None, config: Config | None = None) -> BegunNorm | None:
-    return add_own_linear(residual, x, weight, bias, norm=norm, config=config or shipped_config(x, weight, False))
+def add_skinny_linear(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: RmsNorm | None = None,
+    config: Config | None = None,
+) -> BegunNorm | None:
+    return add_own_linear(
+        residual, x, weight, bias, norm=norm, config=config or shipped_config(x, weight, False)
+    )
 
 
-def exact(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, norm: RmsNorm | None = None) -> Tensor:
+def exact(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, norm: RmsNorm | None = None
+) -> Tensor:
     wide = x.double()
     if norm is not None:
-        wide = wide / (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+        wide = (
+            wide / (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+        )
     out = wide @ weight.double().T
     if bias is not None:
         out += bias.double()
@@ -66,15 +91,24 @@ def small_configs(rows: int) -> list[SkinnyConfig | None]:
     return [SMALL[0], SMALL_ONE_ROW] if rows == 1 else [SMALL[0]]
 
 
-def check(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, with_bias: bool = False, gated: bool = False,
-          apart: int = 0, shipped: bool = False) -> None:
+def check(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    *,
+    with_bias: bool = False,
+    gated: bool = False,
+    apart: int = 0,
+    shipped: bool = False,
+) -> None:
     """With the shipped configuration, or small ones of each kernel. apart: what lies between two rows of x."""
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
     count = outputs * (2 if gated else 1)
     # Behind the last row of the weight lies NaN, as it does behind x. Its values make outputs of about 1 in size.
-    weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs ** -0.5))
+    weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs**-0.5))
     bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
     others = {"bias": bias} if bias is not None else {}
     for config in [None] if shipped else small_configs(rows):
@@ -84,14 +118,23 @@ def check(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, with_bias
         assert_close(out, exact(x, weight, bias, gated))
 
 
-def check_added(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, with_bias: bool = False,
-                normed: bool = False, apart: int = 0, shipped: bool = False) -> None:
+def check_added(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    *,
+    with_bias: bool = False,
+    normed: bool = False,
+    apart: int = 0,
+    shipped: bool = False,
+) -> None:
     """What is added to the residual stream, and what is begun of its norm. apart: what lies between two rows of either
     side."""
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
-    weight = guarded(values.normal(outputs, inputs, dtype=dtype, scale=inputs ** -0.5))
+    weight = guarded(values.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5))
     bias = guarded(values.normal(outputs, dtype=dtype)) if with_bias else None
     norm = RmsNorm(guarded(values.normal(outputs, dtype=dtype)), 1e-5) if normed else None
     others = {"bias": bias} if bias is not None else {}
@@ -100,7 +143,10 @@ def check_added(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, wit
         whole = poisoned(rows, outputs + apart, dtype=dtype)
         stream = whole[:, :outputs].copy_(values.normal(rows, outputs, dtype=dtype, scale=7))
         expected = exact(x, weight, bias, False) + stream.double()
-        with unchanged(x=buffer, weight=weight, between=whole[:, outputs:], **others), PoisonedAllocations():
+        with (
+            unchanged(x=buffer, weight=weight, between=whole[:, outputs:], **others),
+            PoisonedAllocations(),
+        ):
             begun = add_skinny_linear(stream, x, weight, bias, norm=norm, config=config)
         assert_close(stream, expected)
         assert_margins_untouched(whole)
@@ -119,15 +165,25 @@ def check_begun(begun: BegunNorm, stream: Tensor, norm: RmsNorm, block: int) -> 
     assert_close(squares, torch.stack(exact_squares, 1))
 
 
-def check_scaled(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, parts: int, gated: bool = False,
-                 with_bias: bool = False) -> None:
+def check_scaled(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    *,
+    parts: int,
+    gated: bool = False,
+    with_bias: bool = False,
+) -> None:
     """Of a stream whose norm was begun, with so many parts of the sum of a row's squares."""
     values = Values(rows + outputs + inputs + parts)
     weighted = guarded(values.normal(rows, inputs, dtype=dtype, scale=7))
-    squares = guarded(values.normal(rows, parts, dtype=torch.float32, scale=(49 * inputs / parts) ** 0.5).square())
+    squares = guarded(
+        values.normal(rows, parts, dtype=torch.float32, scale=(49 * inputs / parts) ** 0.5).square()
+    )
     norm = RmsNorm(poisoned(inputs, dtype=dtype), 1e-5)
     count = outputs * (2 if gated else 1)
-    weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs ** -0.5))
+    weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs**-0.5))
     bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
     # Neither the stream itself nor the norm's weight is looked at again.
     stream = Stream(poisoned(rows, inputs, dtype=dtype), norm, BegunNorm(weighted, squares))
@@ -139,13 +195,24 @@ def check_scaled(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, pa
         assert_close(out, expected)
 
 
-def check_chain(rows: int, hidden: int, inner: int, outputs: int, dtype: torch.dtype, *, gated: bool = False,
-                shipped: bool = False) -> None:
+def check_chain(
+    rows: int,
+    hidden: int,
+    inner: int,
+    outputs: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    shipped: bool = False,
+) -> None:
     """A product that begins a norm, and the one after it: the same as with the norm between them."""
     values = Values(rows + hidden + inner)
-    stream, x = values.normal(rows, hidden, dtype=dtype, scale=7), values.normal(rows, inner, dtype=dtype)
-    first = guarded(values.normal(hidden, inner, dtype=dtype, scale=inner ** -0.5))
-    second = guarded(values.normal(outputs * (1 + gated), hidden, dtype=dtype, scale=hidden ** -0.5))
+    stream, x = (
+        values.normal(rows, hidden, dtype=dtype, scale=7),
+        values.normal(rows, inner, dtype=dtype),
+    )
+    first = guarded(values.normal(hidden, inner, dtype=dtype, scale=inner**-0.5))
+    second = guarded(values.normal(outputs * (1 + gated), hidden, dtype=dtype, scale=hidden**-0.5))
     norm = RmsNorm(guarded(values.normal(hidden, dtype=dtype)), 1e-5)
     kinds = [None] if shipped else small_configs(rows)
     for config, other in zip(kinds, reversed(kinds), strict=True):
@@ -168,7 +235,9 @@ def test_numbers_of_rows(rows: int, gated: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_added_to_the_residual_stream(rows: int, with_bias: bool, dtype: torch.dtype) -> None:
+def test_products_added_to_the_residual_stream(
+    rows: int, with_bias: bool, dtype: torch.dtype
+) -> None:
     check_added(rows, 20, 100, dtype, with_bias=with_bias, apart=12)
 
 
@@ -238,14 +307,19 @@ def test_the_scale_comes_before_the_gated_activation(rows: int, outputs: int, in
 @pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_both_products_equal_those_with_the_norm_between_them(rows: int, gated: bool, dtype: torch.dtype) -> None:
+def test_both_products_equal_those_with_the_norm_between_them(
+    rows: int, gated: bool, dtype: torch.dtype
+) -> None:
     check_chain(rows, 50, 40, 20, dtype, gated=gated)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_norm_that_was_not_begun_is_done_before_the_product(rows: int) -> None:
     values = Values(rows)
-    hidden, weight = values.normal(rows, 50, dtype=DTYPE, scale=7), values.normal(20, 50, dtype=DTYPE, scale=0.1)
+    hidden, weight = (
+        values.normal(rows, 50, dtype=DTYPE, scale=7),
+        values.normal(20, 50, dtype=DTYPE, scale=0.1),
+    )
     norm = RmsNorm(values.normal(50, dtype=DTYPE), 1e-5)
     for config in small_configs(rows):
         out = skinny_linear(Stream(hidden, norm), weight, config=config)
@@ -296,7 +370,9 @@ def test_matrices_of_unknown_sizes_have_a_choice_by_size(gated: bool) -> None:
     assert choose(16, 3000, 3000, gated, hopper=False) is None
     assert isinstance(choose(16, 3000, 3000, gated, hopper=True), StreamedConfig)
     assert isinstance(choose(8, 20_000, 8000, gated, hopper=True), StreamedConfig)
-    assert not isinstance(choose(16, 3000, 3001, gated, hopper=True), StreamedConfig), "rows that are not aligned"
+    assert not isinstance(choose(16, 3000, 3001, gated, hopper=True), StreamedConfig), (
+        "rows that are not aligned"
+    )
 
 
 # -- What is too large for the interpreter ----------------------------------------------------------------------------
@@ -304,9 +380,19 @@ def test_matrices_of_unknown_sizes_have_a_choice_by_size(gated: bool) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("outputs", "inputs", "gated"), [
-    (4096, 1024, False), (1024, 3072, False), (3072, 1024, True), (151936, 1024, False), (14336, 4096, True),
-    (4096, 14336, False), (4864, 896, True), (1152, 896, False)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"),
+    [
+        (4096, 1024, False),
+        (1024, 3072, False),
+        (3072, 1024, True),
+        (151936, 1024, False),
+        (14336, 4096, True),
+        (4096, 14336, False),
+        (4864, 896, True),
+        (1152, 896, False),
+    ],
+)
 def test_shapes_of_models_as_shipped(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     check(rows, outputs, inputs, DTYPE, gated=gated, shipped=True)
     if not gated:
@@ -315,11 +401,19 @@ def test_shapes_of_models_as_shipped(rows: int, outputs: int, inputs: int, gated
 
 @needs_gpu
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("hidden", "inner", "outputs", "gated"), [
-    (1024, 3072, 4096, False), (1024, 2048, 3072, True), (4096, 14336, 6144, False), (4096, 4096, 14336, True),
-    (896, 4864, 1152, False)])
-def test_norms_between_products_of_models_as_shipped(rows: int, hidden: int, inner: int, outputs: int,
-                                                     gated: bool) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "inner", "outputs", "gated"),
+    [
+        (1024, 3072, 4096, False),
+        (1024, 2048, 3072, True),
+        (4096, 14336, 6144, False),
+        (4096, 4096, 14336, True),
+        (896, 4864, 1152, False),
+    ],
+)
+def test_norms_between_products_of_models_as_shipped(
+    rows: int, hidden: int, inner: int, outputs: int, gated: bool
+) -> None:
     check_chain(rows, hidden, inner, outputs, DTYPE, gated=gated, shipped=True)
 
 

@@ -31,10 +31,12 @@ def test_masked_rows(mask_tokens: Callable[..., Any], vocab: int, dtype: torch.d
     values, size = Values(vocab), -(-vocab // 32)
     memory = poisoned(7, vocab + 5, dtype=dtype)
     logits = memory[:, :vocab].copy_(values.normal(7, vocab, dtype=dtype))
-    numbers = values.integers(-2**31, 2**31, 4 * size)
-    numbers[:2 * size] = [0] * size + [-1] * size  # nothing, and everything
+    numbers = values.integers(-(2**31), 2**31, 4 * size)
+    numbers[: 2 * size] = [0] * size + [-1] * size  # nothing, and everything
     marks = [1, 0, 3, 0, 0, 4, 2]
-    bits = np.unpackbits(np.array(numbers, np.int32).view(np.uint8), bitorder="little").reshape(4, -1)[:, :vocab]
+    bits = np.unpackbits(np.array(numbers, np.int32).view(np.uint8), bitorder="little").reshape(
+        4, -1
+    )[:, :vocab]
     expected = memory.clone()
     for row, mark in enumerate(marks):
         if mark:

@@ -5,9 +5,18 @@ from vllm import LLM, SamplingParams
 
 model, device = sys.argv[1:]
 llm = LLM(model=model, device=device)
-for name, arguments in [("embed", ["text"]), ("encode", ["text"]), ("classify", ["text"]), ("score", ["a", "b"]),
-                        ("collective_rpc", ["reload"]), ("apply_model", [print]), ("start_profile", []),
-                        ("stop_profile", []), ("wake_up", []), ("get_metrics", [])]:
+for name, arguments in [
+    ("embed", ["text"]),
+    ("encode", ["text"]),
+    ("classify", ["text"]),
+    ("score", ["a", "b"]),
+    ("collective_rpc", ["reload"]),
+    ("apply_model", [print]),
+    ("start_profile", []),
+    ("stop_profile", []),
+    ("wake_up", []),
+    ("get_metrics", []),
+]:
     assert not hasattr(llm, name)
     try:
         getattr(llm, name)(*arguments)

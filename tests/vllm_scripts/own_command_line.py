@@ -10,11 +10,28 @@ def main() -> None:
     model, device = sys.argv[1:]
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="Completes a line."))
     parser.add_argument("--prompt", default="import ")
-    args = parser.parse_args(["--model", model, "--device", device, "--max_model_len", "256", "--dtype", "float",
-                              "--swap-space", "0", "--seed=3"])
+    args = parser.parse_args(
+        [
+            "--model",
+            model,
+            "--device",
+            device,
+            "--max_model_len",
+            "256",
+            "--dtype",
+            "float",
+            "--swap-space",
+            "0",
+            "--seed=3",
+        ]
+    )
     prompt = args.prompt
     engine_args = EngineArgs.from_cli_args(args)
-    assert engine_args.max_model_len == 256 and engine_args.dtype == "float32" and engine_args.seed == 3
+    assert (
+        engine_args.max_model_len == 256
+        and engine_args.dtype == "float32"
+        and engine_args.seed == 3
+    )
     del args.prompt
     assert asdict(engine_args)["model"] == model
     llm = LLM(**vars(args))

@@ -4,7 +4,9 @@ import sys
 from vllm import LLM, SamplingParams
 
 model, device = sys.argv[1:]
-llm = LLM(model=model, tokenizer=model, tokenizer_mode="auto", trust_remote_code=False, device=device)
+llm = LLM(
+    model=model, tokenizer=model, tokenizer_mode="auto", trust_remote_code=False, device=device
+)
 tokenizer = llm.get_tokenizer()
 
 text = "def get_name(self):"

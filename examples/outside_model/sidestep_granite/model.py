@@ -15,8 +15,9 @@ from sidestep.ipc.model_spec import ModelSpec
 class GraniteForCausalLM(DecoderForCausalLM):
     """One rank's part of the model. The head is no longer tied: its factor differs from the embedding's."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: Parallel,
-                 stage: Stage | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None
+    ) -> None:
         untied = msgspec.structs.replace(spec, tie_word_embeddings=False)
         super().__init__(untied, ScaledWeights(spec, weights), parallel, stage)
 
@@ -38,8 +39,9 @@ class ScaledWeights(Weights):
             "lm_head": 1 / spec.extra["logits_scaling"],
         }
 
-    def get(self, name: str, shape: Shape, rows: range | None = None,
-            columns: range | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
         """Return the tensor that the decoder asks for. Layers are named <...>.<layer>.weight or .bias."""
         factor = self._factors.get(name.split(".")[-2], 1.0)
         stored = "model.embed_tokens.weight" if name == "lm_head.weight" and self._is_tied else name

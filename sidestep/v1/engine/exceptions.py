@@ -4,4 +4,6 @@ from sidestep.ipc.errors import EngineDeadError
 
 __all__ = ["EngineDeadError"]
 
-__path__: list[str] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+__path__: list[
+    str
+] = []  # the finder in sidestep/__init__.py answers for names that this module lacks

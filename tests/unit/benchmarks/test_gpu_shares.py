@@ -12,7 +12,9 @@ from sidestep.kernels import tuned_shares
 def test_the_table_is_kept_where_nothing_was_measured_anew() -> None:
     text = Path(tuned_shares.__file__).read_text()
     assert table_text({}) == text
-    assert "    (4096, 7, False): (2, 1024, 4, False),\n" in table_text({(4096, 7, False): (2, 1024, 4, False)})
+    assert "    (4096, 7, False): (2, 1024, 4, False),\n" in table_text(
+        {(4096, 7, False): (2, 1024, 4, False)}
+    )
 
 
 def test_ranks_have_the_shapes_that_the_engine_gives_them() -> None:

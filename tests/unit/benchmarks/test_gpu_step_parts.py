@@ -12,10 +12,18 @@ from benchmarks.gpu_step_parts import PARTS, Kernel, beside_floors, part_times
 Step = list[tuple[str, str]]
 """Names of kernels, each with the part that it belongs to."""
 
-INPUTS = [("Memcpy HtoD (Pinned -> Device)", "inputs"), ("_prepare", "inputs"), ("_plan", "inputs"),
-          ("void at::native::(anonymous namespace)::vectorized_gather_kernel<16, int>(char*)", "inputs"),
-          ("_rms_norm", "norms")]
-SAMPLING = [("_mask_logits", "sampling"), ("_score_tiles", "sampling"), ("_choose_tokens", "sampling")]
+INPUTS = [
+    ("Memcpy HtoD (Pinned -> Device)", "inputs"),
+    ("_prepare", "inputs"),
+    ("_plan", "inputs"),
+    ("void at::native::(anonymous namespace)::vectorized_gather_kernel<16, int>(char*)", "inputs"),
+    ("_rms_norm", "norms"),
+]
+SAMPLING = [
+    ("_mask_logits", "sampling"),
+    ("_score_tiles", "sampling"),
+    ("_choose_tokens", "sampling"),
+]
 SUM = "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(cublasLt::cublasSplitKParams<float>)"
 SPLIT = "nvjet_sm90_tst_128x8_64x12_2x1_v_bx_splitK_TNT"
 WHOLE = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
@@ -23,22 +31,46 @@ WHOLE = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
 
 def without_norms(layers: int) -> Step:
     """One row: our own products, which begin and end the norms between them."""
-    layer = [("_gemv", "qkv"), ("_decode", "attention"), ("_gemv", "o"), ("_gemv", "gate_up"), ("_gemv", "down")]
+    layer = [
+        ("_gemv", "qkv"),
+        ("_decode", "attention"),
+        ("_gemv", "o"),
+        ("_gemv", "gate_up"),
+        ("_gemv", "down"),
+    ]
     return [*INPUTS, *layer * layers, ("_gemv", "lm_head"), *SAMPLING]
 
 
 def with_helpers(layers: int) -> Step:
     """Many rows: the library's products, and all that they need around them."""
-    layer = [(SPLIT, "qkv"), (SUM, "qkv"), ("_qkv_rope", "qkv"), ("_decode", "attention"), (SPLIT, "o"), (SUM, "o"),
-             ("_rms_norm", "norms"), (WHOLE, "gate_up"), ("_silu_mul", "gate_up"), (SPLIT, "down"), (SUM, "down"),
-             ("_rms_norm", "norms")]
+    layer = [
+        (SPLIT, "qkv"),
+        (SUM, "qkv"),
+        ("_qkv_rope", "qkv"),
+        ("_decode", "attention"),
+        (SPLIT, "o"),
+        (SUM, "o"),
+        ("_rms_norm", "norms"),
+        (WHOLE, "gate_up"),
+        ("_silu_mul", "gate_up"),
+        (SPLIT, "down"),
+        (SUM, "down"),
+        ("_rms_norm", "norms"),
+    ]
     return [*INPUTS, *layer * layers, (SPLIT, "lm_head"), (SUM, "lm_head"), *SAMPLING]
 
 
 def mixed(layers: int) -> Step:
     """A few rows: some of the products our own, a norm only after one that is not."""
-    layer = [("_skinny", "qkv"), ("_decode", "attention"), ("_skinny", "o"), ("_gated_gemm", "gate_up"),
-             (SPLIT, "down"), (SUM, "down"), ("_rms_norm", "norms")]
+    layer = [
+        ("_skinny", "qkv"),
+        ("_decode", "attention"),
+        ("_skinny", "o"),
+        ("_gated_gemm", "gate_up"),
+        (SPLIT, "down"),
+        (SUM, "down"),
+        ("_rms_norm", "norms"),
+    ]
     cutlass = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8>(Params)"
     return [*INPUTS, *layer * layers, (cutlass, "lm_head"), *SAMPLING]
 
@@ -67,7 +99,9 @@ def test_each_part_has_its_kernels(make: Callable[[int], Step], layers: int, ear
 def test_times_add_up_to_the_steps() -> None:
     """Gaps and overlaps included: from the end of the first step to the end of the last."""
     names = [name for name, _ in with_helpers(2)] * 4
-    kernels = [Kernel(name, 10.0 * i + i % 3, 10.0 * i + 14 - i % 5) for i, name in enumerate(names)]
+    kernels = [
+        Kernel(name, 10.0 * i + i % 3, 10.0 * i + 14 - i % 5) for i, name in enumerate(names)
+    ]
     first, last = kernels[len(names) // 4 - 1], max(kernel.end for kernel in kernels)
     assert sum(part_times(kernels).values()) == pytest.approx((last - first.end) / 3)
 
@@ -76,13 +110,21 @@ def test_a_kernel_that_ends_within_another_takes_nothing() -> None:
     kernels, _ = traced([without_norms(1)] * 2)
     alone = part_times(kernels)
     at = next(i for i in range(len(kernels) - 1, 0, -1) if kernels[i].name == "_decode")
-    kernels.insert(at + 1, Kernel("Memset (Device)", kernels[at].start + 0.1, kernels[at].end - 0.1))
+    kernels.insert(
+        at + 1, Kernel("Memset (Device)", kernels[at].start + 0.1, kernels[at].end - 0.1)
+    )
     assert part_times(kernels) == pytest.approx(alone)
 
 
-@pytest.mark.parametrize(("missing", "message"), [
-    ("_decode", "_gemv follows qkv"), ("_gemv", "_decode follows inputs"), ("_mask_logits", "ends with lm_head"),
-    ("_prepare", "0 kernels _prepare")])
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("_decode", "_gemv follows qkv"),
+        ("_gemv", "_decode follows inputs"),
+        ("_mask_logits", "ends with lm_head"),
+        ("_prepare", "0 kernels _prepare"),
+    ],
+)
 def test_other_kernels_than_a_decode_step_are_refused(missing: str, message: str) -> None:
     kernels, _ = traced([without_norms(2)] * 2)
     with pytest.raises(ValueError, match=message):
@@ -102,5 +144,7 @@ def test_what_is_left_is_named() -> None:
     times = {"qkv": 12.0, "attention": 30.5, "norms": 4.0}
     *_, norms, left = beside_floors(times, {"qkv": 10.0, "attention": 20.0}, 45.0)
     assert norms.split() == ["norms", "4.0", "4.0"]
-    assert left.strip() == ("left between the floors, 30.0, and the step, 45.0: 15.0 = "
-                            "attention 10.5, norms 4.0, qkv 2.0, outside the trace -1.5")
+    assert left.strip() == (
+        "left between the floors, 30.0, and the step, 45.0: 15.0 = "
+        "attention 10.5, norms 4.0, qkv 2.0, outside the trace -1.5"
+    )

@@ -21,8 +21,12 @@ PROMPT = [1 + i % 40 for i in range(1000)]
 EOS = (0,)
 
 
-def search_alone(prompt: list[int], params: BeamSearchParams, eos: tuple[int, ...] = (),
-                 max_tokens: int | None = None) -> list[list[int]]:
+def search_alone(
+    prompt: list[int],
+    params: BeamSearchParams,
+    eos: tuple[int, ...] = (),
+    max_tokens: int | None = None,
+) -> list[list[int]]:
     """What the search finds when each beam is a plain list of tokens, computed from its beginning."""
     ends = frozenset() if params.ignore_eos else frozenset(eos)
     search, beams = BeamSearch(params, ends, max_tokens or params.max_tokens), [list[int]()]
@@ -31,8 +35,12 @@ def search_alone(prompt: list[int], params: BeamSearchParams, eos: tuple[int, ..
         given = []
         for state in states:
             rated = candidates(state, params.num_candidates(len(ends)), VOCAB_SIZE)
-            given.append(Candidates(np.array([t for _, t in rated], np.int32), np.array([s for s, _ in rated],
-                                                                                         np.float32)))
+            given.append(
+                Candidates(
+                    np.array([t for _, t in rated], np.int32),
+                    np.array([s for s, _ in rated], np.float32),
+                )
+            )
         chosen = search.advance(given, beams)
         if not chosen:
             return [ended.token_ids for ended in search.ended]
@@ -48,8 +56,12 @@ def found(engine: Engine, handle: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_search_finds_what_it_finds_without_a_cache(depth: int, width: int, length: int, caching: bool) -> None:
-    engine = Engine(make_scheduler(block_size=4, eos=EOS, prefix_caching=caching, overlap=depth == 2), depth)
+def test_a_search_finds_what_it_finds_without_a_cache(
+    depth: int, width: int, length: int, caching: bool
+) -> None:
+    engine = Engine(
+        make_scheduler(block_size=4, eos=EOS, prefix_caching=caching, overlap=depth == 2), depth
+    )
     params = BeamSearchParams(beam_width=width, max_tokens=14)
     engine.scheduler.add(make_beam_request(PROMPT[:length], params))
     engine.run()
@@ -62,7 +74,9 @@ def test_a_search_finds_what_it_finds_without_a_cache(depth: int, width: int, le
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.5, 2.0])
 def test_every_way_to_stop(early_stopping: Any, penalty: float) -> None:
     engine = Engine(make_scheduler(eos=(0, 3, 7, 11), max_num_seqs=8))
-    params = BeamSearchParams(beam_width=3, max_tokens=20, early_stopping=early_stopping, length_penalty=penalty)
+    params = BeamSearchParams(
+        beam_width=3, max_tokens=20, early_stopping=early_stopping, length_penalty=penalty
+    )
     engine.scheduler.add(make_beam_request(PROMPT[:6], params))
     engine.run()
     assert found(engine) == search_alone(PROMPT[:6], params, (0, 3, 7, 11))
@@ -72,7 +86,9 @@ def test_every_way_to_stop(early_stopping: Any, penalty: float) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_beams_share_the_prompt_and_what_they_have_in_common(depth: int) -> None:
-    engine = Engine(make_scheduler(num_blocks=200, block_size=16, budget=2000, overlap=depth == 2), depth)
+    engine = Engine(
+        make_scheduler(num_blocks=200, block_size=16, budget=2000, overlap=depth == 2), depth
+    )
     engine.scheduler.add(make_beam_request(PROMPT, BeamSearchParams(beam_width=6, max_tokens=40)))
     most = 0
     while engine.turn():
@@ -80,7 +96,9 @@ def test_beams_share_the_prompt_and_what_they_have_in_common(depth: int) -> None
     # 62 full blocks of the prompt; its last 8 tokens and 40 more are in 3 blocks of each beam.
     assert most <= 62 + 6 * 3
     assert found(engine) == search_alone(PROMPT, BeamSearchParams(beam_width=6, max_tokens=40))
-    assert all(len(step.slots) == 6 for step in engine.steps[1:]), "one row for each beam, once the prompt is there"
+    assert all(len(step.slots) == 6 for step in engine.steps[1:]), (
+        "one row for each beam, once the prompt is there"
+    )
 
 
 def test_a_beam_that_forks_brings_its_new_token_alone() -> None:
@@ -111,8 +129,17 @@ def test_plain_neighbours_go_on_and_do_not_change(depth: int) -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_blocks", [21, 22, 23, 24])
 def test_preempted_searches_find_the_same(depth: int, caching: bool, num_blocks: int) -> None:
-    engine = Engine(make_scheduler(num_blocks=num_blocks, block_size=4, prefix_caching=caching, eos=EOS,
-                                   overlap=depth == 2, budget=10), depth)
+    engine = Engine(
+        make_scheduler(
+            num_blocks=num_blocks,
+            block_size=4,
+            prefix_caching=caching,
+            eos=EOS,
+            overlap=depth == 2,
+            budget=10,
+        ),
+        depth,
+    )
     params = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
     first = make_request(PROMPT[:10], 40, handle=10, ignore_eos=True)
     engine.scheduler.add(first)
@@ -129,14 +156,18 @@ def test_preempted_searches_find_the_same(depth: int, caching: bool, num_blocks:
 def test_what_beams_have_computed_is_found_by_its_content(depth: int) -> None:
     engine = Engine(make_scheduler(num_blocks=200, block_size=2, overlap=depth == 2), depth)
     for start in range(6):
-        prompt = PROMPT[start:start + 5]
-        engine.scheduler.add(make_beam_request(prompt, BeamSearchParams(beam_width=4, max_tokens=20), handle=start))
+        prompt = PROMPT[start : start + 5]
+        engine.scheduler.add(
+            make_beam_request(prompt, BeamSearchParams(beam_width=4, max_tokens=20), handle=start)
+        )
         engine.run()
         for i, tokens in enumerate(found(engine, start)):
             handle = 100 + 10 * start + i
             engine.scheduler.add(make_request([*prompt, *tokens, 9], 5, handle=handle))
             engine.run()
-            assert engine.tokens[handle] == expected_tokens([*prompt, *tokens, 9], 5, handle, VOCAB_SIZE)
+            assert engine.tokens[handle] == expected_tokens(
+                [*prompt, *tokens, 9], 5, handle, VOCAB_SIZE
+            )
             # The best one's last token has not been computed, and the others share at least the prompt.
             assert engine.started[handle].num_cached_tokens >= 4
         assert engine.started[100 + 10 * start].num_cached_tokens == 24
@@ -146,7 +177,9 @@ def test_what_beams_have_computed_is_found_by_its_content(depth: int) -> None:
 @pytest.mark.parametrize("turns", range(12))
 def test_an_abort_at_each_stage_frees_everything(depth: int, turns: int) -> None:
     engine = Engine(make_scheduler(budget=8, overlap=depth == 2), depth)
-    engine.scheduler.add(make_beam_request(PROMPT[:20], BeamSearchParams(beam_width=3, max_tokens=9), handle=0))
+    engine.scheduler.add(
+        make_beam_request(PROMPT[:20], BeamSearchParams(beam_width=3, max_tokens=9), handle=0)
+    )
     for _ in range(turns):
         engine.turn()
     engine.scheduler.abort(0, [0])
@@ -156,7 +189,9 @@ def test_an_abort_at_each_stage_frees_everything(depth: int, turns: int) -> None
 
 def test_what_had_come_of_a_beam_before_it_was_preempted_is_waited_for_again() -> None:
     engine = Engine(make_scheduler())
-    engine.scheduler.add(make_beam_request(PROMPT[:5], BeamSearchParams(beam_width=2, max_tokens=9)))
+    engine.scheduler.add(
+        make_beam_request(PROMPT[:5], BeamSearchParams(beam_width=2, max_tokens=9))
+    )
     group = engine.scheduler._requests[0, 0].group
     assert isinstance(group, BeamGroup)
     first, second = group.members
@@ -175,12 +210,17 @@ def test_what_had_come_of_a_beam_before_it_was_preempted_is_waited_for_again() -
 def test_a_deadline_gives_what_there_is() -> None:
     clock = Clock()
     engine = Engine(make_scheduler(clock=clock))
-    engine.scheduler.add(make_beam_request(PROMPT[:5], BeamSearchParams(beam_width=3, max_tokens=50), deadline=5.0))
+    engine.scheduler.add(
+        make_beam_request(PROMPT[:5], BeamSearchParams(beam_width=3, max_tokens=50), deadline=5.0)
+    )
     for _ in range(6):
         engine.turn()
     clock.now = 6.0
     engine.run()
-    assert engine.finished[0].reason is FinishReason.ABORT and engine.finished[0].stop_reason == "deadline"
+    assert (
+        engine.finished[0].reason is FinishReason.ABORT
+        and engine.finished[0].stop_reason == "deadline"
+    )
     assert len({len(tokens) for tokens in found(engine)}) == 1 and len(found(engine)) == 3
 
 
@@ -188,13 +228,28 @@ def test_a_search_that_can_never_run_is_refused() -> None:
     engine = Engine(make_scheduler(max_num_seqs=4))
     engine.scheduler.add(make_beam_request([1], BeamSearchParams(beam_width=5)))
     engine.run()
-    assert engine.finished[0].error == "beam_width: 5 are more than the 4 that run at once (max_num_seqs)"
+    assert (
+        engine.finished[0].error
+        == "beam_width: 5 are more than the 4 that run at once (max_num_seqs)"
+    )
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("beam_width", 0), ("beam_width", 65), ("beam_width", True), ("max_tokens", 0), ("length_penalty", "1"),
-    ("length_penalty", float("nan")), ("early_stopping", "always"), ("early_stopping", 1), ("temperature", 0.7),
-    ("ignore_eos", 1), ("include_stop_str_in_output", None)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("beam_width", 0),
+        ("beam_width", 65),
+        ("beam_width", True),
+        ("max_tokens", 0),
+        ("length_penalty", "1"),
+        ("length_penalty", float("nan")),
+        ("early_stopping", "always"),
+        ("early_stopping", 1),
+        ("temperature", 0.7),
+        ("ignore_eos", 1),
+        ("include_stop_str_in_output", None),
+    ],
+)
 def test_wrong_parameters_are_named(field: str, value: Any) -> None:
     with pytest.raises(ValidationError, match=field):
         BeamSearchParams(**{"beam_width": 2, field: value})

@@ -16,25 +16,43 @@ from tests.fakes import Clock, Engine, make_request, make_scheduler
 PROMPT = [5, 6, 7, 5, 6]
 
 
-def run(message: AddRequest, grammars: Grammars | None = None, vocab_size: int = 50,
-        eos: tuple[int, ...] = ()) -> Engine:
+def run(
+    message: AddRequest,
+    grammars: Grammars | None = None,
+    vocab_size: int = 50,
+    eos: tuple[int, ...] = (),
+) -> Engine:
     engine = Engine(make_scheduler(grammars=grammars, eos=eos, budget=8), vocab_size=vocab_size)
     engine.scheduler.add(message)
     engine.run()
     return engine
 
 
-@pytest.mark.parametrize("sampling", [
-    {}, {"temperature": 0.0}, {"stop_token_ids": [3, 17, 40, 22], "min_tokens": 4}, {"ignore_eos": True},
-    {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1, min_count=2)}], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.0},
+        {"stop_token_ids": [3, 17, 40, 22], "min_tokens": 4},
+        {"ignore_eos": True},
+        {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1, min_count=2)},
+    ],
+    ids=str,
+)
 def test_wherever_it_was_cut_it_goes_on_to_the_same_end(sampling: dict[str, object]) -> None:
     message = make_request(PROMPT, 24, **sampling)  # type: ignore[arg-type]
     whole = run(message, eos=(9, 11, 30))
     tokens, finished = whole.tokens[0], whole.finished[0]
     for cut in range(1, len(tokens)):
-        rest = run(msgspec.structs.replace(message, output_token_ids=pack_ids(tokens[:cut])), eos=(9, 11, 30))
+        rest = run(
+            msgspec.structs.replace(message, output_token_ids=pack_ids(tokens[:cut])),
+            eos=(9, 11, 30),
+        )
         assert tokens[:cut] + rest.tokens[0] == tokens
-        assert (rest.finished[0].reason, rest.finished[0].stop_reason) == (finished.reason, finished.stop_reason)
+        assert (rest.finished[0].reason, rest.finished[0].stop_reason) == (
+            finished.reason,
+            finished.stop_reason,
+        )
 
 
 def test_it_goes_on_within_its_grammar() -> None:
@@ -45,8 +63,12 @@ def test_it_goes_on_within_its_grammar() -> None:
     whole = run(message, grammars, 4096, (0, 2))
     assert whole.finished[0].reason is FinishReason.STOP
     for cut in range(1, len(whole.tokens[0])):
-        rest = run(msgspec.structs.replace(message, output_token_ids=pack_ids(whole.tokens[0][:cut])), grammars, 4096,
-                   (0, 2))
+        rest = run(
+            msgspec.structs.replace(message, output_token_ids=pack_ids(whole.tokens[0][:cut])),
+            grammars,
+            4096,
+            (0, 2),
+        )
         assert whole.tokens[0][:cut] + rest.tokens[0] == whole.tokens[0]
 
 

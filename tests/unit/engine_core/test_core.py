@@ -135,8 +135,15 @@ def test_the_records_of_steps_and_requests_can_be_asked_for() -> None:
     core.step()
     answer = core.handle(Call(client=0, call_id=1, method="step_records", since=1))
     assert answer is not None
-    assert [(r.step_id, r.num_tokens, r.num_sampled) for r in unpack_steps(answer.records)] == [(1, 1, 1), (2, 1, 1)]
+    assert [(r.step_id, r.num_tokens, r.num_sampled) for r in unpack_steps(answer.records)] == [
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
     answer = core.handle(Call(client=0, call_id=2, method="request_records"))
     assert answer is not None
     (record,) = unpack_requests(answer.records)
-    assert (record.request_id, record.status, record.num_output_tokens) == ("request 0", "finished", 3)
+    assert (record.request_id, record.status, record.num_output_tokens) == (
+        "request 0",
+        "finished",
+        3,
+    )

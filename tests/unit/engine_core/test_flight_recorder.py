@@ -14,26 +14,33 @@ from tests.fakes import Clock, make_request, make_scheduler
 TIMES = st.integers(0, 1000)
 
 
-@pytest.mark.parametrize(("previous_end", "work", "ready", "submitted", "start", "expected"), [
-    # Queued behind the step before: no gap.
-    (100, 0, 40, 50, 100, IdleTime(0, 0, 0, 0)),
-    # Without overlap: the output took 5 to come back, scheduling 7, the way to the device 3.
-    (100, 0, 105, 112, 115, IdleTime(0, 5, 7, 3)),
-    # Scheduled too late though its news was there before.
-    (100, 0, 90, 130, 131, IdleTime(0, 0, 30, 1)),
-    # Submitted in time, but launched late.
-    (100, 0, 50, 60, 120, IdleTime(0, 0, 0, 20)),
-    # A request came after a pause.
-    (100, 500, 500, 510, 530, IdleTime(400, 0, 10, 20)),
-    # The device's clock is a little behind.
-    (100, 0, 40, 50, 99, IdleTime(0, 0, 0, 0))])
-def test_idle_time_has_causes(previous_end: int, work: int, ready: int, submitted: int, start: int,
-                              expected: IdleTime) -> None:
+@pytest.mark.parametrize(
+    ("previous_end", "work", "ready", "submitted", "start", "expected"),
+    [
+        # Queued behind the step before: no gap.
+        (100, 0, 40, 50, 100, IdleTime(0, 0, 0, 0)),
+        # Without overlap: the output took 5 to come back, scheduling 7, the way to the device 3.
+        (100, 0, 105, 112, 115, IdleTime(0, 5, 7, 3)),
+        # Scheduled too late though its news was there before.
+        (100, 0, 90, 130, 131, IdleTime(0, 0, 30, 1)),
+        # Submitted in time, but launched late.
+        (100, 0, 50, 60, 120, IdleTime(0, 0, 0, 20)),
+        # A request came after a pause.
+        (100, 500, 500, 510, 530, IdleTime(400, 0, 10, 20)),
+        # The device's clock is a little behind.
+        (100, 0, 40, 50, 99, IdleTime(0, 0, 0, 0)),
+    ],
+)
+def test_idle_time_has_causes(
+    previous_end: int, work: int, ready: int, submitted: int, start: int, expected: IdleTime
+) -> None:
     assert idle_before(previous_end, work, ready, submitted, start) == expected
 
 
 @given(TIMES, TIMES, TIMES, TIMES, TIMES)
-def test_the_causes_add_up_to_the_gap(previous_end: int, work: int, ready: int, submitted: int, start: int) -> None:
+def test_the_causes_add_up_to_the_gap(
+    previous_end: int, work: int, ready: int, submitted: int, start: int
+) -> None:
     idle = idle_before(previous_end, work, ready, submitted, start)
     parts = (idle.no_work, idle.result, idle.schedule, idle.prepare)
     assert min(parts) >= 0
@@ -81,13 +88,27 @@ def test_a_step_is_remembered_with_all_its_times() -> None:
     flight.recorder.turn_ended()
     (record,) = unpack_steps(flight.recorder.records())
     assert (record.step_id, record.num_rows, record.num_tokens) == (0, 1, 1)
-    assert (record.num_entered, record.num_prompts, record.num_sampled, record.kind) == (1, 1, 1, "prompt")
+    assert (record.num_entered, record.num_prompts, record.num_sampled, record.kind) == (
+        1,
+        1,
+        1,
+        "prompt",
+    )
     assert (record.num_running, record.num_waiting, record.num_free_blocks) == (4, 2, 3)
     assert (record.received_ns, record.launched_ns) == (7, 8)
-    times = [record.ready_ns, record.schedule_ns, record.submit_ns, record.start_ns, record.end_ns, record.taken_ns,
-             record.told_ns]
+    times = [
+        record.ready_ns,
+        record.schedule_ns,
+        record.submit_ns,
+        record.start_ns,
+        record.end_ns,
+        record.taken_ns,
+        record.told_ns,
+    ]
     assert times == [int(t * 1e9) for t in range(1, 8)]
-    assert record.idle_ns == record.idle_no_work_ns == 0, "before the first step there is nothing to compare with"
+    assert record.idle_ns == record.idle_no_work_ns == 0, (
+        "before the first step there is nothing to compare with"
+    )
 
 
 def test_the_time_without_work_is_told_from_the_engine_s_own() -> None:
@@ -107,15 +128,36 @@ def test_the_time_without_work_is_told_from_the_engine_s_own() -> None:
     flight.take(start=19.0, end=20.0, at=20.0)
     flight.recorder.turn_ended()
     _, second, third = unpack_steps(flight.recorder.records())
-    seconds = [t / 1e9 for t in (second.idle_no_work_ns, second.idle_result_ns, second.idle_schedule_ns,
-                                 second.idle_prepare_ns)]
+    seconds = [
+        t / 1e9
+        for t in (
+            second.idle_no_work_ns,
+            second.idle_result_ns,
+            second.idle_schedule_ns,
+            second.idle_prepare_ns,
+        )
+    ]
     assert seconds == [8.0, 0.0, 2.0, 3.0]
-    assert (third.idle_no_work_ns, third.idle_result_ns, third.idle_schedule_ns, third.idle_prepare_ns) == (
-        0, int(1e9), int(1e9), int(1e9))
+    assert (
+        third.idle_no_work_ns,
+        third.idle_result_ns,
+        third.idle_schedule_ns,
+        third.idle_prepare_ns,
+    ) == (0, int(1e9), int(1e9), int(1e9))
     assert flight.recorder.stats() == {
-        "device_busy_s": 3.0, "device_idle_s": 8.0, "device_idle_result_s": 1.0, "device_idle_schedule_s": 3.0,
-        "device_idle_prepare_s": 4.0, "device_no_work_s": 8.0, "decode_steps": 0.0, "decode_step_s": 0.0,
-        "prompt_steps": 3.0, "prompt_step_s": 3.0, "mixed_steps": 0.0, "mixed_step_s": 0.0}
+        "device_busy_s": 3.0,
+        "device_idle_s": 8.0,
+        "device_idle_result_s": 1.0,
+        "device_idle_schedule_s": 3.0,
+        "device_idle_prepare_s": 4.0,
+        "device_no_work_s": 8.0,
+        "decode_steps": 0.0,
+        "decode_step_s": 0.0,
+        "prompt_steps": 3.0,
+        "prompt_step_s": 3.0,
+        "mixed_steps": 0.0,
+        "mixed_step_s": 0.0,
+    }
 
 
 @pytest.mark.parametrize("steps", [3, 8, 9, 30])
@@ -127,4 +169,6 @@ def test_the_ring_keeps_the_last_steps_in_order(steps: int) -> None:
         flight.recorder.turn_ended()
     kept = list(range(max(0, steps - 8), steps))
     assert [r.step_id for r in unpack_steps(flight.recorder.records())] == kept
-    assert [r.step_id for r in unpack_steps(flight.recorder.records(since=2))] == [n for n in kept if n >= 2]
+    assert [r.step_id for r in unpack_steps(flight.recorder.records(since=2))] == [
+        n for n in kept if n >= 2
+    ]

@@ -59,7 +59,9 @@ def test_an_account_is_about_what_is_beyond_the_average() -> None:
     assert account.problem() is None, "time brings it back"
 
 
-def test_what_is_too_expensive_ends_with_an_error_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_expensive_ends_with_an_error_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The request ends first. Its grammar is over its bound as well then, and the next request with it is refused."""
     monkeypatch.setattr(grammar_costs, "TOKEN_S", 0.0)
     monkeypatch.setattr("sidestep.engine_core.structured_outputs.REQUEST_S", 0.05)
@@ -92,5 +94,8 @@ def test_choices_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Engine(make_scheduler(grammars=grammars, clock=grammars._clock, eos=(0,)))
     run.scheduler.add(make_request([1], 30, handle=0, n=4, grammar=small_grammar("[0-9]{30}")))
     run.run()
-    assert all(finish.reason is FinishReason.ERROR for finish in run.finished.values()) and len(run.finished) == 4
+    assert (
+        all(finish.reason is FinishReason.ERROR for finish in run.finished.values())
+        and len(run.finished) == 4
+    )
     assert 8 <= sum(len(run.tokens[handle]) for handle in range(4)) <= 16

@@ -26,8 +26,12 @@ def check_tokens(engine: Engine, message: AddRequest, prompt: list[int], count: 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_eight_choices_hold_a_long_prompt_once(depth: int, caching: bool) -> None:
-    engine = Engine(make_scheduler(num_blocks=200, block_size=16, budget=2000, prefix_caching=caching,
-                                   overlap=depth == 2), depth)
+    engine = Engine(
+        make_scheduler(
+            num_blocks=200, block_size=16, budget=2000, prefix_caching=caching, overlap=depth == 2
+        ),
+        depth,
+    )
     message = make_request(PROMPT, 5, handle=3, n=8, seed=11)
     engine.scheduler.add(message)
     engine.launch()
@@ -35,8 +39,14 @@ def test_eight_choices_hold_a_long_prompt_once(depth: int, caching: bool) -> Non
     assert engine.scheduler.kv.pool.num_used == 62 + 8
     engine.run()
     check_tokens(engine, message, PROMPT, 5)
-    assert [step.num_tokens.tolist() for step in engine.steps] == \
-        [[1000], [1] * 8, [1] * 8, [1] * 8, [1] * 8, [1] * 7]
+    assert [step.num_tokens.tolist() for step in engine.steps] == [
+        [1000],
+        [1] * 8,
+        [1] * 8,
+        [1] * 8,
+        [1] * 8,
+        [1] * 7,
+    ]
     assert len({tuple(tokens) for tokens in engine.tokens.values()}) == 8
     assert [len(step.copy_sources) for step in engine.steps] == [0, 7, 0, 0, 0, 0]
 
@@ -88,8 +98,17 @@ def test_the_second_call_finds_the_prompt_in_the_cache() -> None:
     for handle in (0, 10):
         engine.scheduler.add(make_request(PROMPT[:21], 4, handle=handle, n=3))
         engine.run()
-    assert [engine.started[handle].num_cached_tokens for handle in (0, 1, 2, 10, 11, 12)] == [0, 0, 0, 20, 20, 20]
-    assert engine.scheduler.kv.num_queried_tokens == 42, "the prompt is looked up once for all choices"
+    assert [engine.started[handle].num_cached_tokens for handle in (0, 1, 2, 10, 11, 12)] == [
+        0,
+        0,
+        0,
+        20,
+        20,
+        20,
+    ]
+    assert engine.scheduler.kv.num_queried_tokens == 42, (
+        "the prompt is looked up once for all choices"
+    )
 
 
 def test_a_group_enters_whole_or_waits() -> None:
@@ -105,11 +124,20 @@ def test_a_group_enters_whole_or_waits() -> None:
     assert {10, 11, 12, 13} <= engine.finished.keys()
 
 
-@pytest.mark.parametrize(("n", "options", "problem"), [
-    (5, {"max_num_seqs": 4}, "n: 5 are more than the 4 that run at once (max_num_seqs)"),
-    (4, {"num_blocks": 8, "block_size": 4},
-     "n: 4 continuations of 20 tokens do not fit in the KV cache together")])
-def test_a_group_that_can_never_run_is_refused(n: int, options: dict[str, int], problem: str) -> None:
+@pytest.mark.parametrize(
+    ("n", "options", "problem"),
+    [
+        (5, {"max_num_seqs": 4}, "n: 5 are more than the 4 that run at once (max_num_seqs)"),
+        (
+            4,
+            {"num_blocks": 8, "block_size": 4},
+            "n: 4 continuations of 20 tokens do not fit in the KV cache together",
+        ),
+    ],
+)
+def test_a_group_that_can_never_run_is_refused(
+    n: int, options: dict[str, int], problem: str
+) -> None:
     engine = Engine(make_scheduler(**options))  # type: ignore[arg-type]
     engine.scheduler.add(make_request(PROMPT[:20], 4, n=n))
     engine.run()
@@ -119,7 +147,10 @@ def test_a_group_that_can_never_run_is_refused(n: int, options: dict[str, int], 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_preempted_group_comes_back_as_one(depth: int, caching: bool) -> None:
-    engine = Engine(make_scheduler(num_blocks=20, block_size=4, prefix_caching=caching, overlap=depth == 2), depth)
+    engine = Engine(
+        make_scheduler(num_blocks=20, block_size=4, prefix_caching=caching, overlap=depth == 2),
+        depth,
+    )
     first = make_request(PROMPT[:10], 40, handle=0)
     message = make_request(PROMPT[:14], 16, handle=10, n=3)
     engine.scheduler.add(first)
@@ -174,8 +205,10 @@ def test_one_choice_ends_and_the_others_go_on(depth: int, turns: int, ended: int
 
 def test_a_more_urgent_group_takes_the_place_of_a_less_urgent_one() -> None:
     engine = Engine(make_scheduler(max_num_seqs=4, policy="priority"))
-    slow, urgent = make_request(PROMPT[:9], 30, handle=0, n=3, priority=5), \
-        make_request(PROMPT[3:9], 4, handle=10, n=4, priority=1)
+    slow, urgent = (
+        make_request(PROMPT[:9], 30, handle=0, n=3, priority=5),
+        make_request(PROMPT[3:9], 4, handle=10, n=4, priority=1),
+    )
     engine.scheduler.add(slow)
     for _ in range(4):
         engine.turn()
@@ -188,7 +221,11 @@ def test_a_more_urgent_group_takes_the_place_of_a_less_urgent_one() -> None:
 
 def test_what_is_told_of_a_prompt_is_computed_once() -> None:
     """By the first choice alone, though it takes nothing from the cache; and not again after a preemption."""
-    engine = Engine(make_scheduler(num_blocks=200, block_size=16, budget=2000, policy="priority", max_num_seqs=3))
+    engine = Engine(
+        make_scheduler(
+            num_blocks=200, block_size=16, budget=2000, policy="priority", max_num_seqs=3
+        )
+    )
     for round_ in range(2):
         message = make_request(PROMPT, 5, handle=10 * round_, n=3, prompt_logprobs=0, priority=5)
         engine.scheduler.add(message)

@@ -10,11 +10,14 @@ from tests.fakes import make_request
 
 
 def request(prompt: list[int], salt: str | None = None, num_public: int = 0) -> Request:
-    return Request.from_message(make_request(prompt, 50, cache_salt=salt, num_public_tokens=num_public), 1000,
-                                frozenset())
+    return Request.from_message(
+        make_request(prompt, 50, cache_salt=salt, num_public_tokens=num_public), 1000, frozenset()
+    )
 
 
-def run(kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0) -> Request:
+def run(
+    kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0
+) -> Request:
     """A request whose prompt has been computed."""
     entered = request(prompt, salt, num_public)
     assert kv.enter(entered)
@@ -23,7 +26,9 @@ def run(kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_publ
     return entered
 
 
-def hits(kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0) -> int:
+def hits(
+    kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0
+) -> int:
     """Tokens that a new request finds."""
     probe = request(prompt, salt, num_public)
     assert kv.enter(probe)
@@ -31,13 +36,20 @@ def hits(kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_pub
     return probe.num_computed
 
 
-@pytest.mark.parametrize(("prompt", "found"), [
-    ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
-    ([1, 2, 3, 4, 5, 6, 7, 8], 4),  # the last token must be computed, and with it its block
-    ([1, 2, 3, 4, 9, 9, 9, 9, 9], 4),
-    ([9, 2, 3, 4, 5, 6, 7, 8, 9], 0),  # equal second blocks after different first ones are not equal
-    ([5, 6, 7, 8, 1], 0),
-    ([1, 2, 3], 0)])
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 4),  # the last token must be computed, and with it its block
+        ([1, 2, 3, 4, 9, 9, 9, 9, 9], 4),
+        (
+            [9, 2, 3, 4, 5, 6, 7, 8, 9],
+            0,
+        ),  # equal second blocks after different first ones are not equal
+        ([5, 6, 7, 8, 1], 0),
+        ([1, 2, 3], 0),
+    ],
+)
 def test_only_equal_prefixes_of_full_blocks_are_found(prompt: list[int], found: int) -> None:
     kv = KVCacheManager(16, 4)
     run(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9])
@@ -50,8 +62,12 @@ def test_a_salt_is_part_of_every_block() -> None:
     assert [hits(kv, [1] * 9, salt) for salt in ("mine", "yours", "", None)] == [8, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("num_public", "shared"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (11, 8)])
-def test_public_tokens_are_shared_by_full_blocks_and_nothing_beyond_them(num_public: int, shared: int) -> None:
+@pytest.mark.parametrize(
+    ("num_public", "shared"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (11, 8)]
+)
+def test_public_tokens_are_shared_by_full_blocks_and_nothing_beyond_them(
+    num_public: int, shared: int
+) -> None:
     kv = KVCacheManager(32, 4)
     prompt = list(range(1, 18))
     run(kv, prompt, "mine", num_public)
@@ -137,7 +153,9 @@ def test_after_a_reset_neither_old_blocks_nor_what_follows_them_are_found() -> N
     old.token_ids += [1] * 4
     old.num_computed = 12
     kv.remember(old)
-    assert hits(kv, [1] * 13) == 8, "the third block of the old request depends on what was forgotten"
+    assert hits(kv, [1] * 13) == 8, (
+        "the third block of the old request depends on what was forgotten"
+    )
 
 
 def test_invariants_notice_a_block_that_nobody_gave_back() -> None:

@@ -19,7 +19,13 @@ from sidestep.executor.fake import expected_tokens
 from sidestep.executor.model_runner import ModelRunner
 from sidestep.executor.runner import WorkerArgs
 from sidestep.frontend.structured_outputs import make_grammar
-from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config import (
+    DEFAULT_MODEL,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from sidestep.ipc.controls import GRAMMAR_ALONE, Controls, encode_controls
 from sidestep.ipc.messages import AddRequest, FinishReason
 from sidestep.ipc.model_spec import load_model_spec
@@ -52,7 +58,9 @@ class Gated:
 
     def unsafe_compute_mask_ptr(self, matchers: list[tuple[LLMatcher, int]], *where: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._shut & {id(matcher) for matcher, _ in matchers}, self._seconds)
+            self._changed.wait_for(
+                lambda: not self._shut & {id(matcher) for matcher, _ in matchers}, self._seconds
+            )
         if self.problem is not None:
             raise self.problem
         self._real.unsafe_compute_mask_ptr(matchers, *where)
@@ -73,17 +81,28 @@ def grammars() -> Grammars:
     return made
 
 
-def held(handle: int, max_tokens: int, controls: bytes = GRAMMAR_ALONE, **options: Any) -> AddRequest:
+def held(
+    handle: int, max_tokens: int, controls: bytes = GRAMMAR_ALONE, **options: Any
+) -> AddRequest:
     """A request with a grammar that no other has, as its frontend sends it."""
-    message = make_request([5, 6, handle], max_tokens, handle=handle,
-                           grammar=make_grammar(WORDS[handle], {}), **options)
+    message = make_request(
+        [5, 6, handle],
+        max_tokens,
+        handle=handle,
+        grammar=make_grammar(WORDS[handle], {}),
+        **options,
+    )
     return msgspec.structs.replace(message, controls=controls)
 
 
 def engine(grammars: Grammars, runner: Any = None, *, overlap: bool = True, **sizes: Any) -> Engine:
     sizes = {"num_blocks": 100, "block_size": 16, "max_num_seqs": 16} | sizes
-    scheduler = make_scheduler(grammars=grammars, eos=EOS, overlap=overlap, clock=grammars._clock, **sizes)
-    return Engine(scheduler, depth=scheduler._limits.max_steps_in_flight, vocab_size=VOCAB, runner=runner)
+    scheduler = make_scheduler(
+        grammars=grammars, eos=EOS, overlap=overlap, clock=grammars._clock, **sizes
+    )
+    return Engine(
+        scheduler, depth=scheduler._limits.max_steps_in_flight, vocab_size=VOCAB, runner=runner
+    )
 
 
 def gate_of(grammars: Grammars, seconds: float | None = None) -> Gated:
@@ -117,7 +136,9 @@ def test_one_that_takes_long_holds_nobody_up(overlap: bool, grammars: Grammars) 
             gate.shut([matcher_of(run, 2)])
             while len(run.finished) < 4:  # would never come to an end if they waited for it
                 run.turn()
-            assert run.finished.keys() == {0, 1, 3, 4} and before <= len(run.tokens[2]) <= before + 2
+            assert (
+                run.finished.keys() == {0, 1, 3, 4} and before <= len(run.tokens[2]) <= before + 2
+            )
             assert run.scheduler.stats()["num_postponed_tokens"] > 30
             gate.open()
         run.run()
@@ -130,7 +151,9 @@ def entries(run: Engine, slot: int) -> int:
     return sum(slot in step.new_slots.tolist() for step in run.steps)
 
 
-def test_no_more_than_a_quarter_of_a_step_is_left_behind(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_quarter_of_a_step_is_left_behind(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step with most of its rows late would compute little, so it waits a while for them."""
     monkeypatch.setattr("sidestep.engine_core.scheduler._LONGEST_S", 60.0)
     gate, run = gate_of(grammars, 0.02), engine(grammars)
@@ -178,7 +201,9 @@ def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
     found = jobs.compute(requests, 0, 0.0, 20e-3)
     rest = [request for request, mask in zip(requests, found, strict=True) if mask is None]
     assert 0 < len(rest) < len(requests) == len(rest) + slow.num_computed
-    assert all(request.mask_s >= 2e-3 for request in requests)  # rows not begun get the time of others
+    assert all(
+        request.mask_s >= 2e-3 for request in requests
+    )  # rows not begun get the time of others
     found = jobs.compute(rest, 0, 0.0, FOREVER)
     assert all(mask is not None for mask in found) and slow.num_computed == len(requests)
 
@@ -196,6 +221,7 @@ def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: 
 def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None:
     """Which are late changes at random, with blocks for half of them; those of aborted ones never come. Two are choices
     of one request."""
+
     def add_all(run: Engine) -> None:
         for handle in range(7):
             run.scheduler.add(held(handle, 20 + handle, n=1 + handle // 6))
@@ -203,10 +229,16 @@ def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None
     expected = engine(grammars)
     add_all(expected)
     expected.run()
-    gate, rng, run = gate_of(grammars, 0.02), random.Random(5), engine(grammars, num_blocks=12, block_size=8)
+    gate, rng, run = (
+        gate_of(grammars, 0.02),
+        random.Random(5),
+        engine(grammars, num_blocks=12, block_size=8),
+    )
     add_all(run)
     while run.turn():
-        running = [r for r in run.scheduler._roster.running if r.handle != 3 and r.matcher is not None]
+        running = [
+            r for r in run.scheduler._roster.running if r.handle != 3 and r.matcher is not None
+        ]
         gate.open()
         if running:
             gate.shut([rng.choice(running).matcher])  # type: ignore[list-item]
@@ -217,26 +249,45 @@ def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None
     assert stats["num_postponed_tokens"] > 10 and stats["num_preemptions"] > 0
     for handle in {*range(8)} - {3}:
         assert run.tokens[handle] == expected.tokens[handle], handle
-    assert run.tokens[3] == expected.tokens[3][:len(run.tokens[3])] and 3 not in run.finished
+    assert run.tokens[3] == expected.tokens[3][: len(run.tokens[3])] and 3 not in run.finished
 
 
 CONTROLS: list[dict[str, Any]] = [
-    {}, {"logprobs": 2}, {"bad_words": [[7]]}, {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-    {"repetition_penalty": 1.7}, {"logit_bias": {9: 4.0}}, {}, {"logprobs": 0, "repetition_penalty": 1.3}]
+    {},
+    {"logprobs": 2},
+    {"bad_words": [[7]]},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.7},
+    {"logit_bias": {9: 4.0}},
+    {},
+    {"logprobs": 0, "repetition_penalty": 1.3},
+]
 
 
 def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> None:
     """A row that enters again computes the same token as before, with any other parameters, and its output is sent
     once."""
+
     def runner() -> ModelRunner:
-        made = ModelRunner(WorkerArgs(
-            rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
-            cache=CacheConfig(block_size=16, num_kv_blocks=100), parallel=ParallelConfig(device="cpu"),
-            scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64), max_model_len=128))
+        made = ModelRunner(
+            WorkerArgs(
+                rank=0,
+                spec=load_model_spec(DEFAULT_MODEL),
+                model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
+                cache=CacheConfig(block_size=16, num_kv_blocks=100),
+                parallel=ParallelConfig(device="cpu"),
+                scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64),
+                max_model_len=128,
+            )
+        )
         made.load()
         return made
 
-    gate, rng, runs = gate_of(grammars, 0.02), random.Random(3), [engine(grammars, runner()) for _ in range(2)]
+    gate, rng, runs = (
+        gate_of(grammars, 0.02),
+        random.Random(3),
+        [engine(grammars, runner()) for _ in range(2)],
+    )
     for run in runs:
         for handle in range(8):
             controls = encode_controls(Controls(has_grammar=True, **CONTROLS[handle]))

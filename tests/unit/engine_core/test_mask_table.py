@@ -23,13 +23,17 @@ class Worker:
 
     def take(self, masks: StepMasks) -> dict[int, list[int]]:
         new = masks.words.reshape(-1, WORDS)
-        self.table[masks.first_new:masks.first_new + len(new)] = new
-        return {row: self.table[place].tolist()
-                for row, place in zip(masks.rows.tolist(), masks.places.tolist(), strict=True)}
+        self.table[masks.first_new : masks.first_new + len(new)] = new
+        return {
+            row: self.table[place].tolist()
+            for row, place in zip(masks.rows.tolist(), masks.places.tolist(), strict=True)
+        }
 
 
 def requests(count: int) -> list[Request]:
-    return [Request.from_message(make_request([1], handle=i), 99, frozenset()) for i in range(count)]
+    return [
+        Request.from_message(make_request([1], handle=i), 99, frozenset()) for i in range(count)
+    ]
 
 
 def mask(number: int) -> list[int]:
@@ -50,13 +54,22 @@ def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
 @pytest.mark.parametrize("kinds", [4, 30])
 def test_workers_have_what_each_row_may_sample(num_places: int, kinds: int) -> None:
     """However few places there are, as long as a step's masks fit."""
-    rng, table, worker, all_requests = random.Random(num_places), MaskTable(num_places), Worker(num_places), requests(9)
+    rng, table, worker, all_requests = (
+        random.Random(num_places),
+        MaskTable(num_places),
+        Worker(num_places),
+        requests(9),
+    )
     num_sent = 0
     for step in range(300):
         count = rng.randrange(7)
         chosen = rng.sample(all_requests, count)
         wanted = [mask(rng.randrange(kinds)) for _ in range(count)]
-        message = table.message(step, range(count), chosen, np.array(wanted, np.int32).reshape(count, WORDS))
+        message = table.message(
+            step, range(count), chosen, np.array(wanted, np.int32).reshape(count, WORDS)
+        )
         num_sent += len(message.words) // WORDS
-        assert worker.take(StepMasks.decode(b"".join(map(bytes, message.encode())))) == dict(enumerate(wanted))
+        assert worker.take(StepMasks.decode(b"".join(map(bytes, message.encode())))) == dict(
+            enumerate(wanted)
+        )
     assert num_sent == kinds if num_places > kinds + 6 else num_sent > kinds

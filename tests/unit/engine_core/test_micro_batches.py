@@ -11,8 +11,10 @@ from tests.fakes import VOCAB_SIZE, Engine, make_beam_request, make_request, mak
 
 
 def make_engine(num_stages: int, *, overlap: bool = True, **options: int) -> Engine:
-    return Engine(make_scheduler(num_stages=num_stages, overlap=overlap, **options),  # type: ignore[arg-type]
-                  num_stages + overlap)
+    return Engine(
+        make_scheduler(num_stages=num_stages, overlap=overlap, **options),  # type: ignore[arg-type]
+        num_stages + overlap,
+    )
 
 
 def num_rows(engine: Engine) -> list[int]:
@@ -20,7 +22,9 @@ def num_rows(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_a_lone_request_leaves_out_the_beats_in_which_its_token_is_on_its_way(num_stages: int) -> None:
+def test_a_lone_request_leaves_out_the_beats_in_which_its_token_is_on_its_way(
+    num_stages: int,
+) -> None:
     engine = make_engine(num_stages)
     engine.scheduler.add(make_request([1, 2, 3], 6))
     assert engine.launch() and engine.launch()
@@ -32,7 +36,9 @@ def test_a_lone_request_leaves_out_the_beats_in_which_its_token_is_on_its_way(nu
 
 
 @pytest.mark.parametrize(("overlap", "steps"), [(True, 4), (False, 3)])
-def test_a_stop_by_token_costs_one_discarded_token_as_on_a_single_stage(overlap: bool, steps: int) -> None:
+def test_a_stop_by_token_costs_one_discarded_token_as_on_a_single_stage(
+    overlap: bool, steps: int
+) -> None:
     expected = expected_tokens([1, 2, 3], 9, 0, VOCAB_SIZE)
     engine = make_engine(3, overlap=overlap)
     engine.scheduler.add(make_request([1, 2, 3], 9, stop_token_ids=[expected[2]]))
@@ -47,10 +53,10 @@ def test_requests_that_came_together_part_and_share_the_beats(num_stages: int, c
     for handle in range(count):
         engine.scheduler.add(make_request([1, 2, 3], 40, handle=handle))
     engine.run()
-    first, settled = engine.steps[0], engine.steps[1 + 2 * num_stages:-2 * num_stages]
+    first, settled = engine.steps[0], engine.steps[1 + 2 * num_stages : -2 * num_stages]
     assert len(first.slots) == count
     for start in range(len(settled) - num_stages):
-        window = settled[start:start + num_stages]
+        window = settled[start : start + num_stages]
         if window[-1].beat - window[0].beat != num_stages - 1:
             continue  # fewer requests than beats
         sizes = [len(step.slots) for step in window]
@@ -94,7 +100,7 @@ def test_chunks_of_a_prompt_follow_each_other_and_are_so_small_that_the_stages_s
     chunks = [int(step.num_tokens[0]) for step in engine.steps if step.num_tokens[0] > 1]
     assert sum(chunks) == 3000
     assert max(chunks) <= 3000 // 4
-    assert [step.beat for step in engine.steps[:len(chunks)]] == list(range(len(chunks)))
+    assert [step.beat for step in engine.steps[: len(chunks)]] == list(range(len(chunks)))
     alone = make_engine(1, num_blocks=1000, budget=4096)
     alone.scheduler.add(make_request(list(range(3000)), 3))
     alone.run()
@@ -103,8 +109,13 @@ def test_chunks_of_a_prompt_follow_each_other_and_are_so_small_that_the_stages_s
 
 def test_a_search_keeps_its_seats_while_its_beams_are_in_different_steps() -> None:
     engine = make_engine(2, overlap=False, num_blocks=7, max_num_seqs=3, budget=5)
-    engine.scheduler.add(make_beam_request([1], BeamSearchParams(beam_width=3, max_tokens=2), handle=0))
-    engine.scheduler.add(make_beam_request([1, 2, 3, 4, 5, 6, 7, 8, 2], BeamSearchParams(beam_width=2, max_tokens=1),
-                                           handle=1))
+    engine.scheduler.add(
+        make_beam_request([1], BeamSearchParams(beam_width=3, max_tokens=2), handle=0)
+    )
+    engine.scheduler.add(
+        make_beam_request(
+            [1, 2, 3, 4, 5, 6, 7, 8, 2], BeamSearchParams(beam_width=2, max_tokens=1), handle=1
+        )
+    )
     engine.run()  # which checks what is always true
     assert all(len(engine.finished[handle].beams) == width for handle, width in ((0, 3), (1, 2)))

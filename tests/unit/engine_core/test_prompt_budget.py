@@ -33,8 +33,16 @@ class Device:
 
 
 def scheduler_with_target(milliseconds: float | None) -> Scheduler:
-    return make_scheduler(num_blocks=4000, block_size=16, max_num_seqs=64, budget=4096, max_model_len=32_000,
-                          prefix_caching=False, overlap=False, target_itl_ms=milliseconds)
+    return make_scheduler(
+        num_blocks=4000,
+        block_size=16,
+        max_num_seqs=64,
+        budget=4096,
+        max_model_len=32_000,
+        prefix_caching=False,
+        overlap=False,
+        target_itl_ms=milliseconds,
+    )
 
 
 def add_prompts(scheduler: Scheduler, count: int, length: int) -> None:

@@ -66,7 +66,11 @@ def test_a_request_that_ended_while_it_waited_is_never_served(policy: str) -> No
     for gone in waiting[::2]:
         gone.status = Status.FINISHED
         queue.forget(gone)
-    assert len(queue) == 1 and [r.handle for r in queue] == [1] and queue.num_tokens == waiting[1].num_prompt
+    assert (
+        len(queue) == 1
+        and [r.handle for r in queue] == [1]
+        and queue.num_tokens == waiting[1].num_prompt
+    )
     assert drain(queue) == [1]
 
 

@@ -24,13 +24,18 @@ def test_a_stop_by_length_costs_no_extra_step(depth: int) -> None:
 
 
 @pytest.mark.parametrize(("depth", "steps"), [(1, 3), (2, 4)])
-def test_a_stop_by_token_costs_one_discarded_token_with_overlap_and_none_without(depth: int, steps: int) -> None:
+def test_a_stop_by_token_costs_one_discarded_token_with_overlap_and_none_without(
+    depth: int, steps: int
+) -> None:
     expected = expected_tokens([1, 2, 3], 9, 0, VOCAB_SIZE)
     engine = Engine(make_scheduler(overlap=depth == 2), depth)
     engine.scheduler.add(make_request([1, 2, 3], 9, stop_token_ids=[expected[2]]))
     engine.run()
     assert engine.tokens[0] == expected[:3]
-    assert (engine.finished[0].reason, engine.finished[0].stop_reason) == (FinishReason.STOP, expected[2])
+    assert (engine.finished[0].reason, engine.finished[0].stop_reason) == (
+        FinishReason.STOP,
+        expected[2],
+    )
     assert len(engine.steps) == steps
 
 
@@ -63,7 +68,11 @@ def test_an_output_that_goes_round_in_circles_ends_with_a_reason(depth: int) -> 
     engine.run()
     output = engine.tokens[0]
     assert engine.finished[0].reason is FinishReason.REPETITION
-    ends = [n for n in range(5, len(output) + 1) if any(output[n - 3 * k:n] == output[n - k:n] * 3 for k in (1, 2, 3))]
+    ends = [
+        n
+        for n in range(5, len(output) + 1)
+        if any(output[n - 3 * k : n] == output[n - k : n] * 3 for k in (1, 2, 3))
+    ]
     assert ends == [len(output)]
 
 
@@ -130,7 +139,9 @@ def test_equal_prompts_in_one_step_share_blocks() -> None:
     for handle in range(4):
         engine.scheduler.add(make_request(list(range(1, 13)), 2, handle=handle))
     engine.launch()
-    assert engine.scheduler.kv.pool.num_used == 2 + 4, "two full blocks once, the last one four times"
+    assert engine.scheduler.kv.pool.num_used == 2 + 4, (
+        "two full blocks once, the last one four times"
+    )
     engine.run()
 
 
@@ -201,7 +212,10 @@ def test_what_can_never_fit_is_refused_in_words() -> None:
     engine.scheduler.add(make_request([1] * 16, 1))
     engine.turn()
     assert engine.finished[0].reason is FinishReason.ERROR
-    assert engine.finished[0].error == "prompt: 16 tokens and one of output are more than the 16 that fit"
+    assert (
+        engine.finished[0].error
+        == "prompt: 16 tokens and one of output are more than the 16 that fit"
+    )
 
 
 def test_output_ends_by_length_where_the_model_or_the_cache_ends() -> None:
@@ -272,6 +286,8 @@ def test_what_a_choice_has_generated_is_found_too(depth: int) -> None:
     engine.scheduler.add(make_request([1, 2, 3, 4, 5], 10, handle=0, n=3))
     engine.run()
     for handle in range(3):
-        engine.scheduler.add(make_request([1, 2, 3, 4, 5, *engine.tokens[handle], 9], 1, handle=10 + handle))
+        engine.scheduler.add(
+            make_request([1, 2, 3, 4, 5, *engine.tokens[handle], 9], 1, handle=10 + handle)
+        )
         engine.run()
         assert engine.started[10 + handle].num_cached_tokens == 12

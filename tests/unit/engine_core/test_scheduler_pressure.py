@@ -16,7 +16,9 @@ def num_computed(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_urgent_request_runs_at_once_when_the_one_it_displaces_has_nothing_in_flight(depth: int) -> None:
+def test_an_urgent_request_runs_at_once_when_the_one_it_displaces_has_nothing_in_flight(
+    depth: int,
+) -> None:
     engine = Engine(make_scheduler(policy="priority", max_num_seqs=1, overlap=depth == 2), depth)
     engine.scheduler.add(make_request([1], 30, handle=0, priority=5))
     engine.launch()
@@ -38,7 +40,9 @@ def test_an_urgent_request_displaces_nobody_if_that_does_not_help() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_prompt_enters_when_all_of_it_fits_so_that_nothing_is_computed_twice(caching: bool) -> None:
+def test_a_prompt_enters_when_all_of_it_fits_so_that_nothing_is_computed_twice(
+    caching: bool,
+) -> None:
     engine = Engine(make_scheduler(num_blocks=60, budget=32, prefix_caching=caching))
     engine.scheduler.add(make_request([1] * 60, 100, handle=0))
     engine.turn()
@@ -56,7 +60,9 @@ def test_the_seat_of_a_request_whose_last_token_is_on_its_way_is_taken_at_once()
     turns = 0
     while engine.turn():
         turns += 1
-        assert len(engine.finished) == 8 or engine.num_in_flight == 1, "after an output, one more step is queued"
+        assert len(engine.finished) == 8 or engine.num_in_flight == 1, (
+            "after an output, one more step is queued"
+        )
     assert [len(step.slots) for step in engine.steps] == [2, 2, 2, 2]
 
 
@@ -69,7 +75,9 @@ def test_a_request_that_is_about_to_end_does_not_give_way() -> None:
 
 
 def test_a_preempted_request_runs_again_before_those_that_have_not_run() -> None:
-    engine = Engine(make_scheduler(num_blocks=8, block_size=4, max_num_seqs=2, prefix_caching=False))
+    engine = Engine(
+        make_scheduler(num_blocks=8, block_size=4, max_num_seqs=2, prefix_caching=False)
+    )
     for handle, (length, count) in enumerate([(8, 12), (8, 12), (8, 12)]):
         engine.scheduler.add(make_request([1 + handle] * length, count, handle=handle))
     engine.run()
@@ -124,12 +132,16 @@ def test_tokens_in_the_cache_are_sent_to_controls_alone() -> None:
     plain = make_request([7] * 20, 1)
     engine.scheduler.add(plain)
     engine.run()
-    asking = msgspec.structs.replace(plain, handle=1, controls=encode_controls(Controls(repetition_penalty=1.1)))
+    asking = msgspec.structs.replace(
+        plain, handle=1, controls=encode_controls(Controls(repetition_penalty=1.1))
+    )
     for again in (msgspec.structs.replace(plain, handle=2), asking):
         engine.scheduler.add(again)
         engine.run()
-    assert [(step.new_num_computed.tolist(), step.new_num_sent.tolist(), step.new_token_ids.tolist())
-            for step in engine.steps[1:]] == [([16], [4], [7] * 4), ([16], [20], [7] * 20)]
+    assert [
+        (step.new_num_computed.tolist(), step.new_num_sent.tolist(), step.new_token_ids.tolist())
+        for step in engine.steps[1:]
+    ] == [([16], [4], [7] * 4), ([16], [20], [7] * 20)]
 
 
 def test_a_preempted_request_is_sent_again_in_full_and_keeps_its_prompt_length() -> None:
@@ -137,8 +149,14 @@ def test_a_preempted_request_is_sent_again_in_full_and_keeps_its_prompt_length()
     for handle in range(2):
         engine.scheduler.add(make_request([5 + handle] * 8, 20, handle=handle))
     engine.run()
-    again = [step for step in engine.steps if any(k > p for k, p in zip(
-        step.new_num_known.tolist(), step.new_num_prompt.tolist(), strict=True))]
+    again = [
+        step
+        for step in engine.steps
+        if any(
+            k > p
+            for k, p in zip(step.new_num_known.tolist(), step.new_num_prompt.tolist(), strict=True)
+        )
+    ]
     assert len(again) == engine.finished[1].num_preemptions > 0
     for step in again:
         assert step.new_num_prompt.tolist() == [8]
@@ -180,10 +198,14 @@ def test_an_ended_request_keeps_its_slot_until_its_steps_are_back() -> None:
 def test_a_cache_much_too_small_slows_down_but_changes_nothing(policy: str) -> None:
     engine = Engine(make_scheduler(policy=policy, num_blocks=10, block_size=2, max_num_seqs=6))
     for handle in range(12):
-        engine.scheduler.add(make_request([1 + handle % 3] * 4, 12, handle=handle, priority=handle % 3))
+        engine.scheduler.add(
+            make_request([1 + handle % 3] * 4, 12, handle=handle, priority=handle % 3)
+        )
     engine.run()
     for handle in range(12):
-        assert engine.tokens[handle] == expected_tokens([1 + handle % 3] * 4, 12, handle, VOCAB_SIZE)
+        assert engine.tokens[handle] == expected_tokens(
+            [1 + handle % 3] * 4, 12, handle, VOCAB_SIZE
+        )
     assert engine.scheduler.stats()["num_preemptions"] > 0
     assert engine.scheduler.kv.pool.num_used == 0
 
@@ -205,7 +227,9 @@ def test_a_deadline_is_kept_while_no_further_step_can_be_scheduled() -> None:
     assert scheduler.schedule() and scheduler.schedule()
     clock.now = 6.0
     (outputs,) = scheduler.take_outputs().values()
-    assert [(f.handle, f.reason, f.stop_reason) for f in outputs.finished] == [(3, FinishReason.ABORT, "deadline")]
+    assert [(f.handle, f.reason, f.stop_reason) for f in outputs.finished] == [
+        (3, FinishReason.ABORT, "deadline")
+    ]
     assert scheduler.next_deadline() is None, "the core would not sleep until the steps are back"
 
 
@@ -235,5 +259,7 @@ def test_each_client_is_told_of_its_own_requests_only() -> None:
     scheduler.take_outputs()
     outputs = scheduler.update(StepOutput(step.step_id, 0, 0, np.array([30, 40], np.int32)))
     assert {client: (box.handles, box.token_ids) for client, box in outputs.items()} == {
-        0: (np.int32(7).tobytes(), np.int32(30).tobytes()), 1: (np.int32(7).tobytes(), np.int32(40).tobytes())}
+        0: (np.int32(7).tobytes(), np.int32(30).tobytes()),
+        1: (np.int32(7).tobytes(), np.int32(40).tobytes()),
+    }
     assert all([f.handle for f in box.finished] == [7] for box in outputs.values())

@@ -28,9 +28,14 @@ from tests.random_schemas import REGEXES, random_schema
 from tests.unit.engine_core.test_core import HandExecutor
 
 VOCAB, EOS = 4096, (0, 2)
-OBJECT = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer", "maximum": 999,
-                                                                              "minimum": 0}},
-                                       "required": ["a"], "additionalProperties": False})
+OBJECT = StructuredOutputsParams(
+    json={
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 999, "minimum": 0}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+)
 LONG = StructuredOutputsParams(regex="([ab]{2} ){200}")
 
 
@@ -61,7 +66,9 @@ def grammar(params: StructuredOutputsParams) -> Grammar:
 
 def engine(grammars: Grammars, *, overlap: bool = True, **options: Any) -> Engine:
     sizes = {"num_blocks": 400, "block_size": 32, "max_num_seqs": 32, "budget": 512} | options
-    scheduler = make_scheduler(grammars=grammars, eos=EOS, overlap=overlap, clock=grammars._clock, **sizes)
+    scheduler = make_scheduler(
+        grammars=grammars, eos=EOS, overlap=overlap, clock=grammars._clock, **sizes
+    )
     return Engine(scheduler, depth=scheduler._limits.max_steps_in_flight, vocab_size=VOCAB)
 
 
@@ -69,34 +76,48 @@ def text_of(run: Engine, handle: int, tokenizer: Tokenizer) -> str:
     finish = run.finished[handle]
     assert finish.reason == FinishReason.STOP, f"{handle}: {finish}"
     tokens = run.tokens[handle]
-    return tokenizer.decode(tokens if finish.completes_grammar else tokens[:-1], skip_special_tokens=False)
+    return tokenizer.decode(
+        tokens if finish.completes_grammar else tokens[:-1], skip_special_tokens=False
+    )
 
 
 def run_all(run: Engine, forms: list[StructuredOutputsParams], max_tokens: int = 3000) -> None:
     for handle, params in enumerate(forms):
-        run.scheduler.add(make_request([5, 6, handle % 50], max_tokens, handle=handle, grammar=grammar(params)))
+        run.scheduler.add(
+            make_request([5, 6, handle % 50], max_tokens, handle=handle, grammar=grammar(params))
+        )
     run.run(100_000)
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_samples_of_random_schemas_are_valid(part: int, grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_samples_of_random_schemas_are_valid(
+    part: int, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
     rng = random.Random(part)
     schemas = [random_schema(rng) for _ in range(250)]
     run = engine(grammars)
-    run_all(run, [StructuredOutputsParams(json=schema, disable_any_whitespace=i % 2 == 0)
-                  for schema in schemas for i in range(2)])
+    run_all(
+        run,
+        [
+            StructuredOutputsParams(json=schema, disable_any_whitespace=i % 2 == 0)
+            for schema in schemas
+            for i in range(2)
+        ],
+    )
     for handle in range(2 * len(schemas)):
         schema, text = schemas[handle // 2], text_of(run, handle, tokenizer)
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
 def test_regexes_choices_and_grammars_are_kept_to(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    choices = ["red", "redder", "gr\"ün\n", "blue \\ x"]
+    choices = ["red", "redder", 'gr"ün\n', "blue \\ x"]
     forms = [StructuredOutputsParams(regex=regex) for regex in REGEXES for _ in range(30)]
     forms += [StructuredOutputsParams(choice=choices)] * 60
     lark = 'start: sum\nsum: NUMBER (" + " NUMBER)~1..3\nNUMBER: /[0-9]{1,3}/'
     gbnf = 'root ::= item{1,4} "."\nitem ::= "x" [0-9] | "y"'
-    forms += [StructuredOutputsParams(grammar=lark)] * 20 + [StructuredOutputsParams(grammar=gbnf)] * 20
+    forms += [StructuredOutputsParams(grammar=lark)] * 20 + [
+        StructuredOutputsParams(grammar=gbnf)
+    ] * 20
     run = engine(grammars)
     run_all(run, forms)
     told = set()
@@ -105,15 +126,30 @@ def test_regexes_choices_and_grammars_are_kept_to(grammars: Grammars, tokenizer:
         if params.choice is not None:
             told.add(text)
         else:
-            own = params.regex or (r"\d{1,3}( \+ \d{1,3}){1,3}" if params.grammar == lark else r"(x[0-9]|y){1,4}\.")
+            own = params.regex or (
+                r"\d{1,3}( \+ \d{1,3}){1,3}" if params.grammar == lark else r"(x[0-9]|y){1,4}\."
+            )
             assert re.fullmatch(own, text), (own, text)
     assert told == set(choices)
 
 
 def test_structural_tags_constrain_what_is_inside(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    tag = {"type": "structural_tag", "triggers": ["<f="], "structures": [
-        {"begin": "<f=get>", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
-                                        "additionalProperties": False}, "end": "</f>"}]}
+    tag = {
+        "type": "structural_tag",
+        "triggers": ["<f="],
+        "structures": [
+            {
+                "begin": "<f=get>",
+                "schema": {
+                    "type": "object",
+                    "properties": {"n": {"type": "integer"}},
+                    "required": ["n"],
+                    "additionalProperties": False,
+                },
+                "end": "</f>",
+            }
+        ],
+    }
     form = grammar(StructuredOutputsParams(structural_tag=tag))
     scheduler = make_scheduler(grammars=grammars, eos=EOS, clock=grammars._clock)
     run = Engine(scheduler, vocab_size=VOCAB)
@@ -123,7 +159,7 @@ def test_structural_tags_constrain_what_is_inside(grammars: Grammars, tokenizer:
     scheduler.add(request)
     matcher = scheduler._requests[0, 1].matcher
     assert matcher is not None
-    for text, fits in [("free text ", True), ("<f=get>{\"n\":", True), ("\"x\"", False)]:
+    for text, fits in [("free text ", True), ('<f=get>{"n":', True), ('"x"', False)]:
         ids = tokenizer.encode(text)
         assert (matcher.validate_tokens(ids) == len(ids)) == fits, text
         if fits:
@@ -132,8 +168,12 @@ def test_structural_tags_constrain_what_is_inside(grammars: Grammars, tokenizer:
 
 
 @pytest.mark.parametrize("begin", [None, "<think>"])
-def test_the_form_holds_after_the_reasoning(begin: str | None, grammars: Grammars, tokenizer: Tokenizer) -> None:
-    params = StructuredOutputsParams(json_object=True, reasoning_begin=begin, reasoning_end="</think>")
+def test_the_form_holds_after_the_reasoning(
+    begin: str | None, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    params = StructuredOutputsParams(
+        json_object=True, reasoning_begin=begin, reasoning_end="</think>"
+    )
     run = engine(grammars)
     run.scheduler.add(make_request([1], 9, grammar=grammar(params)))
     run.run()
@@ -141,7 +181,11 @@ def test_the_form_holds_after_the_reasoning(begin: str | None, grammars: Grammar
     matcher = run.scheduler._requests[0, 1].matcher
     assert matcher is not None
     reasoning = "so {what}? \n</think>\n\n{}"
-    fits = [((begin or "") + reasoning, True), (reasoning, begin is None), ("{}", begin is not None)]
+    fits = [
+        ((begin or "") + reasoning, True),
+        (reasoning, begin is None),
+        ("{}", begin is not None),
+    ]
     for text, accepted in fits:
         ids = tokenizer.encode(text)
         follower = matcher.deep_copy()
@@ -154,15 +198,27 @@ def mixed(run: Engine) -> None:
     for handle in range(24):
         form = None if handle % 2 else grammar([OBJECT, LONG][handle // 2 % 2])
         count = 45 if form is None else 40
-        run.scheduler.add(make_request(list(range(handle % 7 + 1)), count, handle=handle, grammar=form,
-                                       ignore_eos=form is None))
+        run.scheduler.add(
+            make_request(
+                list(range(handle % 7 + 1)),
+                count,
+                handle=handle,
+                grammar=form,
+                ignore_eos=form is None,
+            )
+        )
     run.run()
 
 
 def test_neighbours_and_overlap_change_no_token(grammars: Grammars) -> None:
     run_all(engine(grammars), [OBJECT, LONG], 3)  # known from now on: no plain request ends before
-    runs = [engine(grammars), engine(grammars, overlap=False), engine(grammars, max_num_seqs=3, budget=5),
-            engine(grammars, num_stages=2), engine(grammars, num_stages=3, overlap=False)]
+    runs = [
+        engine(grammars),
+        engine(grammars, overlap=False),
+        engine(grammars, max_num_seqs=3, budget=5),
+        engine(grammars, num_stages=2),
+        engine(grammars, num_stages=3, overlap=False),
+    ]
     for run in runs:
         mixed(run)
         assert run.tokens == runs[0].tokens and run.finished.keys() == runs[0].finished.keys()
@@ -222,8 +278,16 @@ def test_others_pass_a_request_whose_grammar_is_being_compiled(clock: Clock) -> 
 def test_requests_end_while_their_grammar_is_being_compiled(clock: Clock) -> None:
     run = engine(loaded(clock, num_threads=0))
     for handle in range(3):
-        run.scheduler.add(make_request([1], 5, handle=handle, client=handle % 2, grammar=grammar(OBJECT),
-                                       deadline=clock.now + 1 if handle == 2 else None))
+        run.scheduler.add(
+            make_request(
+                [1],
+                5,
+                handle=handle,
+                client=handle % 2,
+                grammar=grammar(OBJECT),
+                deadline=clock.now + 1 if handle == 2 else None,
+            )
+        )
     run.scheduler.abort(0, [0])
     run.scheduler.abort_client(1)
     clock.now += 1
@@ -247,15 +311,18 @@ def test_a_grammar_is_compiled_once_and_again_after_an_abort(clock: Clock) -> No
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_many_requests_of_one_grammar_share_a_few_compilations(num_workers: int, clock: Clock, grammars: Grammars,
-                                                               tokenizer: Tokenizer) -> None:
+def test_many_requests_of_one_grammar_share_a_few_compilations(
+    num_workers: int, clock: Clock, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
     own = loaded(clock, num_workers=num_workers)
     runs = [engine(own), engine(grammars)]
     for run in runs:
         run_all(run, [OBJECT] * 60, 400)
     assert runs[0].tokens == runs[1].tokens
     ((known),) = own._cache.values()
-    assert [compiled.uses for compiled in known] == pytest.approx([60 / num_workers] * num_workers, abs=8)
+    assert [compiled.uses for compiled in known] == pytest.approx(
+        [60 / num_workers] * num_workers, abs=8
+    )
 
 
 def test_what_is_compiled_is_bounded(clock: Clock) -> None:
@@ -267,7 +334,9 @@ def test_what_is_compiled_is_bounded(clock: Clock) -> None:
 
 def test_a_grammar_that_is_wrong_fails_its_request_alone(grammars: Grammars) -> None:
     run = engine(grammars)
-    run.scheduler.add(make_request([1], 9, handle=0, grammar=Grammar("structured_outputs.regex", "start: /(/")))
+    run.scheduler.add(
+        make_request([1], 9, handle=0, grammar=Grammar("structured_outputs.regex", "start: /(/"))
+    )
     run.scheduler.add(make_request([1], 400, handle=1, grammar=grammar(OBJECT)))
     run.run()
     assert run.finished[0].reason == FinishReason.ERROR
@@ -277,7 +346,7 @@ def test_a_grammar_that_is_wrong_fails_its_request_alone(grammars: Grammars) -> 
 
 def test_a_token_of_an_ambiguous_grammar_may_cost_so_much_and_no_more(grammars: Grammars) -> None:
     run = engine(grammars)
-    hostile = StructuredOutputsParams(grammar='start: s\ns: s s | /[a-z]/')
+    hostile = StructuredOutputsParams(grammar="start: s\ns: s s | /[a-z]/")
     plain = [make_request([1, 2], 200, handle=handle, ignore_eos=True) for handle in (1, 2)]
     for request in plain:
         run.scheduler.add(request)
@@ -287,7 +356,9 @@ def test_a_token_of_an_ambiguous_grammar_may_cost_so_much_and_no_more(grammars: 
     failed = [finish for finish in run.finished.values() if finish.reason == FinishReason.ERROR]
     assert failed
     for finish in failed:
-        assert finish.field == "structured_outputs.grammar" and "Too many items" in (finish.error or "")
+        assert finish.field == "structured_outputs.grammar" and "Too many items" in (
+            finish.error or ""
+        )
     for handle in (1, 2):
         assert run.tokens[handle] == expected_tokens([1, 2], 200, handle, VOCAB)
 
@@ -296,10 +367,15 @@ def test_steps_go_on_while_a_large_schema_compiles(clock: Clock) -> None:
     """A library that held the interpreter's lock would let none through."""
     own = loaded(clock)
     run = engine(own)
-    large = {"type": "object", "properties": {f"property {i}": {"type": "string"} for i in range(1500)}}
+    large = {
+        "type": "object",
+        "properties": {f"property {i}": {"type": "string"} for i in range(1500)},
+    }
     run.scheduler.add(make_request([1, 2], 9000, handle=1, ignore_eos=True))
     run.turn()
-    run.scheduler.add(make_request([1], 5, handle=0, grammar=grammar(StructuredOutputsParams(json=large))))
+    run.scheduler.add(
+        make_request([1], 5, handle=0, grammar=grammar(StructuredOutputsParams(json=large)))
+    )
     num_steps = 0
     while own.num_compiling:
         num_steps += 1
@@ -309,9 +385,16 @@ def test_steps_go_on_while_a_large_schema_compiles(clock: Clock) -> None:
     run.run()
 
 
-@pytest.mark.parametrize("folder, eos, problem", [("/nowhere", EOS, "tokenizer cannot be used"),
-                                                  (DEFAULT_MODEL, (), "names no end-of-sequence token")])
-def test_a_model_without_what_grammars_need_says_so(folder: str, eos: tuple[int, ...], problem: str) -> None:
+@pytest.mark.parametrize(
+    "folder, eos, problem",
+    [
+        ("/nowhere", EOS, "tokenizer cannot be used"),
+        (DEFAULT_MODEL, (), "names no end-of-sequence token"),
+    ],
+)
+def test_a_model_without_what_grammars_need_says_so(
+    folder: str, eos: tuple[int, ...], problem: str
+) -> None:
     own = Grammars(folder, VOCAB, eos, Clock())
     own.load()
     run = engine(own)
@@ -364,14 +447,19 @@ class Wire(HandExecutor):
         self.done.append(output)
 
 
-@pytest.mark.parametrize(("num_stages", "overlap"), [(1, False), (1, True), (2, True), (3, True), (3, False)])
-def test_masks_follow_their_step_and_come_before_the_one_after(num_stages: int, overlap: bool,
-                                                               grammars: Grammars) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "overlap"), [(1, False), (1, True), (2, True), (3, True), (3, False)]
+)
+def test_masks_follow_their_step_and_come_before_the_one_after(
+    num_stages: int, overlap: bool, grammars: Grammars
+) -> None:
     run = engine(grammars, num_stages=num_stages, overlap=overlap)
     scheduler: Scheduler = run.scheduler
     executor = Wire()
     executor.runner = run.runner
-    core = EngineCore(scheduler, executor, max_steps_in_flight=num_stages + overlap, clock=grammars._clock)
+    core = EngineCore(
+        scheduler, executor, max_steps_in_flight=num_stages + overlap, clock=grammars._clock
+    )
     scheduler.add(make_request([1], 9, grammar=grammar(LONG)))
     run.run()
     core.handle(make_request([1, 2, 3], 6, handle=1, grammar=grammar(LONG)))
@@ -380,7 +468,9 @@ def test_masks_follow_their_step_and_come_before_the_one_after(num_stages: int, 
         core.step()
         if core.in_flight:
             executor.finish_step()
-    masked = [(place, step) for place, (kind, step) in enumerate(executor.messages) if kind == "masks"]
+    masked = [
+        (place, step) for place, (kind, step) in enumerate(executor.messages) if kind == "masks"
+    ]
     assert len({step for _, step in masked}) == len(masked) == 6
     assert all(executor.messages[place - 1] == ("step", step) for place, step in masked)
 

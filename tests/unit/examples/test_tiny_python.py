@@ -26,8 +26,9 @@ def test_it_is_a_llama_of_3_to_8_million_parameters_in_bfloat16() -> None:
     assert json.loads((FOLDER / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("text", [
-    "def f(x):\n    return x\n", "naïve 🦆 日本", "\t tabs\r\n", "<|im_start|>x<|im_end|>"])
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n    return x\n", "naïve 🦆 日本", "\t tabs\r\n", "<|im_start|>x<|im_end|>"]
+)
 def test_its_tokenizer_gives_back_any_text(text: str) -> None:
     tokenizer = Tokenizer(DEFAULT_MODEL)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
@@ -40,6 +41,12 @@ def test_its_chat_template_opens_the_assistants_turn() -> None:
 
 def test_its_card_says_how_it_was_trained_and_how_well() -> None:
     card = (FOLDER / "README.md").read_text()
-    for words in ("scripts/train_tiny_python.py", "seed", "steps", "validation loss", "Software Foundation License",
-                  "of 64 samples"):
+    for words in (
+        "scripts/train_tiny_python.py",
+        "seed",
+        "steps",
+        "validation loss",
+        "Software Foundation License",
+        "of 64 samples",
+    ):
         assert words in card, words

@@ -15,9 +15,13 @@ parallel = Parallel(rank, size, rendezvous=rendezvous)
 logging.basicConfig(format="LOG %(message)s", stream=sys.stdout)
 # Where there is no such GPU: all ranks agree on doing without it.
 memory = parallel.open_peer_memory(256, 16, torch.float32, torch.device("cuda", 1000 + rank))
-print(json.dumps({
-    "minimum": parallel.minimum([70, 30][rank]),
-    "sum": parallel.all_reduce(torch.tensor([1.0 + rank, 5.0])).tolist(),
-    "has peers": memory is not None,
-    "gathered": parallel.all_gather(torch.full((2, 1), float(rank))).tolist(),
-}))
+print(
+    json.dumps(
+        {
+            "minimum": parallel.minimum([70, 30][rank]),
+            "sum": parallel.all_reduce(torch.tensor([1.0 + rank, 5.0])).tolist(),
+            "has peers": memory is not None,
+            "gathered": parallel.all_gather(torch.full((2, 1), float(rank))).tolist(),
+        }
+    )
+)

@@ -32,8 +32,11 @@ class Request:
     """How many of the prompt's last tokens are output of before a preemption."""
 
 
-def make_step(rows: Sequence[tuple[int, int, Sequence[int]]], entering: dict[int, Request] | None = None,
-              step_id: int = 0) -> StepInput:
+def make_step(
+    rows: Sequence[tuple[int, int, Sequence[int]]],
+    entering: dict[int, Request] | None = None,
+    step_id: int = 0,
+) -> StepInput:
     """rows: (slot, tokens to compute, new block ids), those of one token first. entering: the new ones among them."""
     new = entering or {}
     entered = [(slot, new[slot]) for slot, _, _ in rows if slot in new]
@@ -47,25 +50,43 @@ def make_step(rows: Sequence[tuple[int, int, Sequence[int]]], entering: dict[int
         return column((getattr(r, name) for _, r in entered), dtype)
 
     return StepInput(
-        step_id, column(slot for slot, _, _ in rows), column(n for _, n, _ in rows), column(len(b) for _, _, b in rows),
-        column(i for _, _, blocks in rows for i in blocks), column(slot for slot, _ in entered),
-        column(len(r.prompt) for _, r in entered), column(len(r.prompt) - r.num_known_outputs for _, r in entered),
-        of("num_computed"), column(len(r.prompt) for _, r in entered),
-        column(t for _, r in entered for t in r.prompt), of("temperature", np.float32), of("top_p", np.float32),
-        of("min_p", np.float32), of("top_k"), of("seed", np.int64), of("min_tokens"),
-        column(len(r.stop_ids) for _, r in entered), column(t for _, r in entered for t in r.stop_ids),
-        column(map(len, controls)), np.frombuffer(b"".join(controls), np.uint8))
+        step_id,
+        column(slot for slot, _, _ in rows),
+        column(n for _, n, _ in rows),
+        column(len(b) for _, _, b in rows),
+        column(i for _, _, blocks in rows for i in blocks),
+        column(slot for slot, _ in entered),
+        column(len(r.prompt) for _, r in entered),
+        column(len(r.prompt) - r.num_known_outputs for _, r in entered),
+        of("num_computed"),
+        column(len(r.prompt) for _, r in entered),
+        column(t for _, r in entered for t in r.prompt),
+        of("temperature", np.float32),
+        of("top_p", np.float32),
+        of("min_p", np.float32),
+        of("top_k"),
+        of("seed", np.int64),
+        of("min_tokens"),
+        column(len(r.stop_ids) for _, r in entered),
+        column(t for _, r in entered for t in r.stop_ids),
+        column(map(len, controls)),
+        np.frombuffer(b"".join(controls), np.uint8),
+    )
 
 
-def schedule(requests: Sequence[Request], budget: int, block_size: int) -> Iterator[tuple[StepInput, list[Request]]]:
+def schedule(
+    requests: Sequence[Request], budget: int, block_size: int
+) -> Iterator[tuple[StepInput, list[Request]]]:
     """Steps until all requests are done, each with the requests that sample in it. Request i has slot i; a step has at
     most `budget` tokens, decode first. The caller appends the sampled tokens, or does so one step later: nothing here
     looks at them."""
     computed, free, step_id = [0] * len(requests), 0, 0
     blocks = [0] * len(requests)
     while True:
-        wanted = [(i, len(r.prompt) + r.max_tokens - 1 - computed[i], max(1, len(r.prompt) - computed[i]))
-                  for i, r in enumerate(requests)]
+        wanted = [
+            (i, len(r.prompt) + r.max_tokens - 1 - computed[i], max(1, len(r.prompt) - computed[i]))
+            for i, r in enumerate(requests)
+        ]
         order = sorted((chunk, i) for i, left, chunk in wanted if left > 0)
         if not order:
             return
@@ -82,6 +103,8 @@ def schedule(requests: Sequence[Request], budget: int, block_size: int) -> Itera
                 entering[i] = requests[i]
             computed[i] += count
         rows.sort(key=lambda row: row[1] > 1)
-        yield (make_step(rows, entering, step_id),
-               [requests[i] for i, _, _ in rows if computed[i] >= len(requests[i].prompt)])
+        yield (
+            make_step(rows, entering, step_id),
+            [requests[i] for i, _, _ in rows if computed[i] >= len(requests[i].prompt)],
+        )
         step_id += 1

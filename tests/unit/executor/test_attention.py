@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, AttentionShape, DeviceRows, StepBatch
+from sidestep.executor.attention.base import (
+    AttentionBackend,
+    AttentionSetup,
+    AttentionShape,
+    DeviceRows,
+    StepBatch,
+)
 from sidestep.executor.input_batch import HostBatch, make_batch
 from sidestep.executor.layers.rotary import RotaryTable
 from sidestep.executor.request_state import RequestState
@@ -26,7 +32,10 @@ FAST = DEVICE.type == "cuda"
 """Triton's interpreter takes seconds for what a GPU does at once."""
 ON_GPU = pytest.mark.skipif(not FAST, reason="slow without a GPU")
 EPS = 1e-5
-TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2}}
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2},
+}
 pytestmark = pytest.mark.timeout(600)
 """A backend may compile its kernels when they are first used."""
 
@@ -60,7 +69,9 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 def turned(x: Tensor, first: int) -> Tensor:
     """The rotary embedding of x [N, H, D], whose tokens begin at position `first`."""
     half = x.shape[-1] // 2
-    angles = torch.arange(first, first + len(x)).double()[:, None] / 10000.0 ** (torch.arange(half).double() / half)
+    angles = torch.arange(first, first + len(x)).double()[:, None] / 10000.0 ** (
+        torch.arange(half).double() / half
+    )
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -69,25 +80,56 @@ def turned(x: Tensor, first: int) -> Tensor:
 class Sequences:
     """Rows in a cache whose blocks are in random order, with the keys and values that went in."""
 
-    def __init__(self, backend: type[AttentionBackend], rows: int, heads: int, kv_heads: int, dim: int,
-                 block_size: int, windows: tuple[int, ...], longest: int = 200, seed: int = 0) -> None:
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        block_size: int,
+        windows: tuple[int, ...],
+        longest: int = 200,
+        seed: int = 0,
+    ) -> None:
         dim = dim if not backend.head_dims or dim in backend.head_dims else backend.head_dims[0]
         self.dtype = torch.float32 if torch.float32 in backend.dtypes else torch.bfloat16
         self.rng, self.block_size, self.heads, self.kv_heads, self.dim = (
-            random.Random(seed), block_size, heads, kv_heads, dim)
+            random.Random(seed),
+            block_size,
+            heads,
+            kv_heads,
+            dim,
+        )
         torch.manual_seed(seed)
         per_row = -(-longest // block_size)
-        shape = AttentionShape(num_layers=len(windows), num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-                               windows=windows)
-        self.backend = backend(AttentionSetup(
-            shape=shape, num_blocks=rows * per_row, block_size=block_size, dtype=self.dtype, device=DEVICE,
-            rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, DEVICE), norm_eps=EPS,
-            max_rows=rows))
+        shape = AttentionShape(
+            num_layers=len(windows),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            windows=windows,
+        )
+        self.backend = backend(
+            AttentionSetup(
+                shape=shape,
+                num_blocks=rows * per_row,
+                block_size=block_size,
+                dtype=self.dtype,
+                device=DEVICE,
+                rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, DEVICE),
+                norm_eps=EPS,
+                max_rows=rows,
+            )
+        )
         self.windows, self.longest = windows, longest
         self.state = RequestState(rows, longest, block_size)
         self.free = self.rng.sample(range(rows * per_row), rows * per_row)
         self.lengths, self.blocks = [0] * rows, [0] * rows
-        self.kv = [[torch.empty(0, 2 * kv_heads, dim, dtype=torch.float64) for _ in windows] for _ in range(rows)]
+        self.kv = [
+            [torch.empty(0, 2 * kv_heads, dim, dtype=torch.float64) for _ in windows]
+            for _ in range(rows)
+        ]
 
     def step(self, counts: dict[int, int]) -> None:
         """Computes `counts[row]` more tokens of each row and compares every layer with the exact result."""
@@ -105,11 +147,23 @@ class Sequences:
         batch = make_batch(self.state, step, self.block_size)
         self.backend.begin_step(self.on_device(batch))
         for layer, window in enumerate(self.windows):
-            norms = None if layer % 2 else (self.rounded(torch.rand(self.dim) + 0.5),
-                                            self.rounded(torch.rand(self.dim) + 0.5))
-            qkv = self.rounded(torch.randn(batch.total_tokens, self.heads + 2 * self.kv_heads, self.dim))
+            norms = (
+                None
+                if layer % 2
+                else (
+                    self.rounded(torch.rand(self.dim) + 0.5),
+                    self.rounded(torch.rand(self.dim) + 0.5),
+                )
+            )
+            qkv = self.rounded(
+                torch.randn(batch.total_tokens, self.heads + 2 * self.kv_heads, self.dim)
+            )
             on_device = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
-            got = self.backend.attend(layer, qkv.flatten(1).clone().to(DEVICE), on_device).cpu().double()
+            got = (
+                self.backend.attend(layer, qkv.flatten(1).clone().to(DEVICE), on_device)
+                .cpu()
+                .double()
+            )
             for row, (start, stop) in zip(order, batch.token_ranges, strict=True):
                 expected = self.expected(row, layer, window, qkv[start:stop].double(), norms)
                 torch.testing.assert_close(got[start:stop], expected, **TOLERANCE[self.dtype])
@@ -117,7 +171,9 @@ class Sequences:
     def rounded(self, values: Tensor) -> Tensor:
         return values.to(self.dtype)
 
-    def expected(self, row: int, layer: int, window: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None) -> Tensor:
+    def expected(
+        self, row: int, layer: int, window: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """[N, H * D] for a row's new tokens."""
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
         if norms is not None:
@@ -125,7 +181,7 @@ class Sequences:
         first = self.lengths[row] - len(qkv)
         q, k = turned(q, first), turned(k, first)
         own = self.kv[row][layer] = torch.cat([self.kv[row][layer], torch.cat([k, v], 1)])
-        return exact(q, own[:, :self.kv_heads], own[:, self.kv_heads:], window).flatten(1)
+        return exact(q, own[:, : self.kv_heads], own[:, self.kv_heads :], window).flatten(1)
 
     def on_device(self, batch: HostBatch) -> StepBatch:
         def tensor(values: object) -> Tensor:
@@ -133,20 +189,38 @@ class Sequences:
 
         rows, decodes = len(batch.slots), batch.num_decode_rows
         return StepBatch(
-            positions=tensor(batch.positions), places=tensor(batch.slot_mapping), host=batch,
+            positions=tensor(batch.positions),
+            places=tensor(batch.slot_mapping),
+            host=batch,
             rows=DeviceRows(
-                header=tensor([rows, decodes]), slots=tensor(batch.slots), seq_lens=tensor(batch.seq_lens),
-                query_starts=tensor(batch.query_starts), block_tables=tensor(self.state.block_table),
-                max_decode_rows=decodes, max_prompt_rows=rows - decodes))
+                header=tensor([rows, decodes]),
+                slots=tensor(batch.slots),
+                seq_lens=tensor(batch.seq_lens),
+                query_starts=tensor(batch.query_starts),
+                block_tables=tensor(self.state.block_table),
+                max_decode_rows=decodes,
+                max_prompt_rows=rows - decodes,
+            ),
+        )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [
-    (4, 2, 24, 16), (10, 2, 6, 48),
-    *(pytest.param(*shape, marks=ON_GPU)
-      for shape in ((4, 4, 16, 16), (6, 1, 20, 48), (1, 1, 80, 16), (16, 1, 128, 64)))])
-def test_mixed_steps_of_prompt_chunks_and_single_tokens(backend: type[AttentionBackend], heads: int, kv_heads: int,
-                                                        dim: int, block_size: int) -> None:
-    sequences = Sequences(backend, 6, heads, kv_heads, dim, block_size, (0, 9), seed=heads * dim + block_size)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"),
+    [
+        (4, 2, 24, 16),
+        (10, 2, 6, 48),
+        *(
+            pytest.param(*shape, marks=ON_GPU)
+            for shape in ((4, 4, 16, 16), (6, 1, 20, 48), (1, 1, 80, 16), (16, 1, 128, 64))
+        ),
+    ],
+)
+def test_mixed_steps_of_prompt_chunks_and_single_tokens(
+    backend: type[AttentionBackend], heads: int, kv_heads: int, dim: int, block_size: int
+) -> None:
+    sequences = Sequences(
+        backend, 6, heads, kv_heads, dim, block_size, (0, 9), seed=heads * dim + block_size
+    )
     sequences.step({0: 1, 1: 1, 2: 13, 3: 40})
     sequences.step({0: 1, 1: 9, 2: 1, 4: 5})
     sequences.step({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 2})
@@ -160,13 +234,21 @@ def test_many_random_steps_across_block_borders(backend: type[AttentionBackend])
     for _ in range(25 if FAST or "Torch" in backend.__name__ else 5):
         rows = sequences.rng.sample(range(9), sequences.rng.randint(1, 9))
         room = {row: sequences.longest - 10 - sequences.lengths[row] for row in rows}
-        sequences.step({row: sequences.rng.choice([1, 1, 1, min(room[row], sequences.rng.randint(2, 19))])
-                        for row in rows if room[row] > 1} or {0: 1})
+        sequences.step(
+            {
+                row: sequences.rng.choice([1, 1, 1, min(room[row], sequences.rng.randint(2, 19))])
+                for row in rows
+                if room[row] > 1
+            }
+            or {0: 1}
+        )
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_the_torch_backend_takes_blocks_of_any_size(block_size: int) -> None:
-    sequences = Sequences(registry.load(registry.ATTENTION_BACKENDS["torch"]), 3, 4, 2, 8, block_size, (0, 6), seed=3)
+    sequences = Sequences(
+        registry.load(registry.ATTENTION_BACKENDS["torch"]), 3, 4, 2, 8, block_size, (0, 6), seed=3
+    )
     for counts in ({0: 13, 1: 1, 2: 4}, {0: 1, 1: 9, 2: 1}, {0: 1, 1: 1, 2: 1}):
         sequences.step(counts)
 
@@ -179,10 +261,20 @@ def test_rows_of_one_length_need_no_mask_and_are_right_too(backend: type[Attenti
 
 
 def test_blocks_are_copied_in_all_layers(backend: type[AttentionBackend]) -> None:
-    made = backend(AttentionSetup(
-        shape=AttentionShape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, windows=(0, 0, 0)), num_blocks=9,
-        block_size=16, dtype=backend.dtypes[0], device=DEVICE, max_rows=8, norm_eps=EPS,
-        rotary=RotaryTable(RopeSpec(theta=10000.0), 64, 64, DEVICE)))
+    made = backend(
+        AttentionSetup(
+            shape=AttentionShape(
+                num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, windows=(0, 0, 0)
+            ),
+            num_blocks=9,
+            block_size=16,
+            dtype=backend.dtypes[0],
+            device=DEVICE,
+            max_rows=8,
+            norm_eps=EPS,
+            rotary=RotaryTable(RopeSpec(theta=10000.0), 64, 64, DEVICE),
+        )
+    )
     torch.manual_seed(0)
     made.cache.copy_(torch.randn(made.cache.shape))
     before = made.cache.clone()

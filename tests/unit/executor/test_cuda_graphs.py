@@ -11,8 +11,10 @@ def find(ladder: list[StepSizes], rows: int, tokens: int) -> tuple[int, int] | N
     return next(((s.rows, s.tokens) for s in ladder if s.takes(rows, tokens)), None)
 
 
-@pytest.mark.parametrize(("worthwhile", "largest"), [(100, None), (1028, 1024), (5000, 2048), (8192, 8192),
-                                                     (14000, 8192)])
+@pytest.mark.parametrize(
+    ("worthwhile", "largest"),
+    [(100, None), (1028, 1024), (5000, 2048), (8192, 8192), (14000, 8192)],
+)
 def test_the_ladder_ends_where_graphs_no_longer_pay(worthwhile: int, largest: int | None) -> None:
     ladder = mixed_ladder(512, 8192, worthwhile)
     assert max((sizes.tokens for sizes in ladder), default=None) == largest

@@ -22,8 +22,17 @@ WIDTH = SMALL.num_heads * SMALL.head_dim
 class DifferentNorms(DummyWeights):
     """No two norms have the same weights, and every layer counts."""
 
-    def get(self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None) -> Tensor:
-        return super().get(f"{name}_" if name.endswith("norm.weight") else name, shape, rows, columns) * 20
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        return (
+            super().get(f"{name}_" if name.endswith("norm.weight") else name, shape, rows, columns)
+            * 20
+        )
 
 
 class NoAttention:
@@ -48,7 +57,9 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
             return plain_call(self, x.begun.weighted) * scale
         return plain_call(self, x)
 
-    def add_to(self: Linear, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+    def add_to(
+        self: Linear, residual: Tensor, x: Tensor, norm: RmsNorm | None = None
+    ) -> BegunNorm | None:
         plain_add(self, residual, x)
         parts = residual.square().unflatten(1, (2, -1)).sum(2)
         return None if norm is None else BegunNorm(residual * norm.weight, parts)
@@ -65,7 +76,13 @@ class Asked(DifferentNorms):
         super().__init__(0, torch.float32, torch.device("cpu"))
         self.names: list[str] = []
 
-    def get(self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None) -> Tensor:
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
         self.names.append(name)
         return super().get(name, shape, rows, columns)
 
@@ -73,8 +90,9 @@ class Asked(DifferentNorms):
 @pytest.mark.parametrize("shared", [False, True], ids=["", "norms shared out"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layers", [(1, 2), (2, 1), (1, 1, 1)])
-def test_stages_one_after_the_other_are_the_model(layers: tuple[int, ...], tied: bool, shared: bool,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_one_after_the_other_are_the_model(
+    layers: tuple[int, ...], tied: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = msgspec.structs.replace(SMALL, tie_word_embeddings=tied)
     whole, rows = Asked(), torch.tensor([1, 4])
     expected = logits(DecoderForCausalLM(spec, whole, Parallel()), rows)
@@ -85,19 +103,28 @@ def test_stages_one_after_the_other_are_the_model(layers: tuple[int, ...], tied:
         model = DecoderForCausalLM(spec, weights, Parallel(), stage)
         seen += weights.names
         others = tuple(weights_elsewhere(spec, stage))
-        assert not [name for name in weights.names if name.startswith(others) and
-                    not (tied and stage.is_last and "embed" in name)]
+        assert not [
+            name
+            for name in weights.names
+            if name.startswith(others) and not (tied and stage.is_last and "embed" in name)
+        ]
         out = model.states(stream, NoAttention(), rows if stage.is_last else None)  # type: ignore[arg-type]
         stream = model.logits(out) if stage.is_last else out.hidden
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-5)
     assert not shared or begun
     twice = ["model.embed_tokens.weight"] if tied else []
-    assert sorted(seen) == sorted(whole.names + twice), "each weight is one stage's, but for tied embeddings"
+    assert sorted(seen) == sorted(whole.names + twice), (
+        "each weight is one stage's, but for tied embeddings"
+    )
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([1, 4])], ids=["all rows", "some rows"])
-def test_a_norm_begun_by_one_product_is_that_of_the_next(rows: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = DecoderForCausalLM(SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel())
+def test_a_norm_begun_by_one_product_is_that_of_the_next(
+    rows: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = DecoderForCausalLM(
+        SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel()
+    )
     expected = logits(model, rows)
     begun = begin_norms(monkeypatch)
     torch.testing.assert_close(logits(model, rows), expected, rtol=1e-4, atol=1e-5)
@@ -105,24 +132,35 @@ def test_a_norm_begun_by_one_product_is_that_of_the_next(rows: Tensor | None, mo
 
 
 def test_the_last_layer_goes_on_with_those_tokens_alone_whose_logits_are_wanted(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    model = DecoderForCausalLM(SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel())
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = DecoderForCausalLM(
+        SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel()
+    )
     plain, counts = Linear.gated, []
-    monkeypatch.setattr(Linear, "gated", lambda self, x: (counts.append(len(x.hidden)), plain(self, x))[1])
+    monkeypatch.setattr(
+        Linear, "gated", lambda self, x: (counts.append(len(x.hidden)), plain(self, x))[1]
+    )
     every = logits(model, None)
-    torch.testing.assert_close(logits(model, torch.tensor([1, 4])), every[[1, 4]], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits(model, torch.tensor([1, 4])), every[[1, 4]], rtol=1e-4, atol=1e-5
+    )
     assert counts == [5] * SMALL.num_layers + [5] * (SMALL.num_layers - 1) + [2]
 
 
 def test_with_several_ranks_no_product_begins_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = Parallel()
-    model = DecoderForCausalLM(SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), parallel)
+    model = DecoderForCausalLM(
+        SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), parallel
+    )
     expected = logits(model, None)
     begun = begin_norms(monkeypatch)
     # Rank 0 of two, the other's part being zero: what it has alone is not the stream yet.
     parallel.size = 2
     monkeypatch.setattr(parallel, "all_reduce", lambda x: x)
-    monkeypatch.setattr("sidestep.executor.layers.vocab.VocabParallelEmbedding.__call__",
-                        lambda self, ids, norm: Stream(torch.nn.functional.embedding(ids, self._shard), norm))
+    monkeypatch.setattr(
+        "sidestep.executor.layers.vocab.VocabParallelEmbedding.__call__",
+        lambda self, ids, norm: Stream(torch.nn.functional.embedding(ids, self._shard), norm),
+    )
     torch.testing.assert_close(logits(model, None), expected)
     assert not begun

@@ -48,6 +48,8 @@ def test_clocks_of_different_speed(speed: float) -> None:
     clock = DeviceClock()
     for i in range(1, 10_000):
         host = i * HOUR // 1000
-        start, end = clock.times(Event((host - 1_000_000) * speed), Event(host * speed), host + (i % 7) * 1000)
+        start, end = clock.times(
+            Event((host - 1_000_000) * speed), Event(host * speed), host + (i % 7) * 1000
+        )
         assert abs(end - host) < 30e-6 * 8 * HOUR / 1000 + 10_000
         assert end - start == pytest.approx(1_000_000, rel=1e-3)

@@ -33,12 +33,20 @@ def run_held(runner: Runner, requests: list[Request], budget: int = 40) -> list[
     """Request i has slot i; those with a grammar may sample 40 + step or 80 + slot. Returns the logprobs of steps."""
     logprobs, num_masks = [], 0
     for step, sampling in schedule(requests, budget, 16):
-        held = [row for row, slot in enumerate(step.slots.tolist())
-                if requests[slot].controls.has_grammar and requests[slot] in sampling]
+        held = [
+            row
+            for row, slot in enumerate(step.slots.tolist())
+            if requests[slot].controls.has_grammar and requests[slot] in sampling
+        ]
         step.awaits_masks = int(bool(held))
         places = np.arange(num_masks, num_masks + len(held), dtype=np.int32)
-        masks = StepMasks(step.step_id, num_masks, np.array(held, np.int32), places,
-                          words_of(runner, [[40 + step.step_id, 80 + int(step.slots[row])] for row in held]))
+        masks = StepMasks(
+            step.step_id,
+            num_masks,
+            np.array(held, np.int32),
+            places,
+            words_of(runner, [[40 + step.step_id, 80 + int(step.slots[row])] for row in held]),
+        )
         num_masks += len(held)
 
         def give(masks: StepMasks = masks) -> StepMasks:
@@ -54,17 +62,28 @@ def run_held(runner: Runner, requests: list[Request], budget: int = 40) -> list[
 
 
 def plain_requests() -> list[Request]:
-    return [Request(p, 8, temperature=[0.0, 0.9][i % 2], top_k=[0, 9][i % 2], seed=i)
-            for i, p in enumerate(random_prompts(8, VOCAB))]
+    return [
+        Request(p, 8, temperature=[0.0, 0.9][i % 2], top_k=[0, 9][i % 2], seed=i)
+        for i, p in enumerate(random_prompts(8, VOCAB))
+    ]
 
 
 def test_held_rows_keep_to_their_masks_and_no_other_row_changes(runner: ModelRunner) -> None:
     """Those with other controls too, which are special rows, sample the same: a penalty on nothing changes nothing."""
     expected = run(runner, plain_requests())
-    for controls in (HELD, Controls(has_grammar=True, logit_bias={VOCAB - 1: 1.0}),
-                     Controls(has_grammar=True, logprobs=2)):
-        requests = [r for plain in plain_requests()
-                    for r in (plain, Request(plain.prompt, 8, plain.temperature, seed=plain.seed, controls=controls))]
+    for controls in (
+        HELD,
+        Controls(has_grammar=True, logit_bias={VOCAB - 1: 1.0}),
+        Controls(has_grammar=True, logprobs=2),
+    ):
+        requests = [
+            r
+            for plain in plain_requests()
+            for r in (
+                plain,
+                Request(plain.prompt, 8, plain.temperature, seed=plain.seed, controls=controls),
+            )
+        ]
         logprobs = run_held(runner, requests)
         assert [r.output for r in requests[::2]] == expected
         held = [r.output for r in requests[1::2]]
@@ -75,7 +94,9 @@ def test_held_rows_keep_to_their_masks_and_no_other_row_changes(runner: ModelRun
         assert told == (64 if controls.logprobs >= 0 else 0)
 
 
-def step_of(step_id: int, rows: list[tuple[int, int, list[int]]], entering: dict[int, Request]) -> StepInput:
+def step_of(
+    step_id: int, rows: list[tuple[int, int, list[int]]], entering: dict[int, Request]
+) -> StepInput:
     step = make_step(rows, entering, step_id)
     step.awaits_masks = 1
     return step
@@ -85,16 +106,28 @@ def test_masks_are_kept_by_their_places(runner: ModelRunner) -> None:
     entering = {slot: Request([1, 2, 3], 9, controls=HELD) for slot in (0, 1)}
     none = np.empty(0, np.int32)
 
-    def execute(step: StepInput, first_new: int, places: list[int], allowed: list[list[int]]) -> list[int]:
+    def execute(
+        step: StepInput, first_new: int, places: list[int], allowed: list[list[int]]
+    ) -> list[int]:
         words = words_of(runner, allowed) if allowed else none
-        masks = StepMasks(step.step_id, first_new, np.arange(len(places), dtype=np.int32),
-                          np.array(places, np.int32), words)
+        masks = StepMasks(
+            step.step_id,
+            first_new,
+            np.arange(len(places), dtype=np.int32),
+            np.array(places, np.int32),
+            words,
+        )
         return runner.execute(step, lambda: masks).wait().token_ids.tolist()
 
-    assert execute(step_of(0, [(0, 3, [0]), (1, 3, [1])], entering), 0, [0, 1], [[10], [11]]) == [10, 11]
+    assert execute(step_of(0, [(0, 3, [0]), (1, 3, [1])], entering), 0, [0, 1], [[10], [11]]) == [
+        10,
+        11,
+    ]
     assert execute(step_of(1, [(0, 1, []), (1, 1, [])], {}), 2, [1, 0], []) == [11, 10]
     assert execute(step_of(2, [(0, 1, []), (1, 1, [])], {}), 2, [2, 1], [[12]]) == [12, 11]
-    assert execute(step_of(3, [(0, 1, []), (1, 1, [])], {}), 0, [0, 0], [[13]]) == [13, 13], "begun anew"
+    assert execute(step_of(3, [(0, 1, []), (1, 1, [])], {}), 0, [0, 0], [[13]]) == [13, 13], (
+        "begun anew"
+    )
 
 
 def test_a_plain_request_in_the_slot_of_one_with_a_grammar_is_plain(runner: ModelRunner) -> None:

@@ -15,7 +15,13 @@ import pytest
 
 from sidestep.executor.kernel_compiler import Note, wait_for_compiler
 from sidestep.executor.runner import WorkerArgs
-from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config import (
+    DEFAULT_MODEL,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from sidestep.ipc.model_spec import load_model_spec, resolve_model_path
 from sidestep.ipc.process import spawn
 from sidestep.kernels.gpu import Gpu
@@ -47,13 +53,25 @@ print(forks.finish())
 
 def worker_args() -> WorkerArgs:
     path = resolve_model_path(DEFAULT_MODEL, None)
-    return WorkerArgs(rank=0, spec=load_model_spec(path), model=ModelConfig(), cache=CacheConfig(),
-                      parallel=ParallelConfig(), scheduler=SchedulerConfig(), max_model_len=100)
+    return WorkerArgs(
+        rank=0,
+        spec=load_model_spec(path),
+        model=ModelConfig(),
+        cache=CacheConfig(),
+        parallel=ParallelConfig(),
+        scheduler=SchedulerConfig(),
+        max_model_len=100,
+    )
 
 
 def start(*tasks: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", FORKS, *tasks], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", FORKS, *tasks],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_forks_name_what_they_made() -> None:
@@ -63,7 +81,9 @@ def test_forks_name_what_they_made() -> None:
     process.communicate()
 
 
-@pytest.mark.parametrize(("task", "cause"), [("fail", "ValueError: no such instruction"), ("die", "killed")])
+@pytest.mark.parametrize(
+    ("task", "cause"), [("fail", "ValueError: no such instruction"), ("die", "killed")]
+)
 def test_a_fork_that_fails_fails_all(task: str, cause: str) -> None:
     process = start("good", task, "good")
     assert process.stderr is not None
@@ -95,7 +115,9 @@ def test_a_worker_alone_waits_for_nobody() -> None:
     wait_for_compiler(None)
 
 
-def test_a_note_holds_as_long_as_all_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_holds_as_long_as_all_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
@@ -108,14 +130,25 @@ def test_a_note_holds_as_long_as_all_files_are_there(tmp_path: Path, monkeypatch
     assert not note.holds()
 
 
-def test_a_note_is_of_shapes_and_the_gpu_but_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_of_shapes_and_the_gpu_but_of_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     args = worker_args()
     Note(args, GPU).write([])
-    assert Note(replace(args, model=ModelConfig(model="/elsewhere"), rendezvous="/tmp/x",
-                        spec=msgspec.structs.replace(args.spec, path="/elsewhere")), GPU).holds()
+    assert Note(
+        replace(
+            args,
+            model=ModelConfig(model="/elsewhere"),
+            rendezvous="/tmp/x",
+            spec=msgspec.structs.replace(args.spec, path="/elsewhere"),
+        ),
+        GPU,
+    ).holds()
     assert not Note(args, Gpu(90, 114)).holds()
     assert not Note(replace(args, max_model_len=101), GPU).holds()
-    assert not Note(replace(args, spec=msgspec.structs.replace(args.spec, vocab_size=7)), GPU).holds()
+    assert not Note(
+        replace(args, spec=msgspec.structs.replace(args.spec, vocab_size=7)), GPU
+    ).holds()
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     assert not Note(args, GPU).holds()

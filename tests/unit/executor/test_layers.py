@@ -26,9 +26,14 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(7, 5), (48, 331), (1024, 700), (60, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_is_the_plain_product(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+def test_linear_is_the_plain_product(
+    inputs: int, outputs: int, bias: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    weight, add = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
+    weight, add = (
+        (torch.randn(outputs, inputs) / inputs**0.5).to(dtype),
+        torch.randn(outputs).to(dtype),
+    )
     linear = Linear(weight, add if bias else None)
     for rows in (0, 1, 3, 8, 130):
         x = torch.randn(rows, inputs).to(dtype)
@@ -48,26 +53,46 @@ def test_the_private_operators_are_not_needed(monkeypatch: pytest.MonkeyPatch) -
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
 }
 NO_LENGTH = {"original_max_position_embeddings": None}
-YARNS = [{}, {"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5},
-         {"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 0}, {"truncate": False},
-         {"factor": 1.0}, NO_LENGTH,
-         {"factor": 32.0, "original_max_position_embeddings": 128, "beta_fast": 1, "beta_slow": 1}]
+YARNS = [
+    {},
+    {"beta_fast": 16, "beta_slow": 2},
+    {"attention_factor": 1.5},
+    {"mscale": 1.0, "mscale_all_dim": 0.5},
+    {"mscale": 0.7},
+    {"mscale": 0.7, "mscale_all_dim": 0},
+    {"truncate": False},
+    {"factor": 1.0},
+    NO_LENGTH,
+    {"factor": 32.0, "original_max_position_embeddings": 128, "beta_fast": 1, "beta_slow": 1},
+]
 
 
-@pytest.mark.parametrize(("kind", "more"), [("linear", {}), ("llama3", {})] + [("yarn", y) for y in YARNS], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "more"), [("linear", {}), ("llama3", {})] + [("yarn", y) for y in YARNS], ids=str
+)
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
 @pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "type"])
 def test_scaled_frequencies_equal_those_of_transformers(
-        kind: str, more: dict[str, Any], head_dim: int, form: str) -> None:
+    kind: str, more: dict[str, Any], head_dim: int, form: str
+) -> None:
     """Both sides read config.json, in its newer form and in the two older ones."""
     scaling = {name: value for name, value in {**ROPES[kind], **more}.items() if value is not None}
     values: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 4 * head_dim, "head_dim": head_dim,
-        "num_attention_heads": 4, "max_position_embeddings": 40960}
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4 * head_dim,
+        "head_dim": head_dim,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 40960,
+    }
     if form == "rope_parameters":
         values[form] = {"rope_theta": 50000.0, "rope_type": kind, **scaling}
     else:
@@ -86,8 +111,15 @@ def rank(number: int, size: int) -> Parallel:
     return parallel
 
 
-@pytest.mark.parametrize(("total", "size", "expected"), [
-    (4, 2, [[0, 1], [2, 3]]), (2, 2, [[0], [1]]), (2, 4, [[0], [0], [1], [1]]), (1, 3, [[0], [0], [0]])])
+@pytest.mark.parametrize(
+    ("total", "size", "expected"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 2, [[0], [1]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (1, 3, [[0], [0], [0]]),
+    ],
+)
 def test_kv_heads_are_shared_or_repeated(total: int, size: int, expected: list[list[int]]) -> None:
     assert [list(rank(i, size).kv_heads(total)) for i in range(size)] == expected
 

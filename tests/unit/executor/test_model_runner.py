@@ -24,20 +24,31 @@ VOCAB = 257
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def make_runner(path: str, block_size: int = 16, num_kv_blocks: int | None = 1200, **changes: Any) -> ModelRunner:
+def make_runner(
+    path: str, block_size: int = 16, num_kv_blocks: int | None = 1200, **changes: Any
+) -> ModelRunner:
     """A loaded runner of one rank on the CPU."""
-    model = {"dtype": "float32", **{k: changes.pop(k) for k in ("dtype", "load_format") if k in changes}}
+    model = {
+        "dtype": "float32",
+        **{k: changes.pop(k) for k in ("dtype", "load_format") if k in changes},
+    }
     args: dict[str, Any] = {
-        "rank": 0, "spec": load_model_spec(path), "model": ModelConfig(model=path, **model),
+        "rank": 0,
+        "spec": load_model_spec(path),
+        "model": ModelConfig(model=path, **model),
         "cache": CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks),
-        "parallel": ParallelConfig(device="cpu"), "max_model_len": 256,
-        "scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512)}
+        "parallel": ParallelConfig(device="cpu"),
+        "max_model_len": 256,
+        "scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
+    }
     runner = ModelRunner(WorkerArgs(**{**args, **changes}))
     runner.load()
     return runner
 
 
-def run(runner: ModelRunner, requests: Sequence[Request], budget: int = 64, block_size: int = 16) -> list[list[int]]:
+def run(
+    runner: ModelRunner, requests: Sequence[Request], budget: int = 64, block_size: int = 16
+) -> list[list[int]]:
     """All requests to their ends."""
     for step, sampling in schedule(requests, budget, block_size):
         output = runner.execute(step).wait()
@@ -49,14 +60,18 @@ def run(runner: ModelRunner, requests: Sequence[Request], budget: int = 64, bloc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_in_batches_of_1_to_64(family: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers_in_batches_of_1_to_64(
+    family: str, tmp_path: Path
+) -> None:
     path = write_model(family, tmp_path)
     prompts = random_prompts(64, VOCAB, longest=60)
     counts = [3 + i % 6 for i in range(64)]
     expected = reference_tokens(load_reference(path), prompts[:12], counts[:12])
     runner = make_runner(path, block_size=8)
     for size, budget in ((1, 7), (12, 33), (64, 90)):
-        got = run(runner, [Request(p, n) for p, n in zip(prompts[:size], counts, strict=False)], budget, 8)
+        got = run(
+            runner, [Request(p, n) for p, n in zip(prompts[:size], counts, strict=False)], budget, 8
+        )
         assert got[:12] == expected[:size], f"in a batch of {size}"
 
 
@@ -64,8 +79,17 @@ def test_seeded_requests_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     runner = make_runner(write_model("llama-gqa", tmp_path))
 
     def requests() -> list[Request]:
-        return [Request(p, 12, temperature=[1.0, 0.0, 0.8, 1.5][i % 4], top_k=[0, 0, 7][i % 3],
-                        top_p=[1.0, 0.8][i % 2], seed=1000 + i) for i, p in enumerate(random_prompts(10, VOCAB))]
+        return [
+            Request(
+                p,
+                12,
+                temperature=[1.0, 0.0, 0.8, 1.5][i % 4],
+                top_k=[0, 0, 7][i % 3],
+                top_p=[1.0, 0.8][i % 2],
+                seed=1000 + i,
+            )
+            for i, p in enumerate(random_prompts(10, VOCAB))
+        ]
 
     alone = [run(runner, [request])[0] for request in requests()]
     assert run(runner, requests(), budget=17) == alone
@@ -95,9 +119,17 @@ def test_a_cached_prefix_gives_the_same_tokens(tmp_path: Path) -> None:
     runner = make_runner(write_model("llama-gqa", tmp_path), block_size=4)
     prompt = random_prompts(1, VOCAB, seed=9)[0][:23] or [1]
     prompt = (prompt * 23)[:23]
-    first = runner.execute(make_step([(0, 23, range(6))], {0: Request(prompt, 1)})).wait().token_ids.tolist()
+    first = (
+        runner.execute(make_step([(0, 23, range(6))], {0: Request(prompt, 1)}))
+        .wait()
+        .token_ids.tolist()
+    )
     again = Request(prompt, 1, num_computed=20)
-    second = runner.execute(make_step([(1, 3, [0, 1, 2, 3, 4, 9])], {1: again})).wait().token_ids.tolist()
+    second = (
+        runner.execute(make_step([(1, 3, [0, 1, 2, 3, 4, 9])], {1: again}))
+        .wait()
+        .token_ids.tolist()
+    )
     assert first == second
 
 
@@ -107,8 +139,11 @@ def test_bad_checkpoints_say_what_is_wrong(tmp_path: Path) -> None:
     path = write_model("llama-gqa", tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
-    for change, message in (({name: None}, rf"lacks {name}"), ({name: torch.ones(3, 3)}, rf"{name} has shape \[3, 3\]"),
-                            ({"model.layers.0.extra.weight": torch.ones(1)}, r"model\.layers\.0\.extra\.weight")):
+    for change, message in (
+        ({name: None}, rf"lacks {name}"),
+        ({name: torch.ones(3, 3)}, rf"{name} has shape \[3, 3\]"),
+        ({"model.layers.0.extra.weight": torch.ones(1)}, r"model\.layers\.0\.extra\.weight"),
+    ):
         tensors = {k: v for k, v in {**whole, **change}.items() if v is not None}
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(EngineStartError, match=message):
@@ -121,9 +156,15 @@ def test_the_cache_is_as_large_as_asked_useful_or_possible(tmp_path: Path) -> No
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
 
     def blocks(**cache: Any) -> int:
-        args = WorkerArgs(rank=0, spec=spec, model=ModelConfig(model=path, dtype="float32"),
-                          cache=CacheConfig(**cache), parallel=ParallelConfig(device="cpu"), max_model_len=100,
-                          scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))
+        args = WorkerArgs(
+            rank=0,
+            spec=spec,
+            model=ModelConfig(model=path, dtype="float32"),
+            cache=CacheConfig(**cache),
+            parallel=ParallelConfig(device="cpu"),
+            max_model_len=100,
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        )
         return ModelRunner(args).load().num_kv_blocks
 
     assert blocks(num_kv_blocks=5) == 5
@@ -196,9 +237,16 @@ def test_a_request_that_enters_with_one_token_left_sees_only_its_own_prefix(tmp_
     runner = make_runner(write_model("llama-gqa", tmp_path), block_size=4)
     prompts = [(random_prompts(1, VOCAB, seed=seed)[0] * 20)[:9] for seed in (1, 2)]
     # The second prompt's KV comes to lie in blocks 6 to 8, and its next token is known from there.
-    expected = runner.execute(make_step([(5, 9, [6, 7, 8])], {5: Request(prompts[1], 2)})).wait().token_ids.tolist()
+    expected = (
+        runner.execute(make_step([(5, 9, [6, 7, 8])], {5: Request(prompts[1], 2)}))
+        .wait()
+        .token_ids.tolist()
+    )
     # The first request, in slot 0, has 8 tokens in the cache when it ends, the last of them by a step of one token.
     runner.execute(make_step([(0, 7, [0, 1])], {0: Request(prompts[0][:7], 2)}))
     runner.execute(make_step([(0, 1, [])]))
     again = Request(prompts[1], 1, num_computed=8)
-    assert runner.execute(make_step([(0, 1, [6, 7, 8])], {0: again})).wait().token_ids.tolist() == expected
+    assert (
+        runner.execute(make_step([(0, 1, [6, 7, 8])], {0: again})).wait().token_ids.tolist()
+        == expected
+    )

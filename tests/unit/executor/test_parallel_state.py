@@ -22,15 +22,29 @@ def test_one_rank_needs_no_group() -> None:
 def test_two_ranks_agree(tmp_path: Path) -> None:
     """Block ids are common to all ranks, so the smallest cache must be known to every one of them."""
     child, meeting = str(Path(__file__).with_name("ranks.py")), str(tmp_path / "meet")
-    ranks = [subprocess.Popen([sys.executable, child, str(rank), "2", meeting], stdout=subprocess.PIPE, text=True)
-             for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, child, str(rank), "2", meeting], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
     try:
         said = [process.communicate(timeout=60)[0].splitlines() for process in ranks]
     finally:
         for process in ranks:
             process.kill()
     answers = [json.loads(lines[-1]) for lines in said]
-    assert answers[0] == answers[1] == {"minimum": 30, "sum": [3.0, 10.0], "has peers": False,
-                                        "gathered": [[0.0, 1.0], [0.0, 1.0]]}
+    assert (
+        answers[0]
+        == answers[1]
+        == {
+            "minimum": 30,
+            "sum": [3.0, 10.0],
+            "has peers": False,
+            "gathered": [[0.0, 1.0], [0.0, 1.0]],
+        }
+    )
     logged = [line for lines in said for line in lines if line.startswith("LOG")]
-    assert len(logged) == 1 and "ranks sum through torch.distributed" in logged[0], "said once, with the reason"
+    assert len(logged) == 1 and "ranks sum through torch.distributed" in logged[0], (
+        "said once, with the reason"
+    )

@@ -17,9 +17,15 @@ from tests.e2e.control import controlled
 VOCAB, SLOTS = 23, 40
 
 
-def entering(slot: int, controls: Controls, prompt: list[int], output: list[int]) -> EnteringRequest:
-    return EnteringRequest(slot=slot, controls=controls, prompt_token_ids=np.array(prompt, np.int32),
-                           output_token_ids=np.array(output, np.int32))
+def entering(
+    slot: int, controls: Controls, prompt: list[int], output: list[int]
+) -> EnteringRequest:
+    return EnteringRequest(
+        slot=slot,
+        controls=controls,
+        prompt_token_ids=np.array(prompt, np.int32),
+        output_token_ids=np.array(output, np.int32),
+    )
 
 
 def of(slots: list[int]) -> Slots:
@@ -40,11 +46,19 @@ def test_random_requests_in_random_slots() -> None:
             if slot in live:
                 penalties.leave(slot)
                 del live[slot]
-            params = SamplingParams(presence_penalty=rng.choice([0, 0.5]), frequency_penalty=rng.choice([0, 0.25, -1]),
-                                    repetition_penalty=rng.choice([1.0, 1.5, 0.5]))
-            prompt, output = ([rng.randrange(VOCAB) for _ in range(rng.randint(1 - i, 9))] for i in range(2))
-            controls = Controls(presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
-                                repetition_penalty=params.repetition_penalty)
+            params = SamplingParams(
+                presence_penalty=rng.choice([0, 0.5]),
+                frequency_penalty=rng.choice([0, 0.25, -1]),
+                repetition_penalty=rng.choice([1.0, 1.5, 0.5]),
+            )
+            prompt, output = (
+                [rng.randrange(VOCAB) for _ in range(rng.randint(1 - i, 9))] for i in range(2)
+            )
+            controls = Controls(
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                repetition_penalty=params.repetition_penalty,
+            )
             if penalties.enter(entering(slot, controls, prompt, output)):
                 live[slot] = (params, prompt, output)
             else:
@@ -53,8 +67,10 @@ def test_random_requests_in_random_slots() -> None:
         if not slots:
             continue
         logits = torch.randn(len(slots), VOCAB)
-        expected = [controlled(row, live[slot][1], live[slot][2], live[slot][0])
-                    for row, slot in zip(logits, slots, strict=True)]
+        expected = [
+            controlled(row, live[slot][1], live[slot][2], live[slot][0])
+            for row, slot in zip(logits, slots, strict=True)
+        ]
         penalties.apply(logits, of(slots))
         torch.testing.assert_close(logits, torch.stack(expected))
         tokens = [rng.randrange(VOCAB) for _ in slots]
@@ -68,16 +84,25 @@ def test_the_last_token_of_a_bad_word_is_masked_after_the_others_only() -> None:
     rng = random.Random(6)
     for _ in range(30):
         processor = BadWords(setup())
-        words = {slot: [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(3)] for slot in (4, 9)}
+        words = {
+            slot: [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(3)]
+            for slot in (4, 9)
+        }
         outputs = {slot: [rng.randrange(3) for _ in range(rng.randint(0, 5))] for slot in words}
         for slot, bad in words.items():
-            assert processor.enter(entering(slot, Controls(bad_words=bad), [0, 1, 2, 1, 0], outputs[slot]))
+            assert processor.enter(
+                entering(slot, Controls(bad_words=bad), [0, 1, 2, 1, 0], outputs[slot])
+            )
         for _ in range(12):
             logits = torch.zeros(2, VOCAB)
             processor.apply(logits, of([4, 9]))
             for row, slot in zip(logits, (4, 9), strict=True):
-                masked = {word[-1] for word in words[slot]
-                          if outputs[slot][len(outputs[slot]) - len(word) + 1:] == word[:-1] or len(word) == 1}
+                masked = {
+                    word[-1]
+                    for word in words[slot]
+                    if outputs[slot][len(outputs[slot]) - len(word) + 1 :] == word[:-1]
+                    or len(word) == 1
+                }
                 assert set(torch.isinf(row).nonzero().flatten().tolist()) == masked
             tokens = [rng.randrange(3), rng.randrange(3)]
             processor.sampled(torch.tensor(tokens), of([4, 9]))

@@ -27,13 +27,19 @@ def test_a_prompt_in_chunks_and_then_its_tokens() -> None:
     assert first.token_ids.tolist() == prompt[:6]
     assert first.positions.tolist() == [0, 1, 2, 3, 4, 5]
     assert first.slot_mapping.tolist() == [28, 29, 30, 31, 12, 13]
-    assert first.sampling_rows.tolist() == first.logits_tokens.tolist() == first.unknown.tolist() == []
+    assert (
+        first.sampling_rows.tolist() == first.logits_tokens.tolist() == first.unknown.tolist() == []
+    )
     second = run(state, make_step([(2, 4, [9])]))
     assert second.token_ids.tolist() == prompt[6:]
     assert second.slot_mapping.tolist() == [14, 15, 36, 37]
     assert (second.sampling_rows.tolist(), second.logits_tokens.tolist()) == ([0], [3])
     third = run(state, make_step([(2, 1, [])]))
-    assert (third.positions.tolist(), third.unknown.tolist(), third.row_slots.tolist()) == ([10], [0], [2])
+    assert (third.positions.tolist(), third.unknown.tolist(), third.row_slots.tolist()) == (
+        [10],
+        [0],
+        [2],
+    )
     assert third.slot_mapping.tolist() == [38]
     assert third.seq_lens.tolist() == [11]
 
@@ -53,7 +59,9 @@ def test_a_mixed_step_has_single_tokens_first() -> None:
 
 def test_a_prefix_that_is_in_the_cache_is_not_computed() -> None:
     state = new_state()
-    batch = run(state, make_step([(1, 3, [5, 6, 8])], {1: Request(list(range(11)), 2, num_computed=8)}))
+    batch = run(
+        state, make_step([(1, 3, [5, 6, 8])], {1: Request(list(range(11)), 2, num_computed=8)})
+    )
     assert batch.token_ids.tolist() == [8, 9, 10]
     assert batch.slot_mapping.tolist() == [32, 33, 34]
     assert batch.sampling_rows.tolist() == [0]
@@ -61,7 +69,13 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed() -> None:
 
 def test_a_slot_that_is_taken_again_remembers_nothing() -> None:
     state = new_state()
-    run(state, make_step([(1, 9, [1, 2, 3])], {1: Request([4] * 9, 2, temperature=1.0, stop_ids=[3], min_tokens=2)}))
+    run(
+        state,
+        make_step(
+            [(1, 9, [1, 2, 3])],
+            {1: Request([4] * 9, 2, temperature=1.0, stop_ids=[3], min_tokens=2)},
+        ),
+    )
     batch = run(state, make_step([(1, 2, [6])], {1: Request([7, 9], 2)}))
     assert (batch.token_ids.tolist(), batch.slot_mapping.tolist()) == ([7, 9], [24, 25])
     assert (state.temperature[1], state.min_tokens[1], len(state.stop_ids[1])) == (0, 0, 0)

@@ -48,7 +48,7 @@ def test_a_request_gets_the_same_token_alone_and_in_a_batch() -> None:
     for _ in range(20):
         requests, logits = random_requests(), torch.randn(7, VOCAB) * 3
         together = sampled(requests, logits)
-        assert together == [sampled([r], logits[i:i + 1])[0] for i, r in enumerate(requests)]
+        assert together == [sampled([r], logits[i : i + 1])[0] for i, r in enumerate(requests)]
         assert together[0] == int(logits[0].argmax())
         assert together[5] == int(logits[5].argmax()), "filters do not change what is greedy"
 
@@ -57,14 +57,21 @@ def test_tokens_stay_within_the_filters() -> None:
     torch.manual_seed(1)
     logits = torch.randn(1, VOCAB)
     best = set(logits[0].topk(4).indices.tolist())
-    got = {sampled([Request([1], 1, temperature=5.0, top_k=4, seed=seed)], logits)[0] for seed in range(100)}
+    got = {
+        sampled([Request([1], 1, temperature=5.0, top_k=4, seed=seed)], logits)[0]
+        for seed in range(100)
+    }
     assert got == best
 
 
 def test_seeds_and_positions_both_matter() -> None:
     logits = torch.zeros(1, VOCAB)
-    by_seed = {sampled([Request([1], 1, temperature=1.0, seed=seed)], logits)[0] for seed in range(40)}
-    by_position = {sampled([Request([1] * n, 1, temperature=1.0, seed=5)], logits)[0] for n in range(1, 15)}
+    by_seed = {
+        sampled([Request([1], 1, temperature=1.0, seed=seed)], logits)[0] for seed in range(40)
+    }
+    by_position = {
+        sampled([Request([1] * n, 1, temperature=1.0, seed=5)], logits)[0] for n in range(1, 15)
+    }
     assert len(by_seed) > 20
     assert len(by_position) > 8
 
@@ -73,8 +80,11 @@ def test_seeds_and_positions_both_matter() -> None:
 def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
     logits = torch.full((3, VOCAB), -9.0)
     logits[:, 7], logits[:, 8], logits[:, 9] = 40.0, 30.0, 20.0
-    requests = [Request([1], 4, temperature, min_tokens=1, stop_ids=[7, 8]), Request([1], 4, temperature),
-                Request([1], 4, temperature, min_tokens=2, stop_ids=[7])]
+    requests = [
+        Request([1], 4, temperature, min_tokens=1, stop_ids=[7, 8]),
+        Request([1], 4, temperature),
+        Request([1], 4, temperature, min_tokens=2, stop_ids=[7]),
+    ]
     before = logits.clone()
     assert sampled(requests, logits) == [9, 7, 8]
     assert torch.equal(logits, before), "the caller's logits were changed"

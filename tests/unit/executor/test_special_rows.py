@@ -18,15 +18,23 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain_requests() -> list[Request]:
-    return [Request(p, 10, temperature=[0.0, 0.9][i % 2], top_k=[0, 9][i % 2], seed=i)
-            for i, p in enumerate(random_prompts(8, VOCAB))]
+    return [
+        Request(p, 10, temperature=[0.0, 0.9][i % 2], top_k=[0, 9][i % 2], seed=i)
+        for i, p in enumerate(random_prompts(8, VOCAB))
+    ]
 
 
 def test_biased_rows_follow_their_bias_and_no_other_row_changes(runner: ModelRunner) -> None:
     expected = run(runner, plain_requests())
     always = Controls(logit_bias={7: 100.0, 9: -100.0})
-    requests = [r for plain in plain_requests()
-                for r in (plain, Request(plain.prompt, 10, plain.temperature, seed=plain.seed, controls=always))]
+    requests = [
+        r
+        for plain in plain_requests()
+        for r in (
+            plain,
+            Request(plain.prompt, 10, plain.temperature, seed=plain.seed, controls=always),
+        )
+    ]
     got = run(runner, requests)
     assert got[::2] == expected
     assert all(output == [7] * 10 for output in got[1::2])
@@ -42,11 +50,15 @@ def test_a_plain_request_in_the_slot_of_one_with_controls_is_plain(runner: Model
 
 def test_min_tokens_holds_for_special_rows_too(runner: ModelRunner) -> None:
     """The bias makes 7 the best token by far, and it must not come before the third output."""
-    request = Request([1, 2, 3], 4, controls=Controls(logit_bias={7: 100.0, 8: 50.0}), min_tokens=2, stop_ids=[7])
+    request = Request(
+        [1, 2, 3], 4, controls=Controls(logit_bias={7: 100.0, 8: 50.0}), min_tokens=2, stop_ids=[7]
+    )
     assert run(runner, [request])[0] == [8, 8, 7, 7]
 
 
-def test_more_special_rows_than_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_special_rows_than_are_copied_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sidestep.executor.special_rows.MOST_ROWS", 4)
     runner = make_runner(write_model("llama-gqa", tmp_path))
     requests = [Request([1, 2, 3], 3, controls=Controls(logit_bias={i: 100.0})) for i in range(11)]

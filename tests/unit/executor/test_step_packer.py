@@ -10,7 +10,13 @@ import torch
 from sidestep.executor.input_batch import Apart, make_batch
 from sidestep.executor.request_state import RequestState
 from sidestep.executor.step_packer import StepPacker, masked_logits
-from sidestep.kernels.prepare_step_triton import MASKED, SAMPLING, SlotTables, StepLayout, prepare_step
+from sidestep.kernels.prepare_step_triton import (
+    MASKED,
+    SAMPLING,
+    SlotTables,
+    StepLayout,
+    prepare_step,
+)
 from tests.unit.executor.steps import Request, make_step, schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -24,15 +30,31 @@ def ints(*size: int) -> torch.Tensor:
 
 def new_tables(slots: int) -> SlotTables:
     floats = [torch.full((slots,), -7.0, device=DEVICE) for _ in range(3)]
-    return SlotTables(block_tables=ints(slots, LONGEST // BLOCK), last_sampled=ints(slots), temperature=floats[0],
-                      top_p=floats[1], min_p=floats[2], top_k=ints(slots), seed=ints(slots).long())
+    return SlotTables(
+        block_tables=ints(slots, LONGEST // BLOCK),
+        last_sampled=ints(slots),
+        temperature=floats[0],
+        top_p=floats[1],
+        min_p=floats[2],
+        top_k=ints(slots),
+        seed=ints(slots).long(),
+    )
 
 
 def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
     rng = random.Random(4)
-    requests = [Request([rng.randrange(999) for _ in range(rng.randint(1, 40))], rng.randint(1, 20),
-                        temperature=rng.random(), top_k=rng.randrange(9), top_p=rng.random(), min_p=rng.random(),
-                        seed=rng.randrange(-2**63, 2**63)) for _ in range(7)]
+    requests = [
+        Request(
+            [rng.randrange(999) for _ in range(rng.randint(1, 40))],
+            rng.randint(1, 20),
+            temperature=rng.random(),
+            top_k=rng.randrange(9),
+            top_p=rng.random(),
+            min_p=rng.random(),
+            seed=rng.randrange(-(2**63), 2**63),
+        )
+        for _ in range(7)
+    ]
     state, tables = RequestState(7, LONGEST, BLOCK), new_tables(7)
     tables.last_sampled.copy_(torch.arange(1000, 1007))
     largest = StepLayout(7, 50)
@@ -47,7 +69,12 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         used = packer.pack(number % ROTATION, layout, batch, step)
         message.fill_(-7)
         message[:used].copy_(packer.buffers[number % ROTATION][:used])
-        token_ids, positions, places, last = ints(tokens + 3), ints(tokens + 3), ints(tokens + 3), ints(rows)
+        token_ids, positions, places, last = (
+            ints(tokens + 3),
+            ints(tokens + 3),
+            ints(tokens + 3),
+            ints(rows),
+        )
         prepare_step(message, layout, tables, token_ids, positions, places, last, BLOCK)
         expected = np.where(batch.token_ids < 0, 1000 + batch.row_slots, batch.token_ids)
         assert token_ids.tolist() == [*expected.tolist(), 0, 0, 0]
@@ -55,9 +82,9 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         assert places.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
         assert last.tolist() == (batch.query_starts[1:] - 1).tolist()
         assert message[:MASKED].tolist() == [rows, batch.num_decode_rows, tokens]
-        assert message[SAMPLING:SAMPLING + 2].tolist() == [rows, number % ROTATION]
+        assert message[SAMPLING : SAMPLING + 2].tolist() == [rows, number % ROTATION]
         at = layout.at("samples")
-        assert message[at:at + rows].tolist() == batch.samples.astype(int).tolist()
+        assert message[at : at + rows].tolist() == batch.samples.astype(int).tolist()
     for slot, request in enumerate(requests):
         assert tables.seed[slot] == request.seed
         assert tables.top_k[slot] == request.top_k
@@ -69,11 +96,17 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
 
 def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
     state = RequestState(3, LONGEST, BLOCK)
-    entering = {0: Request([1], 9), 1: Request([1, 2], 9, min_tokens=2, stop_ids=[5, 9]),
-                2: Request([3, 3, 3, 3], 9, min_tokens=1, stop_ids=[4])}
+    entering = {
+        0: Request([1], 9),
+        1: Request([1, 2], 9, min_tokens=2, stop_ids=[5, 9]),
+        2: Request([3, 3, 3, 3], 9, min_tokens=1, stop_ids=[4]),
+    }
     listed = []
-    for rows, new in (([(0, 1, [0]), (1, 2, [1]), (2, 3, [2])], entering), ([(0, 1, []), (1, 1, []), (2, 1, [])], {}),
-                      ([(0, 1, []), (1, 1, []), (2, 1, [])], {})):
+    for rows, new in (
+        ([(0, 1, [0]), (1, 2, [1]), (2, 3, [2])], entering),
+        ([(0, 1, []), (1, 1, []), (2, 1, [])], {}),
+        ([(0, 1, []), (1, 1, []), (2, 1, [])], {}),
+    ):
         step = make_step(rows, new)
         state.apply(step)
         batch = make_batch(state, step, BLOCK)
@@ -94,6 +127,6 @@ def test_special_and_masked_rows_are_left_to_others() -> None:
     batch = make_batch(state, step, BLOCK)
     used = packer.pack(0, layout, batch, step, Apart(special=np.array([1]), masked=np.array([3])))
     words = packer.buffers[0].numpy()
-    assert words[layout.at("samples"):][:4].tolist() == [1, 0, 1, 0]
-    assert words[used - 6:used].tolist() == [0, 2, 3, 4, 6, 7]
+    assert words[layout.at("samples") :][:4].tolist() == [1, 0, 1, 0]
+    assert words[used - 6 : used].tolist() == [0, 2, 3, 4, 6, 7]
     assert batch.samples.all()

@@ -31,11 +31,15 @@ def write(folder: Path, shards: int = 1) -> str:
         file = f"model-{i + 1:05}-of-00002.safetensors"
         save_file({name: tensor}, folder / file)
         weight_map[name] = file
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return str(folder)
 
 
-def load(folder: str, use: Callable[[SafetensorsWeights], object], dtype: torch.dtype = torch.float32) -> None:
+def load(
+    folder: str, use: Callable[[SafetensorsWeights], object], dtype: torch.dtype = torch.float32
+) -> None:
     with SafetensorsWeights(folder, dtype, CPU) as weights:
         use(weights)
         weights.finish()
@@ -75,13 +79,21 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match=re.escape("a.weight has shape [6, 4]") + ".*" + re.escape("[6, 5]")):
+    with pytest.raises(
+        EngineStartError, match=re.escape("a.weight has shape [6, 4]") + ".*" + re.escape("[6, 5]")
+    ):
         load(write(tmp_path), lambda weights: weights.get("a.weight", (6, 5)))
 
 
 def test_what_follows_from_the_config_may_be_there(tmp_path: Path) -> None:
-    save_file({**tensors(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-               "lm_head.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    save_file(
+        {
+            **tensors(),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+            "lm_head.weight": torch.ones(3),
+        },
+        tmp_path / "model.safetensors",
+    )
 
     def use(weights: SafetensorsWeights) -> None:
         take_all(weights)

@@ -12,7 +12,13 @@ import pytest
 from sidestep.executor.kv_cache_size import cpu_kv_blocks
 from sidestep.executor.multiproc import worker_environment
 from sidestep.executor.runner import WorkerArgs
-from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config import (
+    DEFAULT_MODEL,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from sidestep.ipc.model_spec import load_model_spec
 
 STEPS = """
@@ -49,8 +55,14 @@ print(first, run(24))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_steps_of_all_sizes_leave_nothing_behind() -> None:
     """The first third of some two hundred steps may warm up; the others add less than a tenth of torch's own memory."""
-    ran = subprocess.run([sys.executable, "-c", STEPS], check=True, text=True, stdin=subprocess.DEVNULL,
-                         capture_output=True, env={**os.environ, **worker_environment(1)})
+    ran = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        check=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={**os.environ, **worker_environment(1)},
+    )
     first, last = map(int, ran.stdout.split())
     assert last - first < 20 << 20, (first, last)
 
@@ -59,8 +71,15 @@ def test_a_small_model_has_a_small_cache() -> None:
     """A small model's cache has room for one request of full length and for short ones in all slots; a large model's
     has the largest size."""
     spec = load_model_spec(DEFAULT_MODEL)
-    args = WorkerArgs(rank=0, spec=spec, model=ModelConfig(DEFAULT_MODEL), cache=CacheConfig(),
-                      parallel=ParallelConfig(device="cpu"), scheduler=SchedulerConfig(), max_model_len=2048)
+    args = WorkerArgs(
+        rank=0,
+        spec=spec,
+        model=ModelConfig(DEFAULT_MODEL),
+        cache=CacheConfig(),
+        parallel=ParallelConfig(device="cpu"),
+        scheduler=SchedulerConfig(),
+        max_model_len=2048,
+    )
     limits = args.scheduler.limits("cpu")
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
     blocks = cpu_kv_blocks(args, limits, token_bytes, 16)

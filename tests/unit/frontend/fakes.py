@@ -78,10 +78,17 @@ class FakeChannel:
         self._waiting.append(message)
         self._ring.send(b"x")
 
-    def say_tokens(self, *tokens: tuple[int, int], finished: Iterable[tuple[int, FinishReason]] = ()) -> None:
+    def say_tokens(
+        self, *tokens: tuple[int, int], finished: Iterable[tuple[int, FinishReason]] = ()
+    ) -> None:
         """One step: (handle, token) pairs."""
-        self.say(Outputs(handles=pack_ids(h for h, _ in tokens), token_ids=pack_ids(t for _, t in tokens),
-                         finished=[Finished(handle=h, reason=r) for h, r in finished]))
+        self.say(
+            Outputs(
+                handles=pack_ids(h for h, _ in tokens),
+                token_ids=pack_ids(t for _, t in tokens),
+                finished=[Finished(handle=h, reason=r) for h, r in finished],
+            )
+        )
 
     @property
     def added(self) -> list[AddRequest]:
@@ -98,7 +105,9 @@ def client_of(channel: FakeChannel) -> EngineClient:
     return EngineClient(channel, processor.handle, processor.fail_all)
 
 
-def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100, *others: FakeChannel) -> AsyncLLM:
+def llm_of(
+    channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100, *others: FakeChannel
+) -> AsyncLLM:
     """An AsyncLLM whose core is the test; or cores, one a replica."""
     channels = dict(enumerate((channel, *others)))
     made = AsyncLLM.__new__(AsyncLLM)
@@ -117,16 +126,34 @@ def llm_of(channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100,
     return made
 
 
-def replicas_of(channels: Mapping[int, FakeChannel], outputs: OutputProcessor, config: EngineConfig,
-                max_model_len: int = 100) -> ReplicaSet:
+def replicas_of(
+    channels: Mapping[int, FakeChannel],
+    outputs: OutputProcessor,
+    config: EngineConfig,
+    max_model_len: int = 100,
+) -> ReplicaSet:
     """Replicas that a test plays, and that have said they are ready."""
-    replicas = ReplicaSet(config, outputs, {number: (channel, 0) for number, channel in channels.items()})
+    replicas = ReplicaSet(
+        config, outputs, {number: (channel, 0) for number, channel in channels.items()}
+    )
     for number, channel in channels.items():
-        channel.say(Ready(max_model_len=max_model_len, num_kv_blocks=90, block_size=16, device="fake",
-                          core_pid=number, worker_pids=[]))
+        channel.say(
+            Ready(
+                max_model_len=max_model_len,
+                num_kv_blocks=90,
+                block_size=16,
+                device="fake",
+                core_pid=number,
+                worker_pids=[],
+            )
+        )
     replicas.wait_ready()
     return replicas
 
 
-def input_processor(tokenizer: Tokenizer, max_model_len: int = 100, seed: str | None = None) -> InputProcessor:
-    return InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, seed=seed)
+def input_processor(
+    tokenizer: Tokenizer, max_model_len: int = 100, seed: str | None = None
+) -> InputProcessor:
+    return InputProcessor(
+        tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, seed=seed
+    )

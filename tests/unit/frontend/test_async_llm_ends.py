@@ -9,7 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from sidestep import AsyncLLM, EngineDeadError, EngineStalledError, EngineStartError, SamplingParams, ValidationError
+from sidestep import (
+    AsyncLLM,
+    EngineDeadError,
+    EngineStalledError,
+    EngineStartError,
+    SamplingParams,
+    ValidationError,
+)
 from sidestep.frontend import async_llm
 from sidestep.frontend.outputs import RequestOutput
 from sidestep.ipc.errors import SidestepError
@@ -31,7 +38,9 @@ async def answer(channel: FakeChannel, **result: float) -> None:
     channel.say(Answer(call_id=call.call_id, result=result))
 
 
-async def test_a_generator_that_is_dropped_aborts_its_request(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_a_generator_that_is_dropped_aborts_its_request(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     stream = llm.generate([5], SamplingParams(max_tokens=9))
     waiting = asyncio.create_task(anext(stream))
     await added(channel)
@@ -43,13 +52,17 @@ async def test_a_generator_that_is_dropped_aborts_its_request(llm: AsyncLLM, cha
     assert len(llm._outputs) == 0
 
 
-async def test_a_generator_that_never_ran_sends_nothing(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_a_generator_that_never_ran_sends_nothing(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     stream = llm.generate([5])
     await stream.aclose()
     assert channel.sent == []
 
 
-async def test_an_ended_request_is_not_aborted_when_its_generator_is_left(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_an_ended_request_is_not_aborted_when_its_generator_is_left(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     stream = llm.generate([5])
     waiting = asyncio.create_task(anext(stream))
     await added(channel)
@@ -60,7 +73,8 @@ async def test_an_ended_request_is_not_aborted_when_its_generator_is_left(llm: A
 
 
 async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(
-        llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object) -> None:
         raise OSError("no more descriptors")
 
@@ -83,7 +97,8 @@ async def test_a_request_id_is_text(llm: AsyncLLM, channel: FakeChannel, request
 
 
 async def test_of_two_calls_with_one_id_at_the_same_time_the_later_is_refused(
-        llm: AsyncLLM, channel: FakeChannel) -> None:
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     text = "x = 1\n" * 500  # tokenised in a thread: both have been called before either is sent
     llm._inputs._max_model_len = 10_000
     calls = [asyncio.create_task(anext(llm.generate(text, request_id="mine"))) for _ in range(2)]
@@ -97,7 +112,8 @@ async def test_of_two_calls_with_one_id_at_the_same_time_the_later_is_refused(
 
 
 async def test_several_requests_are_aborted_at_once_and_unknown_ids_are_ignored(
-        llm: AsyncLLM, channel: FakeChannel) -> None:
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     readers = [asyncio.create_task(collect(llm)) for _ in range(3)]
     await added(channel, 3)
     ids = [m.request_id for m in channel.added]
@@ -125,7 +141,8 @@ async def test_a_deadline_is_kept_while_the_core_hangs(llm: AsyncLLM, channel: F
 
 
 async def test_the_core_s_word_on_a_deadline_comes_first(
-        llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loop that was delayed past the deadline reads the core's earlier outputs before it ends the request."""
     monkeypatch.setattr(async_llm, "_GRACE_S", 0.0)
     reader = asyncio.create_task(until_deadline(llm, 0.02))
@@ -136,8 +153,13 @@ async def test_the_core_s_word_on_a_deadline_comes_first(
     assert (output.finish_reason, output.token_ids) == ("length", [70])
 
 
-async def test_shutting_down_wakes_everybody_and_may_be_repeated(llm: AsyncLLM, channel: FakeChannel) -> None:
-    waiting: list[asyncio.Task[object]] = [asyncio.create_task(collect(llm)), asyncio.create_task(llm.get_stats())]
+async def test_shutting_down_wakes_everybody_and_may_be_repeated(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
+    waiting: list[asyncio.Task[object]] = [
+        asyncio.create_task(collect(llm)),
+        asyncio.create_task(llm.get_stats()),
+    ]
     await added(channel)
     await until(lambda: len(channel.sent) == 2)
     assert llm.is_running
@@ -157,7 +179,9 @@ async def test_as_a_context_manager_it_shuts_down_at_the_end(llm: AsyncLLM) -> N
     assert not llm.is_running and "shut down" in repr(llm)
 
 
-async def test_every_caller_after_death_gets_an_exception_of_its_own(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_every_caller_after_death_gets_an_exception_of_its_own(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     llm._replicas.attach()
     channel.say(Dead(cause="engine core was killed by SIGKILL"))
     await until(lambda: llm.errored)
@@ -169,7 +193,9 @@ async def test_every_caller_after_death_gets_an_exception_of_its_own(llm: AsyncL
     assert caught[0] is not caught[1] and not llm.is_running
 
 
-async def test_an_engine_that_makes_progress_is_healthy(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_an_engine_that_makes_progress_is_healthy(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     asking = asyncio.create_task(llm.check_health())
     await answer(channel, seconds_since_progress=0.5)
     await asking
@@ -187,7 +213,9 @@ async def test_a_core_that_does_not_answer_is_a_stall(llm: AsyncLLM) -> None:
         await llm.check_health(timeout_s=0)
 
 
-async def test_the_prefix_cache_is_reset_and_an_unknown_call_is_an_error(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_the_prefix_cache_is_reset_and_an_unknown_call_is_an_error(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     asking = asyncio.create_task(llm.reset_prefix_cache())
     await answer(channel, done=1.0)
     assert await asking
@@ -202,7 +230,9 @@ async def test_the_prefix_cache_is_reset_and_an_unknown_call_is_an_error(llm: As
 
 
 def test_starting_waits_for_the_core_s_word(channel: FakeChannel) -> None:
-    ready = Ready(max_model_len=9, num_kv_blocks=9, block_size=16, device="fake", core_pid=1, worker_pids=[2])
+    ready = Ready(
+        max_model_len=9, num_kv_blocks=9, block_size=16, device="fake", core_pid=1, worker_pids=[2]
+    )
     channel.say(ready)
     assert client_of(channel).poll_ready(0) == ready
     channel.say(Dead(cause="model: has no weights"))
@@ -245,7 +275,8 @@ async def test_news_of_a_death_after_the_loop_has_closed_harms_nobody(channel: F
 
 
 async def test_a_request_may_be_aborted_while_it_is_tokenised(
-        llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process, ready = llm._inputs.process, asyncio.Event()
 
     async def slowly(*args: object, **options: object) -> object:

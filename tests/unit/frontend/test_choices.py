@@ -17,8 +17,14 @@ from tests.unit.frontend.fakes import FakeChannel
 LENGTH = FinishReason.LENGTH
 
 
-def stream(llm: AsyncLLM, kind: RequestOutputKind, n: int = 3, **more: Any) -> AsyncGenerator[RequestOutput, None]:
-    return llm.generate([5, 6], SamplingParams(n=n, max_tokens=9, output_kind=kind, seed=1, **more), request_id="mine")
+def stream(
+    llm: AsyncLLM, kind: RequestOutputKind, n: int = 3, **more: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    return llm.generate(
+        [5, 6],
+        SamplingParams(n=n, max_tokens=9, output_kind=kind, seed=1, **more),
+        request_id="mine",
+    )
 
 
 async def begin(reader: AsyncGenerator[RequestOutput, None]) -> asyncio.Task[RequestOutput]:
@@ -38,8 +44,15 @@ async def test_one_message_asks_for_all_choices(llm: AsyncLLM, channel: FakeChan
     (message,) = channel.added
     assert (message.handle, message.sampling.n) == (0, 3)
     assert (llm.num_waiting, llm.num_waiting_tokens) == (3, 2), "the prompt is computed once"
-    channel.say(Outputs(handles=b"", token_ids=b"", started=[
-        Started(handle=handle, num_cached_tokens=1, scheduled=2.0) for handle in range(3)]))
+    channel.say(
+        Outputs(
+            handles=b"",
+            token_ids=b"",
+            started=[
+                Started(handle=handle, num_cached_tokens=1, scheduled=2.0) for handle in range(3)
+            ],
+        )
+    )
     channel.say_tokens((0, 70))
     output = await task
     assert seen(output) == [(0, [70], None)] and output.num_cached_tokens == 1
@@ -50,7 +63,9 @@ async def test_one_message_asks_for_all_choices(llm: AsyncLLM, channel: FakeChan
     await reader.aclose()
 
 
-async def test_deltas_hold_the_choices_with_something_new(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_deltas_hold_the_choices_with_something_new(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     reader = stream(llm, RequestOutputKind.DELTA)
     task = await begin(reader)
     channel.say_tokens((0, 70))
@@ -60,8 +75,10 @@ async def test_deltas_hold_the_choices_with_something_new(llm: AsyncLLM, channel
     channel.say_tokens((1, 81), finished=[(1, LENGTH), (0, LENGTH)])
     third = await anext(reader)
     assert [seen(o) for o in (first, second, third)] == [
-        [(0, [70], None)], [(0, [71], None), (1, [80], None), (2, [90], "length")],
-        [(0, [], "length"), (1, [81], "length")]]
+        [(0, [70], None)],
+        [(0, [71], None), (1, [80], None), (2, [90], "length")],
+        [(0, [], "length"), (1, [81], "length")],
+    ]
     assert [first.finished, second.finished, third.finished] == [False, False, True]
     assert third.metrics.num_generation_tokens == 5
     with pytest.raises(StopAsyncIteration):
@@ -74,13 +91,22 @@ async def test_cumulative_outputs_hold_all_choices(llm: AsyncLLM, channel: FakeC
     channel.say_tokens((1, 80))
     assert seen(await task) == [(0, [], None), (1, [80], None), (2, [], None)]
     channel.say_tokens((0, 70), (1, 81), (2, 90), finished=[(0, LENGTH), (2, LENGTH)])
-    assert seen(await anext(reader)) == [(0, [70], "length"), (1, [80, 81], None), (2, [90], "length")]
+    assert seen(await anext(reader)) == [
+        (0, [70], "length"),
+        (1, [80, 81], None),
+        (2, [90], "length"),
+    ]
     channel.say_tokens((1, 82), finished=[(1, LENGTH)])
     last = await anext(reader)
-    assert seen(last) == [(0, [70], "length"), (1, [80, 81, 82], "length"), (2, [90], "length")] and last.finished
+    assert (
+        seen(last) == [(0, [70], "length"), (1, [80, 81, 82], "length"), (2, [90], "length")]
+        and last.finished
+    )
 
 
-async def test_a_final_output_comes_when_all_have_ended(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_a_final_output_comes_when_all_have_ended(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     reader = stream(llm, RequestOutputKind.FINAL_ONLY)
     task = await begin(reader)
     channel.say_tokens((0, 70), (1, 80), (2, 90), finished=[(0, LENGTH), (2, LENGTH)])
@@ -90,7 +116,8 @@ async def test_a_final_output_comes_when_all_have_ended(llm: AsyncLLM, channel: 
 
 @pytest.mark.parametrize("ended", [[], [1], [0, 2]])
 async def test_leaving_ends_those_that_have_not_ended_in_one_message(
-        llm: AsyncLLM, channel: FakeChannel, ended: list[int]) -> None:
+    llm: AsyncLLM, channel: FakeChannel, ended: list[int]
+) -> None:
     reader = stream(llm, RequestOutputKind.DELTA)
     task = await begin(reader)
     channel.say_tokens((0, 70), finished=[(handle, LENGTH) for handle in ended])
@@ -111,7 +138,9 @@ async def test_an_abort_ends_all_choices(llm: AsyncLLM, channel: FakeChannel) ->
     assert channel.aborted == [0, 1, 2]
 
 
-async def test_a_stop_text_ends_its_choice_alone(llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer) -> None:
+async def test_a_stop_text_ends_its_choice_alone(
+    llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer
+) -> None:
     (token,) = set(tokenizer.encode("abab", False)[:1])
     reader = stream(llm, RequestOutputKind.CUMULATIVE, stop=tokenizer.decode([token]))
     task = await begin(reader)
@@ -127,8 +156,16 @@ async def test_what_the_engine_refuses_is_raised_once(llm: AsyncLLM, channel: Fa
         reader = stream(llm, kind)
         task = await begin(reader)
         first = channel.added[-1].handle
-        channel.say(Outputs(handles=b"", token_ids=b"", finished=[
-            Finished(handle=first + i, reason=FinishReason.ERROR, error="n: too many") for i in range(3)]))
+        channel.say(
+            Outputs(
+                handles=b"",
+                token_ids=b"",
+                finished=[
+                    Finished(handle=first + i, reason=FinishReason.ERROR, error="n: too many")
+                    for i in range(3)
+                ],
+            )
+        )
         with pytest.raises(RequestError, match="n: too many"):
             await task
     assert len(llm._outputs) == 0

@@ -19,7 +19,13 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from sidestep import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, ValidationError
+from sidestep import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    ValidationError,
+)
 from sidestep.frontend import cli_chat
 from sidestep.frontend.chat_input import Interrupted, Lines, Terminal
 from sidestep.frontend.cli import main
@@ -38,13 +44,17 @@ class Engine:
         self.seen: list[list[tuple[str, str]]] = []
         self.num_shutdowns = 0
 
-    async def generate(self, messages: Any, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, messages: Any, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.seen.append([(m["role"], m["content"]) for m in messages])
         text = messages[-1]["content"]
         if text == "too long":
             raise ValidationError("prompt", "has 999 tokens")
         for piece in ("answer ", str(len(messages))):
-            yield RequestOutput("", None, [], [CompletionOutput(0, piece, [])], False, RequestMetrics(0.0))
+            yield RequestOutput(
+                "", None, [], [CompletionOutput(0, piece, [])], False, RequestMetrics(0.0)
+            )
             if text == "stop me":
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.get_running_loop().create_future()
@@ -82,16 +92,33 @@ def close_input(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_conversation_remembers_until_it_is_reset(
-        engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say(monkeypatch, tmp_path, "hi", "", "again", "/what", "/reset", "anew", "/clear", "/usr/bin?", "/exit",
-        "never read")
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say(
+        monkeypatch,
+        tmp_path,
+        "hi",
+        "",
+        "again",
+        "/what",
+        "/reset",
+        "anew",
+        "/clear",
+        "/usr/bin?",
+        "/exit",
+        "never read",
+    )
     assert main(["chat", "--system", "Be brief."]) == 0
     system = ("system", "Be brief.")
     assert engine.seen == [
         [system, (USER, "hi")],
         [system, (USER, "hi"), (ASSISTANT, "answer 2"), (USER, "again")],
         [system, (USER, "anew")],
-        [system, (USER, "/usr/bin?")]]
+        [system, (USER, "/usr/bin?")],
+    ]
     shown = capsys.readouterr()
     assert "> answer 2\n> > answer 4\n" in shown.out
     assert "There is no command /what.\n" in shown.err and "/system TEXT" in shown.err
@@ -99,7 +126,11 @@ def test_a_conversation_remembers_until_it_is_reset(
 
 
 def test_a_message_that_is_refused_is_told_and_forgotten(
-        engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     say(monkeypatch, tmp_path, "too long", "hi")
     assert main(["chat"]) == 0
     assert engine.seen[-1] == [(USER, "hi")]
@@ -107,18 +138,25 @@ def test_a_message_that_is_refused_is_told_and_forgotten(
 
 
 def test_the_system_message_can_be_shown_changed_and_removed(
-        engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     say(monkeypatch, tmp_path, "/system", "/system Be\tbrief.", "hi", "/system -", "again", "/help")
     assert main(["chat"]) == 0
-    assert engine.seen == [[("system", "Be\tbrief."), (USER, "hi")],
-                           [(USER, "hi"), (ASSISTANT, "answer 2"), (USER, "again")]]
+    assert engine.seen == [
+        [("system", "Be\tbrief."), (USER, "hi")],
+        [(USER, "hi"), (ASSISTANT, "answer 2"), (USER, "again")],
+    ]
     told = capsys.readouterr().err
     assert told.count("There is no system message.") == 2 and "System message: Be\tbrief." in told
     assert "\x1b" not in told  # no terminal, no colours
 
 
 def test_a_model_without_a_template_is_refused_before_the_engine_starts(
-        engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tmp_path / "base-model"
     shutil.copytree(resolve_model_path(DEFAULT_MODEL), model)
     (model / "chat_template.jinja").unlink(missing_ok=True)
@@ -126,8 +164,10 @@ def test_a_model_without_a_template_is_refused_before_the_engine_starts(
     config.pop("chat_template", None)
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     assert main(["chat", str(model)]) == 1
-    assert capsys.readouterr().err == (f"sidestep: model: {model} has no chat template, so it cannot chat; "
-                                       "`sidestep generate` completes text with it\n")
+    assert capsys.readouterr().err == (
+        f"sidestep: model: {model} has no chat template, so it cannot chat; "
+        "`sidestep generate` completes text with it\n"
+    )
     assert engine.num_shutdowns == 0
 
 
@@ -143,14 +183,21 @@ def terminal(*keys: str) -> Iterator[None]:
 PASTE = "\x1b[200~{}\x1b[201~"
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ("hi\r", "hi"),
-    ("one\\\rtwo\r", "one\ntwo"),
-    ("one\x1b\rtwo\r", "one\ntwo"),
-    (PASTE.format("def f():\n    return 1\n\n") + "what is this?\r", "def f():\n    return 1\n\nwhat is this?"),
-    ("ab\x1b[Dx\r", "axb"),
-    ("half a line\x03whole\r", "whole")],
-    ids=["line", "backslash", "alt-enter", "pasted", "edited", "cleared"])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("hi\r", "hi"),
+        ("one\\\rtwo\r", "one\ntwo"),
+        ("one\x1b\rtwo\r", "one\ntwo"),
+        (
+            PASTE.format("def f():\n    return 1\n\n") + "what is this?\r",
+            "def f():\n    return 1\n\nwhat is this?",
+        ),
+        ("ab\x1b[Dx\r", "axb"),
+        ("half a line\x03whole\r", "whole"),
+    ],
+    ids=["line", "backslash", "alt-enter", "pasted", "edited", "cleared"],
+)
 async def test_what_is_typed_is_one_message(keys: str, message: str) -> None:
     with terminal(keys):
         assert await Terminal(None).ask("> ") == message
@@ -192,13 +239,16 @@ def test_the_state_folder_is_where_the_desktop_s_rules_say(monkeypatch: pytest.M
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_has_come(
-        engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     say(monkeypatch, tmp_path, "stop me", "hi")
     assert main(["chat"]) == 0
     assert engine.seen[-1] == [(USER, "stop me"), (ASSISTANT, "answer "), (USER, "hi")]
 
 
-async def test_lines_are_read_from_a_pipe_however_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_lines_are_read_from_a_pipe_however_they_come(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out, into = os.pipe()
     lines = Lines(out)
     waiting = asyncio.create_task(lines.ask("> "))

@@ -10,8 +10,11 @@ from sidestep.frontend.detokenizer import Detokenizer
 from sidestep.frontend.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(DEFAULT_MODEL)
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40) | st.sampled_from(
-    ["def get_name(self):\n    return self.name\n", "naïve 🦆🏳️‍🌈 日本語", "a\r\n\tb"])
+TEXTS = st.text(
+    st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40
+) | st.sampled_from(
+    ["def get_name(self):\n    return self.name\n", "naïve 🦆🏳️‍🌈 日本語", "a\r\n\tb"]
+)
 
 
 def stream(detokenizer: Detokenizer, tokens: list[int]) -> tuple[list[str], str | None]:
@@ -42,7 +45,7 @@ def test_an_encoded_text_comes_out_whole_and_only_grows(prompt: str, text: str) 
 @example([TOKENIZER.fast.token_to_id("ð")])
 def test_any_tokens_stream_to_what_a_full_decode_gives(tokens: list[int]) -> None:
     seen, _ = stream(Detokenizer(TOKENIZER, [5, 6, 7]), tokens)
-    assert seen[-1] == TOKENIZER.decode([5, 6, 7, *tokens])[len(TOKENIZER.decode([5, 6, 7])):]
+    assert seen[-1] == TOKENIZER.decode([5, 6, 7, *tokens])[len(TOKENIZER.decode([5, 6, 7])) :]
     for before, after in zip(seen, seen[1:], strict=False):
         assert after.startswith(before)
 
@@ -50,14 +53,15 @@ def test_any_tokens_stream_to_what_a_full_decode_gives(tokens: list[int]) -> Non
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, st.data(), st.booleans())
 def test_a_stop_string_is_found_wherever_tokens_break_and_never_shown_before(
-        text: str, data: st.DataObject, include: bool) -> None:
+    text: str, data: st.DataObject, include: bool
+) -> None:
     start = data.draw(st.integers(0, len(text) - 1))
-    stop = text[start:start + data.draw(st.integers(1, 6))]
+    stop = text[start : start + data.draw(st.integers(1, 6))]
     detokenizer = Detokenizer(TOKENIZER, [5], stop=[stop], include_stop=include)
     seen, found = stream(detokenizer, TOKENIZER.encode(text))
     end = text.index(stop)
     assert found == stop
-    assert seen[-1] == text[:end + len(stop) if include else end]
+    assert seen[-1] == text[: end + len(stop) if include else end]
     for shown in seen:
         assert seen[-1].startswith(shown)
 
@@ -77,4 +81,7 @@ def test_text_held_back_for_a_stop_string_that_does_not_come_is_given_at_the_end
 def test_special_tokens_are_left_out_unless_wanted() -> None:
     tokens = TOKENIZER.encode("a<|im_end|>b")
     assert stream(Detokenizer(TOKENIZER, [5]), tokens)[0][-1] == "ab"
-    assert stream(Detokenizer(TOKENIZER, [5], skip_special_tokens=False), tokens)[0][-1] == "a<|im_end|>b"
+    assert (
+        stream(Detokenizer(TOKENIZER, [5], skip_special_tokens=False), tokens)[0][-1]
+        == "a<|im_end|>b"
+    )

@@ -18,7 +18,9 @@ from sidestep.frontend.tokenizer import Tokenizer
 BYTES = Tokenizer(DEFAULT_MODEL)
 HALVES = [token for token in range(BYTES.vocab_size) if "�" in BYTES.decode([token])]
 TEXTS = st.text(st.sampled_from("a€🦆�日x "), max_size=8)
-TOKENS = st.lists(st.sampled_from(HALVES) | st.integers(0, BYTES.vocab_size - 1), max_size=70) | TEXTS.map(BYTES.encode)
+TOKENS = st.lists(
+    st.sampled_from(HALVES) | st.integers(0, BYTES.vocab_size - 1), max_size=70
+) | TEXTS.map(BYTES.encode)
 
 
 def run(detokenizer: Detokenizer, tokens: list[int]) -> str:
@@ -35,9 +37,11 @@ def run(detokenizer: Detokenizer, tokens: list[int]) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.integers(0, 5), TOKENS)
-def test_a_prompt_may_end_anywhere_and_none_of_it_is_shown(prompt: str, cut: int, tokens: list[int]) -> None:
+def test_a_prompt_may_end_anywhere_and_none_of_it_is_shown(
+    prompt: str, cut: int, tokens: list[int]
+) -> None:
     ids = BYTES.encode("x" + prompt)
-    ids = ids[:max(1, len(ids) - cut)]
+    ids = ids[: max(1, len(ids) - cut)]
     text = run(Detokenizer(BYTES, ids), tokens)
     whole, shown = BYTES.decode(ids + tokens, True), BYTES.decode(ids, True)
     assert whole.endswith(text)
@@ -48,10 +52,15 @@ def test_a_prompt_may_end_anywhere_and_none_of_it_is_shown(prompt: str, cut: int
 def test_a_character_begun_by_the_prompt_is_completed_by_the_output() -> None:
     duck = BYTES.encode("🦆")
     assert len(duck) > 1
-    assert run(Detokenizer(BYTES, [*BYTES.encode("a"), *duck[:1]]), [*duck[1:], *BYTES.encode("b")]) == "🦆b"
+    assert (
+        run(Detokenizer(BYTES, [*BYTES.encode("a"), *duck[:1]]), [*duck[1:], *BYTES.encode("b")])
+        == "🦆b"
+    )
 
 
-@pytest.mark.parametrize("token", [0, HALVES[0], BYTES.vocab_size + 5], ids=["special", "stray byte", "unknown"])
+@pytest.mark.parametrize(
+    "token", [0, HALVES[0], BYTES.vocab_size + 5], ids=["special", "stray byte", "unknown"]
+)
 def test_long_runs_without_text_cost_the_same_per_token(token: int) -> None:
     """The library decodes all that waits again with each token: a run would cost ever more."""
 
@@ -83,11 +92,25 @@ WORDS = ["▁", "a", "b", "c", "▁a", "▁ab", "d", "€", "▁the", "é"]
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *WORDS]
-    fast = FastTokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[("▁", "a")], byte_fallback=True,
-                                    unk_token="<unk>"))
-    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                      decoders.Strip(" ", 1, 0)])
+    fast = FastTokenizer(
+        models.BPE(
+            vocab={n: i for i, n in enumerate(names)},
+            merges=[("▁", "a")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    fast.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     fast.add_special_tokens(["<s>", "</s>"])
     folder = tmp_path_factory.mktemp("fallback")
     fast.save(str(folder / "tokenizer.json"))
@@ -101,14 +124,22 @@ def test_byte_fallback_vocabularies_stream_what_a_full_decode_gives(fallback: To
     def draw(count: int) -> list[int]:
         tokens: list[int] = []
         while len(tokens) < count:
-            tokens += rng.choice([[rng.randrange(first_word, fallback.vocab_size)], [2],
-                                  fallback.encode(rng.choice("🦆日ß"))[1:]])
+            tokens += rng.choice(
+                [
+                    [rng.randrange(first_word, fallback.vocab_size)],
+                    [2],
+                    fallback.encode(rng.choice("🦆日ß"))[1:],
+                ]
+            )
         return tokens
 
     for _ in range(1000):
         prompt, tokens = [1, *draw(rng.randrange(1, 6))], draw(rng.randrange(20))
         text = run(Detokenizer(fallback, prompt), tokens)
-        assert fallback.decode(prompt + tokens, True) == fallback.decode(prompt, True) + text, (prompt, tokens)
+        assert fallback.decode(prompt + tokens, True) == fallback.decode(prompt, True) + text, (
+            prompt,
+            tokens,
+        )
 
 
 def test_a_character_that_turns_out_to_be_none_does_not_take_text_back(fallback: Tokenizer) -> None:
@@ -118,6 +149,7 @@ def test_a_character_that_turns_out_to_be_none_does_not_take_text_back(fallback:
 
 
 # Stop strings.
+
 
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
     tokens = [BYTES.encode(c)[0] for c in "xyxyxy"]

@@ -37,6 +37,11 @@ def test_importing_it_imports_no_archives_or_temporary_files() -> None:
     """Each process of an engine imports it first: `importlib.abc` would cost all of them these modules."""
     code = "import sys, sidestep; print([n for n in ('importlib.abc', 'tempfile', 'lzma') if n in sys.modules])"
     root = Path(sidestep.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(root)})
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
     assert done.stdout.strip() == "[]"

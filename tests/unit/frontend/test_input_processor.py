@@ -13,25 +13,49 @@ from sidestep.ipc.messages import AddRequest, decode_to_core, encode
 from tests.unit.frontend.fakes import input_processor
 
 
-@pytest.mark.parametrize(("prompt", "options", "field"), [
-    ("", {}, "prompt"), ([], {}, "prompt"), ([5, -1], {}, "prompt_token_ids"), ([5, 10**6], {}, "prompt_token_ids"),
-    ([5] * 100, {}, "prompt"), (7, {}, "prompt"), ([1, "a"], {}, "prompt"), ([True], {}, "prompt"),
-    ({"prompt": 5, "prompt_token_ids": [1]}, {}, "prompt"), ({"promt": "a"}, {}, "prompt"), ({}, {}, "prompt"),
-    (b"abc", {}, "prompt"), ({"prompt": [5]}, {}, "prompt"), ({"prompt_token_ids": "a"}, {}, "prompt_token_ids"),
-    ({"prompt_token_ids": [5.0]}, {}, "prompt_token_ids"), ("\ud83d", {}, "prompt"), (None, {}, "prompt"),
-    ([{"role": "user"}], {}, "messages"), ([{"role": "user", "content": "a"}, "b"], {}, "messages"),
-    ("a", {"priority": True}, "priority"), ("a", {"priority": 2**40}, "priority"),
-    ("a", {"deadline_s": float("nan")}, "deadline_s"), ("a", {"deadline_s": True}, "deadline_s"),
-    ("a", {"num_public_tokens": -1}, "num_public_tokens"), ("a", {"num_public_tokens": 99}, "num_public_tokens"),
-    ("a", {"cache_salt": 5}, "cache_salt"), ("a", {"cache_salt": "\ud83d"}, "cache_salt"),
-    ("a", {"sampling_params": SamplingParams(stop="\ud83d")}, "stop"),
-    ("a", {"sampling_params": SamplingParams(min_tokens=100, max_tokens=None)}, "min_tokens"),
-    ("a", {"priority": "high"}, "priority"), ("a", {"deadline_s": 0}, "deadline_s"),
-    ("a", {"deadline_s": "soon"}, "deadline_s"), ("a", {"cache_salt": ""}, "cache_salt"),
-    ("a", {"sampling_params": 5}, "sampling_params"),
-    ("a", {"sampling_params": SamplingParams(stop_token_ids=[10**6])}, "stop_token_ids")])
-async def test_wrong_input_names_its_field(tokenizer: Tokenizer, prompt: Any, options: dict[str, Any],
-                                           field: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("", {}, "prompt"),
+        ([], {}, "prompt"),
+        ([5, -1], {}, "prompt_token_ids"),
+        ([5, 10**6], {}, "prompt_token_ids"),
+        ([5] * 100, {}, "prompt"),
+        (7, {}, "prompt"),
+        ([1, "a"], {}, "prompt"),
+        ([True], {}, "prompt"),
+        ({"prompt": 5, "prompt_token_ids": [1]}, {}, "prompt"),
+        ({"promt": "a"}, {}, "prompt"),
+        ({}, {}, "prompt"),
+        (b"abc", {}, "prompt"),
+        ({"prompt": [5]}, {}, "prompt"),
+        ({"prompt_token_ids": "a"}, {}, "prompt_token_ids"),
+        ({"prompt_token_ids": [5.0]}, {}, "prompt_token_ids"),
+        ("\ud83d", {}, "prompt"),
+        (None, {}, "prompt"),
+        ([{"role": "user"}], {}, "messages"),
+        ([{"role": "user", "content": "a"}, "b"], {}, "messages"),
+        ("a", {"priority": True}, "priority"),
+        ("a", {"priority": 2**40}, "priority"),
+        ("a", {"deadline_s": float("nan")}, "deadline_s"),
+        ("a", {"deadline_s": True}, "deadline_s"),
+        ("a", {"num_public_tokens": -1}, "num_public_tokens"),
+        ("a", {"num_public_tokens": 99}, "num_public_tokens"),
+        ("a", {"cache_salt": 5}, "cache_salt"),
+        ("a", {"cache_salt": "\ud83d"}, "cache_salt"),
+        ("a", {"sampling_params": SamplingParams(stop="\ud83d")}, "stop"),
+        ("a", {"sampling_params": SamplingParams(min_tokens=100, max_tokens=None)}, "min_tokens"),
+        ("a", {"priority": "high"}, "priority"),
+        ("a", {"deadline_s": 0}, "deadline_s"),
+        ("a", {"deadline_s": "soon"}, "deadline_s"),
+        ("a", {"cache_salt": ""}, "cache_salt"),
+        ("a", {"sampling_params": 5}, "sampling_params"),
+        ("a", {"sampling_params": SamplingParams(stop_token_ids=[10**6])}, "stop_token_ids"),
+    ],
+)
+async def test_wrong_input_names_its_field(
+    tokenizer: Tokenizer, prompt: Any, options: dict[str, Any], field: str
+) -> None:
     params = options.pop("sampling_params", None)
     with pytest.raises(ValidationError) as caught:
         await input_processor(tokenizer).process(prompt, params, **options)
@@ -59,7 +83,9 @@ async def test_messages_go_through_the_chat_template(tokenizer: Tokenizer) -> No
     messages = [{"role": "user", "content": "hi"}]
     request = await input_processor(tokenizer).process(messages, None)
     assert request.prompt == tokenizer.render_chat(messages)
-    assert request.prompt_token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert request.prompt_token_ids == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True
+    )
 
 
 async def test_long_texts_are_tokenised_to_the_same(tokenizer: Tokenizer) -> None:
@@ -86,7 +112,9 @@ async def test_what_has_no_effect_beyond_a_limit_is_brought_within_it(tokenizer:
 async def test_numbers_of_numpy_can_be_sent(tokenizer: Tokenizer) -> None:
     params = SamplingParams(temperature=np.float64(0.5), top_p=np.float64(0.9))
     sampling = (await input_processor(tokenizer).process([5], params)).sampling
-    message = AddRequest(client=0, handle=0, request_id="", prompt_token_ids=b"", sampling=sampling, arrival=0.0)
+    message = AddRequest(
+        client=0, handle=0, request_id="", prompt_token_ids=b"", sampling=sampling, arrival=0.0
+    )
     assert decode_to_core(encode(message)) == message
 
 
@@ -97,7 +125,9 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: 
         def __init__(self) -> None:
             self.fast, self.bound = tokenizer.fast, tokenizer.bound
 
-        def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
+        def encode(
+            self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+        ) -> list[int]:
             tokenising.set()
             assert go_on.wait(30)
             return [5]

@@ -35,12 +35,16 @@ def random_value(dice: random.Random, depth: int) -> Any:
     if kind == 3:
         return [random_value(dice, depth - 1) for _ in range(dice.randrange(5))]
     if kind == 4:
-        return {random_value(dice, 0): random_value(dice, depth - 1) for _ in range(dice.randrange(5))}
+        return {
+            random_value(dice, 0): random_value(dice, depth - 1) for _ in range(dice.randrange(5))
+        }
     return "".join(dice.choices([",", "[", "{", '"', "\\", "a", "中"], k=dice.randrange(8)))
 
 
 @pytest.mark.parametrize("piece", [1, 3, 1 << 20])
-def test_values_are_counted_as_a_parser_counts_them(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_counted_as_a_parser_counts_them(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(large_bodies, "_PIECE", piece)
     dice = random.Random(piece)
     for _ in range(300):
@@ -72,7 +76,9 @@ async def test_the_text_of_a_long_string_counts_as_one_value() -> None:
     assert len((await bodies().decode(body, DECODER)).prompt) == 500_000
 
 
-@pytest.mark.parametrize(("size", "is_here"), [(large_bodies.LARGE, True), (large_bodies.LARGE + 1, False)])
+@pytest.mark.parametrize(
+    ("size", "is_here"), [(large_bodies.LARGE, True), (large_bodies.LARGE + 1, False)]
+)
 async def test_only_the_work_of_large_bodies_goes_to_a_thread(size: int, is_here: bool) -> None:
     thread = await bodies().run(size, threading.get_ident)
     assert (thread == threading.get_ident()) is is_here

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import tqdm
 
-from sidestep import LLM, EngineArgs, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, ValidationError
+from sidestep import (
+    LLM,
+    EngineArgs,
+    EngineDeadError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    ValidationError,
+)
 from sidestep.frontend import llm as module
 from sidestep.frontend.llm import as_list_of_conversations, as_list_of_prompts
 from sidestep.frontend.outputs import CompletionOutput, RequestMetrics
@@ -30,8 +38,9 @@ class Engine:
         self.hanging = threading.Event()
         self.num_shutdowns = 0
 
-    async def generate(self, prompt: Any, params: SamplingParams, *,
-                       priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
         if prompt == "":
             raise ValidationError("prompt", "is empty")
         self.calls.append((prompt, params))
@@ -43,8 +52,14 @@ class Engine:
             if self.hang.is_set():
                 self.hanging.set()
                 await asyncio.get_running_loop().create_future()
-            yield RequestOutput("", None, [1, 2], [CompletionOutput(0, str(prompt), [3], "stop")], True,
-                                RequestMetrics(0.0))
+            yield RequestOutput(
+                "",
+                None,
+                [1, 2],
+                [CompletionOutput(0, str(prompt), [3], "stop")],
+                True,
+                RequestMetrics(0.0),
+            )
         finally:
             self.running -= 1
 
@@ -82,8 +97,14 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 def test_results_come_in_the_order_of_the_prompts(llm: LLM, engine: Engine) -> None:
-    assert texts(llm.generate(["a", "b", "c"], SamplingParams(max_tokens=3), use_tqdm=False)) == ["a", "b", "c"]
-    assert all(p.output_kind == RequestOutputKind.FINAL_ONLY and p.max_tokens == 3 for _, p in engine.calls)
+    assert texts(llm.generate(["a", "b", "c"], SamplingParams(max_tokens=3), use_tqdm=False)) == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert all(
+        p.output_kind == RequestOutputKind.FINAL_ONLY and p.max_tokens == 3 for _, p in engine.calls
+    )
 
 
 def test_one_prompt_is_a_list_of_one_and_none_is_empty(llm: LLM) -> None:
@@ -92,7 +113,9 @@ def test_one_prompt_is_a_list_of_one_and_none_is_empty(llm: LLM) -> None:
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: LLM, engine: Engine) -> None:
-    llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)], use_tqdm=False)
+    llm.generate(
+        ["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)], use_tqdm=False
+    )
     assert [params.max_tokens for _, params in engine.calls] == [1, 2]
     with pytest.raises(ValidationError, match="sampling_params: has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
@@ -112,16 +135,29 @@ def test_chats_are_one_conversation_or_many(llm: LLM, engine: Engine) -> None:
     assert [prompt["messages"] for prompt, _ in engine.calls] == [CHAT] * 3
 
 
-@pytest.mark.parametrize("messages", ["hi", [], ["hi"], [CHAT, []], [CHAT, "hi"], {"role": "user"}, 5])
+@pytest.mark.parametrize(
+    "messages", ["hi", [], ["hi"], [CHAT, []], [CHAT, "hi"], {"role": "user"}, 5]
+)
 def test_what_is_no_chat_is_refused(messages: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         as_list_of_conversations(messages)
     assert caught.value.field == "messages"
 
 
-@pytest.mark.parametrize(("prompts", "expected"), [
-    ("a", ["a"]), ([1, 2], [[1, 2]]), (CHAT, [CHAT]), ({"prompt": "a"}, [{"prompt": "a"}]), (["a", [1]], ["a", [1]]),
-    ([{"prompt": "a"}, {"prompt_token_ids": [1]}], [{"prompt": "a"}, {"prompt_token_ids": [1]}])])
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (CHAT, [CHAT]),
+        ({"prompt": "a"}, [{"prompt": "a"}]),
+        (["a", [1]], ["a", [1]]),
+        (
+            [{"prompt": "a"}, {"prompt_token_ids": [1]}],
+            [{"prompt": "a"}, {"prompt_token_ids": [1]}],
+        ),
+    ],
+)
 def test_what_counts_as_one_prompt(prompts: Any, expected: list[Any]) -> None:
     assert as_list_of_prompts(prompts) == expected
 
@@ -134,7 +170,9 @@ def test_a_wrong_prompt_raises_and_ends_the_others(llm: LLM, engine: Engine) -> 
     assert llm.get_stats() == {"num_running": 0.0}
 
 
-def test_an_interrupt_ends_the_requests(llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_requests(
+    llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.hang.set()
 
     class Interrupted:
@@ -152,7 +190,9 @@ def test_an_interrupt_ends_the_requests(llm: LLM, engine: Engine, monkeypatch: p
 
     real = asyncio.run_coroutine_threadsafe
     with monkeypatch.context() as patch:
-        patch.setattr(asyncio, "run_coroutine_threadsafe", lambda c, loop: Interrupted(real(c, loop)))
+        patch.setattr(
+            asyncio, "run_coroutine_threadsafe", lambda c, loop: Interrupted(real(c, loop))
+        )
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], use_tqdm=False)
     while llm.get_stats()["num_running"]:
@@ -194,9 +234,14 @@ def test_unknown_options_are_named(engine: Engine) -> None:
 
 def test_prompts_parameters_and_priorities_may_be_of_any_kind(llm: LLM, engine: Engine) -> None:
     each: list[Any] = [{"max_tokens": 1}, SamplingParams(max_tokens=2)]
-    outputs = llm.generate((p for p in ("a", "b")), (p for p in each), use_tqdm=False, priority=[3, -1])
+    outputs = llm.generate(
+        (p for p in ("a", "b")), (p for p in each), use_tqdm=False, priority=[3, -1]
+    )
     assert texts(outputs) == ["a", "b"]
-    assert [params.max_tokens for _, params in engine.calls] == [1, 2] and engine.priorities == [3, -1]
+    assert [params.max_tokens for _, params in engine.calls] == [1, 2] and engine.priorities == [
+        3,
+        -1,
+    ]
     with pytest.raises(ValidationError, match="priority: has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], use_tqdm=False, priority=[1])
     with pytest.raises(ValidationError, match="prompts: must be prompts or a single one, not int"):
@@ -207,11 +252,26 @@ def test_prompts_parameters_and_priorities_may_be_of_any_kind(llm: LLM, engine: 
 
 def test_a_chat_carries_what_its_template_is_given(llm: LLM, engine: Engine) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    llm.chat([CHAT, CHAT], None, False, tools=tools, chat_template="t", chat_template_kwargs={"a": 1},
-             add_generation_prompt=False, continue_final_message=True)
+    llm.chat(
+        [CHAT, CHAT],
+        None,
+        False,
+        tools=tools,
+        chat_template="t",
+        chat_template_kwargs={"a": 1},
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
     assert [prompt for prompt, _ in engine.calls] == 2 * [
-        {"messages": CHAT, "tools": tools, "chat_template": "t", "chat_template_kwargs": {"a": 1},
-         "add_generation_prompt": False, "continue_final_message": True}]
+        {
+            "messages": CHAT,
+            "tools": tools,
+            "chat_template": "t",
+            "chat_template_kwargs": {"a": 1},
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        }
+    ]
 
 
 def test_the_bar_may_be_of_another_make(llm: LLM) -> None:

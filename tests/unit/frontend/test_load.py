@@ -26,9 +26,13 @@ def test_other_lengths_are_refused_by_the_flag_s_name(text: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_requests_and_another_others() -> None:
-    one, same, other = (random_requests(50, Lengths(3, 9), Lengths(2, 4), 100, seed) for seed in (1, 1, 2))
+    one, same, other = (
+        random_requests(50, Lengths(3, 9), Lengths(2, 4), 100, seed) for seed in (1, 1, 2)
+    )
     assert one == same != other
-    assert {len(prompt) for prompt, _ in one} == set(range(3, 10)) and {length for _, length in one} == {2, 3, 4}
+    assert {len(prompt) for prompt, _ in one} == set(range(3, 10)) and {
+        length for _, length in one
+    } == {2, 3, 4}
     assert all(0 <= token < 100 for prompt, _ in one for token in prompt)
 
 
@@ -45,14 +49,22 @@ def test_arrivals_keep_to_the_rate() -> None:
 
 def test_requests_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
-    file.write_text('{"prompt": "a b", "output_len": 3}\n\n{"prompt": [1, 2], "output_len": 4}\n{"prompt": "c", '
-                    '"output_len": 5}\n')
+    file.write_text(
+        '{"prompt": "a b", "output_len": 3}\n\n{"prompt": [1, 2], "output_len": 4}\n{"prompt": "c", '
+        '"output_len": 5}\n'
+    )
     assert read_requests(str(file), 2) == [("a b", 3), ([1, 2], 4)]
 
 
-@pytest.mark.parametrize(("line", "problem"), [
-    ("{", "line 2"), ('{"prompt": "a"}', "output_len"), ('{"prompt": 4, "output_len": 1}', "prompt"),
-    ('{"prompt": "a", "output_len": 1, "max_tokens": 3}', "max_tokens")])
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "line 2"),
+        ('{"prompt": "a"}', "output_len"),
+        ('{"prompt": 4, "output_len": 1}', "prompt"),
+        ('{"prompt": "a", "output_len": 1, "max_tokens": 3}', "max_tokens"),
+    ],
+)
 def test_a_line_that_is_no_request_is_named(line: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_text(json.dumps({"prompt": "a", "output_len": 1}) + "\n" + line + "\n")
@@ -67,8 +79,16 @@ def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
         read_requests(str(tmp_path / "empty"), 9)
 
 
-def sample(sent: float = 10.0, arrivals: tuple[float, ...] = (10.5, 11.0, 12.0), tokens: int = 4) -> Sample:
-    return Sample(planned=sent - 0.25, sent=sent, arrivals=list(arrivals), num_input_tokens=6, num_output_tokens=tokens)
+def sample(
+    sent: float = 10.0, arrivals: tuple[float, ...] = (10.5, 11.0, 12.0), tokens: int = 4
+) -> Sample:
+    return Sample(
+        planned=sent - 0.25,
+        sent=sent,
+        arrivals=list(arrivals),
+        num_input_tokens=6,
+        num_output_tokens=tokens,
+    )
 
 
 def test_latencies_are_what_the_receiver_saw() -> None:
@@ -77,27 +97,56 @@ def test_latencies_are_what_the_receiver_saw() -> None:
     assert sample(arrivals=(11.0,), tokens=1).tpot is None
 
 
-@pytest.mark.parametrize(("goals", "good"), [
-    ({}, True), ({"ttft": 500}, True), ({"ttft": 499}, False), ({"itl": 1000}, True), ({"itl": 999}, False),
-    ({"tpot": 500, "e2e": 2000}, True), ({"tpot": 500, "e2e": 1999}, False)], ids=str)
+@pytest.mark.parametrize(
+    ("goals", "good"),
+    [
+        ({}, True),
+        ({"ttft": 500}, True),
+        ({"ttft": 499}, False),
+        ({"itl": 1000}, True),
+        ({"itl": 999}, False),
+        ({"tpot": 500, "e2e": 2000}, True),
+        ({"tpot": 500, "e2e": 1999}, False),
+    ],
+    ids=str,
+)
 def test_a_good_request_keeps_to_all_goals(goals: dict[str, float], good: bool) -> None:
     assert meets(sample(), goals) is good
 
 
 def test_a_report_counts_what_was_served() -> None:
     failed = Sample(planned=10.0, sent=11.0, error="too long")
-    report = make_report([sample(), sample(12.0, (12.25, 14.0), 2), failed], begin=10.0, goals={"ttft": 300})
-    assert (report["requests"], report["failed"], report["seconds"], report["drain_s"]) == (3, 1, 4.0, 2.0)
-    assert (report["requests_per_s"], report["output_tokens_per_s"], report["total_tokens_per_s"]) == (0.5, 1.5, 4.5)
+    report = make_report(
+        [sample(), sample(12.0, (12.25, 14.0), 2), failed], begin=10.0, goals={"ttft": 300}
+    )
+    assert (report["requests"], report["failed"], report["seconds"], report["drain_s"]) == (
+        3,
+        1,
+        4.0,
+        2.0,
+    )
+    assert (
+        report["requests_per_s"],
+        report["output_tokens_per_s"],
+        report["total_tokens_per_s"],
+    ) == (0.5, 1.5, 4.5)
     assert report["send_lag_ms_p99"] == 1000.0
-    assert (report["ttft_ms_mean"], report["ttft_ms_p50"], report["ttft_ms_p99"]) == (375.0, 500.0, 500.0)
+    assert (report["ttft_ms_mean"], report["ttft_ms_p50"], report["ttft_ms_p99"]) == (
+        375.0,
+        500.0,
+        500.0,
+    )
     assert (report["itl_ms_p50"], report["itl_ms_p99"]) == (1000.0, 1750.0)
     assert (report["goodput_share"], report["goodput_requests_per_s"]) == (1 / 3, 0.25)
 
 
 def test_a_load_of_failures_has_a_report_too() -> None:
     failed = [Sample(planned=0, sent=0, error=error) for error in ("no", "late", "late")]
-    assert make_report(failed, 0.0, {}) == {"requests": 3, "failed": 3, "failures": "2 x late; 1 x no"}
+    assert make_report(failed, 0.0, {}) == {
+        "requests": 3,
+        "failed": 3,
+        "failures": "2 x late; 1 x no",
+    }
 
 
 def test_percentiles_are_values_that_occurred() -> None:

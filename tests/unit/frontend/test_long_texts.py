@@ -84,7 +84,12 @@ async def test_the_smallest_waiting_job_is_next() -> None:
     tasks[3].cancel()  # its caller no longer waits
     go_on.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [r for r in results if isinstance(r, int)] == [50, 30, 40, 20] and order == [50, 20, 30, 40]
+    assert [r for r in results if isinstance(r, int)] == [50, 30, 40, 20] and order == [
+        50,
+        20,
+        30,
+        40,
+    ]
 
 
 async def test_a_job_that_has_begun_keeps_the_lane() -> None:

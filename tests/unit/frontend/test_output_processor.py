@@ -26,17 +26,25 @@ class Desk:
         self.states: list[RequestState] = []
 
     async def add(self, stream_interval: int = 1, **params: Any) -> RequestState:
-        request = await input_processor(self.tokenizer).process([5, 6], SamplingParams(max_tokens=50, **params))
-        state = RequestState(len(self.states), f"r{len(self.states)}", request, self.tokenizer, stream_interval)
+        request = await input_processor(self.tokenizer).process(
+            [5, 6], SamplingParams(max_tokens=50, **params)
+        )
+        state = RequestState(
+            len(self.states), f"r{len(self.states)}", request, self.tokenizer, stream_interval
+        )
         self.states.append(state)
         self.processor.add(state)
         return state
 
     def say(self, *tokens: tuple[int, int], **finished: Any) -> None:
         """One step: (handle, token) pairs; `finished` are the fields of request 0's end."""
-        self.processor.handle(Outputs(
-            handles=pack_ids(h for h, _ in tokens), token_ids=pack_ids(t for _, t in tokens),
-            finished=[Finished(handle=0, **finished)] if finished else []))
+        self.processor.handle(
+            Outputs(
+                handles=pack_ids(h for h, _ in tokens),
+                token_ids=pack_ids(t for _, t in tokens),
+                finished=[Finished(handle=0, **finished)] if finished else [],
+            )
+        )
 
 
 @pytest.fixture
@@ -89,7 +97,9 @@ async def test_many_tokens_before_a_reader_runs_wake_it_once(desk: Desk) -> None
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
-async def test_a_stop_token_is_among_the_ids_but_not_in_the_text(desk: Desk, include: bool, text: str) -> None:
+async def test_a_stop_token_is_among_the_ids_but_not_in_the_text(
+    desk: Desk, include: bool, text: str
+) -> None:
     a, b, c = (desk.tokenizer.encode(letter)[0] for letter in "abc")
     state = await desk.add(stop_token_ids=[c], include_stop_str_in_output=include)
     desk.say((0, a))
@@ -110,7 +120,9 @@ async def test_a_stop_string_in_the_last_token_wins_over_the_core_s_reason(desk:
     assert (completion.text, completion.finish_reason, completion.stop_reason) == ("a", "stop", "b")
 
 
-async def test_the_tokens_of_a_stopped_request_end_with_the_one_that_completed_the_stop_string(desk: Desk) -> None:
+async def test_the_tokens_of_a_stopped_request_end_with_the_one_that_completed_the_stop_string(
+    desk: Desk,
+) -> None:
     state = await desk.add(stop="name(")
     tokens = desk.tokenizer.encode("get_name(self)")
     for token in tokens:
@@ -122,7 +134,9 @@ async def test_the_tokens_of_a_stopped_request_end_with_the_one_that_completed_t
     assert desk.aborted == [0]
 
 
-async def test_a_request_whose_text_cannot_be_made_fails_alone(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_whose_text_cannot_be_made_fails_alone(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     bad, good = await desk.add(), await desk.add()
 
     def broken(token: int) -> None:
@@ -150,7 +164,11 @@ async def test_a_deadline_is_told_with_the_text_so_far(desk: Desk) -> None:
     desk.say((0, token))
     desk.say(reason=FinishReason.ABORT, stop_reason="deadline", num_preemptions=3)
     out = await state.next_output()
-    assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason, out.outputs[0].text) == ("abort", "deadline", "a")
+    assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason, out.outputs[0].text) == (
+        "abort",
+        "deadline",
+        "a",
+    )
     assert out.metrics.num_preemptions == 3 and out.metrics.first_token_latency is not None
 
 
@@ -172,7 +190,9 @@ async def test_what_it_prints_tells_its_state(desk: Desk) -> None:
     assert repr(state) == "RequestState('r0', length, 1 tokens, 0 taken)"
 
 
-async def test_a_stream_interval_tells_the_first_token_then_every_so_many_and_the_end(desk: Desk) -> None:
+async def test_a_stream_interval_tells_the_first_token_then_every_so_many_and_the_end(
+    desk: Desk,
+) -> None:
     state = await desk.add(stream_interval=3, output_kind=RequestOutputKind.DELTA)
     taken: list[list[int]] = []
 
@@ -232,7 +252,10 @@ async def test_outputs_are_pushed_until_the_sink_is_full_and_then_merge(desk: De
     shelf.is_open = True
     desk.say((0, 73))  # its reader has not been asked yet: nothing may overtake token 72
     await pushing
-    assert shelf.outputs == [[70], [71]] and (await state.next_output()).outputs[0].token_ids == [72, 73]
+    assert shelf.outputs == [[70], [71]] and (await state.next_output()).outputs[0].token_ids == [
+        72,
+        73,
+    ]
     desk.say((0, 74))
     await state.push(shelf)  # returns at once: there is something to take first
     assert (await state.next_output()).outputs[0].token_ids == [74]
@@ -266,17 +289,23 @@ async def test_steps_that_come_together_are_told_together(desk: Desk) -> None:
     await asyncio.gather(pushing, return_exceptions=True)
 
 
-async def test_a_sink_that_fails_ends_its_request_alone(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_sink_that_fails_ends_its_request_alone(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     states = [await desk.add(output_kind=RequestOutputKind.DELTA) for _ in range(3)]
     shelves = [Shelf() for _ in states]
-    tasks = [asyncio.create_task(state.push(shelf)) for state, shelf in zip(states, shelves, strict=True)]
+    tasks = [
+        asyncio.create_task(state.push(shelf)) for state, shelf in zip(states, shelves, strict=True)
+    ]
     await settle()
     shelves[1].error = ValueError("no room")
     desk.say((0, 70), (1, 71), (2, 72))
     await tasks[1]
     with pytest.raises(RequestError, match="no room"):
         await states[1].next_output()
-    assert desk.aborted == [1] and len(desk.processor) == 2 and "could not be delivered" in caplog.text
+    assert (
+        desk.aborted == [1] and len(desk.processor) == 2 and "could not be delivered" in caplog.text
+    )
     desk.say((0, 73), (1, 74), (2, 75))
     assert [shelf.outputs for shelf in shelves] == [[[70], [73]], [], [[72], [75]]]
     for task in tasks:

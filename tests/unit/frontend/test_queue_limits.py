@@ -36,12 +36,19 @@ async def leave(stream: Stream, task: asyncio.Task[RequestOutput]) -> None:
     await stream.aclose()
 
 
-async def test_requests_wait_until_the_engine_has_scheduled_them(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_requests_wait_until_the_engine_has_scheduled_them(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     first, second = await send(llm, [1, 2, 3]), await send(llm, [4, 5])
     assert (llm.num_waiting, llm.num_waiting_tokens) == (2, 5)
     handle = channel.added[0].handle
-    channel.say(Outputs(handles=b"", token_ids=b"",
-                        started=[Started(handle=handle, num_cached_tokens=0, scheduled=0.0)]))
+    channel.say(
+        Outputs(
+            handles=b"",
+            token_ids=b"",
+            started=[Started(handle=handle, num_cached_tokens=0, scheduled=0.0)],
+        )
+    )
     channel.say_tokens((handle, 7))
     await first[1]
     assert (llm.num_waiting, llm.num_waiting_tokens) == (1, 2)
@@ -53,7 +60,9 @@ async def test_requests_wait_until_the_engine_has_scheduled_them(llm: AsyncLLM, 
     assert (llm.num_waiting, llm.num_waiting_tokens) == (0, 0)
 
 
-async def test_a_full_queue_refuses_before_anything_is_sent(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_a_full_queue_refuses_before_anything_is_sent(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     limit(llm, max_num_queued_reqs=1)
     first = await send(llm, [1, 2, 3])
     with pytest.raises(QueueFullError, match="max_num_queued_reqs"):
@@ -64,7 +73,9 @@ async def test_a_full_queue_refuses_before_anything_is_sent(llm: AsyncLLM, chann
     assert len(channel.added) == 2
 
 
-async def test_a_queue_of_tokens_refuses_what_would_be_too_much(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_a_queue_of_tokens_refuses_what_would_be_too_much(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     limit(llm, max_num_queued_tokens=5)
     first = await send(llm, [1] * 9)  # alone it may wait: it could never run otherwise
     with pytest.raises(QueueFullError, match="max_num_queued_tokens"):
@@ -83,7 +94,9 @@ def test_a_limit_of_nothing_is_refused(name: str) -> None:
         EngineArgs(**{name: 0})
 
 
-async def test_who_watches_is_told_of_the_engine_s_death(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_who_watches_is_told_of_the_engine_s_death(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     watchers = [asyncio.create_task(llm.wait_dead()) for _ in range(3)]
     await asyncio.sleep(0)
     watchers[0].cancel()
@@ -95,7 +108,9 @@ async def test_who_watches_is_told_of_the_engine_s_death(llm: AsyncLLM, channel:
         await watchers[0]
 
 
-async def test_texts_are_tokenised_as_for_a_request(channel: FakeChannel, tokenizer: Tokenizer) -> None:
+async def test_texts_are_tokenised_as_for_a_request(
+    channel: FakeChannel, tokenizer: Tokenizer
+) -> None:
     llm = llm_of(channel, tokenizer, 20_000)
     for text in ("def f(", "word " * 2000):
         assert await llm.tokenize(text) == llm.get_tokenizer().encode(text)

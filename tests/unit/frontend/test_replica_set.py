@@ -68,8 +68,11 @@ async def last(llm: AsyncLLM, prompt: list[int], **sampling: object) -> RequestO
 
 
 def started(*handles: int) -> Outputs:
-    return Outputs(handles=b"", token_ids=b"",
-                   started=[Started(handle=h, num_cached_tokens=0, scheduled=1.0) for h in handles])
+    return Outputs(
+        handles=b"",
+        token_ids=b"",
+        started=[Started(handle=h, num_cached_tokens=0, scheduled=1.0) for h in handles],
+    )
 
 
 def holder(channels: list[FakeChannel], handle: int) -> FakeChannel:
@@ -84,22 +87,28 @@ def kill(channel: FakeChannel) -> None:
 
 
 async def test_each_request_is_one_replica_s_and_its_abort_goes_there(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     tasks = [asyncio.create_task(last(llm, [5 + i] * 40, n=1 + i % 2)) for i in range(9)]
     await turns()
     assert [len(channel.added) for channel in channels] == [3, 3, 3]
-    handles = [m.handle + i for channel in channels for m in channel.added for i in range(m.sampling.n)]
+    handles = [
+        m.handle + i for channel in channels for m in channel.added for i in range(m.sampling.n)
+    ]
     assert sorted(handles) == list(range(13)), "handles are unique over all replicas"
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for channel in channels:
-        assert sorted(channel.aborted) == sorted(m.handle + i for m in channel.added for i in range(m.sampling.n))
+        assert sorted(channel.aborted) == sorted(
+            m.handle + i for m in channel.added for i in range(m.sampling.n)
+        )
     assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
 
 
 async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     tasks = [asyncio.create_task(last(llm, [5 + i] * 40, seed=i)) for i in range(3)]
     await turns()
     victim = holder(channels, 0)
@@ -110,20 +119,29 @@ async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
     await turns()
     (continued,) = [m for c in channels if c is not victim for m in c.added if m.handle == 0]
     assert unpack_ids(continued.output_token_ids).tolist() == [70, 71]
-    assert continued.prompt_token_ids == pack_ids([5] * 40) and continued.sampling == victim.added[0].sampling
+    assert (
+        continued.prompt_token_ids == pack_ids([5] * 40)
+        and continued.sampling == victim.added[0].sampling
+    )
     # Whatever the dead one still says is heard by nobody.
     victim.say_tokens((0, 99), finished=[(0, FinishReason.LENGTH)])
     await turns()
     holder(channels, 0).say_tokens((0, 72), finished=[(0, FinishReason.LENGTH)])
     for handle in (1, 2):
         holder(channels, handle).say_tokens((handle, 73), finished=[(handle, FinishReason.LENGTH)])
-    assert [output.outputs[0].token_ids for output in await asyncio.gather(*tasks)] == [[70, 71, 72], [73], [73]]
+    assert [output.outputs[0].token_ids for output in await asyncio.gather(*tasks)] == [
+        [70, 71, 72],
+        [73],
+        [73],
+    ]
     assert llm.is_running and not llm.errored
     assert [status.dead for status in llm.replicas].count(None) == 2
     assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
 
 
-async def test_what_had_ended_or_was_aborted_does_not_move(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+async def test_what_had_ended_or_was_aborted_does_not_move(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     gone = asyncio.create_task(last(llm, [5] * 40))
     done = asyncio.create_task(last(llm, [6] * 40))
     await turns()
@@ -137,7 +155,8 @@ async def test_what_had_ended_or_was_aborted_does_not_move(llm: AsyncLLM, channe
 
 
 async def test_of_a_group_those_move_that_have_not_ended_each_with_its_own_seed(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     task = asyncio.create_task(last(llm, [5] * 40, n=3, seed=4))
     await turns()
     victim = holder(channels, 0)
@@ -146,7 +165,10 @@ async def test_of_a_group_those_move_that_have_not_ended_each_with_its_own_seed(
     kill(victim)
     await turns()
     moved = {m.handle: m for c in channels if c is not victim for m in c.added}
-    assert {h: unpack_ids(m.output_token_ids).tolist() for h, m in moved.items()} == {0: [70], 2: [72]}
+    assert {h: unpack_ids(m.output_token_ids).tolist() for h, m in moved.items()} == {
+        0: [70],
+        2: [72],
+    }
     assert [moved[h].sampling for h in (0, 2)] == [whole.sampling.for_choice(h) for h in (0, 2)]
     for handle in (0, 2):
         holder(channels, handle).say_tokens((handle, 80), finished=[(handle, FinishReason.LENGTH)])
@@ -154,9 +176,14 @@ async def test_of_a_group_those_move_that_have_not_ended_each_with_its_own_seed(
 
 
 async def test_a_group_that_has_given_nothing_and_a_beam_search_move_as_they_are(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
-    tasks = [asyncio.create_task(last(llm, [5] * 40, n=3)),
-             asyncio.create_task(llm.beam_search([6] * 40, BeamSearchParams(beam_width=4, max_tokens=5)))]
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    tasks = [
+        asyncio.create_task(last(llm, [5] * 40, n=3)),
+        asyncio.create_task(
+            llm.beam_search([6] * 40, BeamSearchParams(beam_width=4, max_tokens=5))
+        ),
+    ]
     await turns()
     sent = {m.handle: m for c in channels for m in c.added}
     for handle in (0, 3):
@@ -166,13 +193,16 @@ async def test_a_group_that_has_given_nothing_and_a_beam_search_move_as_they_are
             await turns()
     again = {m.handle: m for c in channels if not c.gone for m in c.added}
     assert {h: (m.sampling, m.beam_search) for h, m in again.items()} == {
-        h: (m.sampling, m.beam_search) for h, m in sent.items()}
+        h: (m.sampling, m.beam_search) for h, m in sent.items()
+    }
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_request_that_two_replicas_have_died_with_ends(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+async def test_a_request_that_two_replicas_have_died_with_ends(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     """It may be the cause, and the third replica must not die of it too. One that only waited there moves on."""
     tasks = [asyncio.create_task(last(llm, [5] * 40)) for _ in range(2)]
     await turns()
@@ -188,7 +218,9 @@ async def test_a_request_that_two_replicas_have_died_with_ends(llm: AsyncLLM, ch
     assert (await tasks[1]).outputs[0].token_ids == [70]
 
 
-async def test_when_all_have_died_everybody_is_told_of_each(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+async def test_when_all_have_died_everybody_is_told_of_each(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     task, watcher = asyncio.create_task(last(llm, [5] * 40)), asyncio.create_task(llm.wait_dead())
     await turns()
     assert not watcher.done()
@@ -208,7 +240,12 @@ def answer_calls(channels: list[FakeChannel], **results: list[float]) -> None:
     for number, channel in enumerate(channels):
         for call in [m for m in channel.sent if isinstance(m, Call)]:
             channel.sent.remove(call)
-            channel.say(Answer(call_id=call.call_id, result={name: each[number] for name, each in results.items()}))
+            channel.say(
+                Answer(
+                    call_id=call.call_id,
+                    result={name: each[number] for name, each in results.items()},
+                )
+            )
 
 
 async def test_questions_go_to_all_that_live(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
@@ -229,7 +266,8 @@ async def test_questions_go_to_all_that_live(llm: AsyncLLM, channels: list[FakeC
 
 
 async def test_an_engine_is_healthy_while_one_replica_makes_progress(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     asking = asyncio.create_task(llm.check_health(max_stall_s=30))
     await turns()
     answer_calls(channels, seconds_since_progress=[40, 0, 31])
@@ -237,7 +275,8 @@ async def test_an_engine_is_healthy_while_one_replica_makes_progress(
 
 
 async def test_the_replicas_that_keep_an_engine_from_being_healthy_are_named(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     asking = asyncio.create_task(llm.check_health(max_stall_s=30, timeout_s=0.05))
     await turns()
     answer_calls(channels[:2], seconds_since_progress=[40, 31])
@@ -246,11 +285,13 @@ async def test_the_replicas_that_keep_an_engine_from_being_healthy_are_named(
     assert str(caught.value) == (
         "replica 0: the steps in flight have made no progress for 40.0 s; "
         "replica 1: the steps in flight have made no progress for 31.0 s; "
-        "replica 2: the engine core has not answered for 0.05 s")
+        "replica 2: the engine core has not answered for 0.05 s"
+    )
 
 
 async def test_nobody_waits_for_a_core_that_is_silent(
-        llm: AsyncLLM, channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replica_set, "_SPARE_S", 0.01)
     asking = asyncio.create_task(llm.get_stats_by_replica())
     await turns()
@@ -275,16 +316,21 @@ def stalled(llm: AsyncLLM) -> dict[int, str]:
 
 @pytest.mark.parametrize("whole_core", [True, False])
 async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
-        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool
+) -> None:
     """A stopped core does not answer. A core whose worker is stopped answers that it makes no progress."""
     tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(3)]
     await turns()
     stuck = holder(channels, 0)
-    number, others = channels.index(stuck), [channel for channel in channels if channel is not stuck]
+    number, others = (
+        channels.index(stuck),
+        [channel for channel in channels if channel is not stuck],
+    )
     progress = asyncio.create_task(keep_going(others, [] if whole_core else [stuck]))
     await until(lambda: set(stalled(llm)) == {number})
-    assert stalled(llm)[number] == ("the engine core does not answer" if whole_core else
-                               "the steps in flight make no progress")
+    assert stalled(llm)[number] == (
+        "the engine core does not answer" if whole_core else "the steps in flight make no progress"
+    )
     before = len(stuck.added)
     tasks += [asyncio.create_task(last(llm, [50 + i] * 40)) for i in range(6)]
     await turns()
@@ -300,7 +346,8 @@ async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
 
 
 async def test_a_replica_whose_steps_are_slow_is_given_more_time(
-        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
+) -> None:
     task = asyncio.create_task(last(llm, [5] * 40))
     await turns()
     slow, number = holder(channels, 0), channels.index(holder(channels, 0))
@@ -334,7 +381,8 @@ async def keep_going(well: list[FakeChannel], without_progress: list[FakeChannel
 
 
 async def test_while_all_replicas_stall_requests_wait_for_any(
-        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
+) -> None:
     tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(9)]
     await until(lambda: len(stalled(llm)) == 3)
     tasks.append(asyncio.create_task(last(llm, [99] * 40)))
@@ -345,7 +393,8 @@ async def test_while_all_replicas_stall_requests_wait_for_any(
 
 
 async def test_an_engine_without_requests_is_asked_nothing(
-        llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
+) -> None:
     task = asyncio.create_task(last(llm, [5] * 40))
     await turns()
     at = holder(channels, 0)
@@ -358,7 +407,9 @@ async def test_an_engine_without_requests_is_asked_nothing(
     assert not any(channel.sent for channel in channels)
 
 
-async def test_the_flight_recorder_is_asked_of_one(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+async def test_the_flight_recorder_is_asked_of_one(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     asking = asyncio.create_task(llm.get_step_records(5, replica=2))
     await turns()
     (call,) = channels[2].sent
@@ -374,7 +425,8 @@ async def test_the_flight_recorder_is_asked_of_one(llm: AsyncLLM, channels: list
 
 
 async def test_a_replica_that_dies_before_the_engine_is_used_is_not_used(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     kill(channels[0])
     llm._replicas.attach()
     await turns()
@@ -382,31 +434,53 @@ async def test_a_replica_that_dies_before_the_engine_is_used_is_not_used(
     await turns()
     assert not channels[0].added and len(channels[1].added) + len(channels[2].added) == 4
     llm.shutdown()
-    assert all(isinstance(r, EngineDeadError) for r in await asyncio.gather(*tasks, return_exceptions=True))
+    assert all(
+        isinstance(r, EngineDeadError) for r in await asyncio.gather(*tasks, return_exceptions=True)
+    )
 
 
 def test_a_replica_that_cannot_start_names_itself(channels: list[FakeChannel]) -> None:
     config = EngineArgs(device="fake", data_parallel_size=3).create_engine_config()
-    replicas = ReplicaSet(config, OutputProcessor(lambda handles: None), {n: (c, 0) for n, c in enumerate(channels)})
+    replicas = ReplicaSet(
+        config, OutputProcessor(lambda handles: None), {n: (c, 0) for n, c in enumerate(channels)}
+    )
     channels[1].say(Dead(cause="max_model_len: does not fit"))
     with pytest.raises(EngineStartError, match="^replica 1: max_model_len: does not fit$"):
         replicas.wait_ready()
 
 
 def test_who_joins_does_without_a_replica_that_has_just_died(
-        channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch) -> None:
+    channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replica_set, "_OTHERS_S", 0.0)
     config = EngineArgs(device="fake", data_parallel_size=3).create_engine_config()
-    replicas = ReplicaSet(config, OutputProcessor(lambda handles: None), {n: (channels[n], 4) for n in (0, 1)},
-                          joins=True)
-    channels[1].say(Ready(max_model_len=9, num_kv_blocks=9, block_size=16, device="fake", core_pid=1, worker_pids=[]))
+    replicas = ReplicaSet(
+        config,
+        OutputProcessor(lambda handles: None),
+        {n: (channels[n], 4) for n in (0, 1)},
+        joins=True,
+    )
+    channels[1].say(
+        Ready(
+            max_model_len=9,
+            num_kv_blocks=9,
+            block_size=16,
+            device="fake",
+            core_pid=1,
+            worker_pids=[],
+        )
+    )
     replicas.wait_ready()
     assert [status.dead for status in replicas.replicas] == [
-        "has not answered when this frontend joined", None, "had died before this frontend joined"]
+        "has not answered when this frontend joined",
+        None,
+        "had died before this frontend joined",
+    ]
 
 
 async def test_who_is_invited_while_a_replica_dies_is_invited_by_the_others(
-        llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     inviting = asyncio.create_task(llm.invite())
     await turns()
     kill(channels[0])
@@ -418,26 +492,47 @@ async def test_who_is_invited_while_a_replica_dies_is_invited_by_the_others(
     llm.shutdown()
 
 
-@pytest.mark.parametrize(("options", "router"), [
-    ({}, "PrefixRouter"), ({"routing": "round_robin"}, "RoundRobinRouter"),
-    ({"enable_prefix_caching": False}, "LeastLoadedRouter"), ({"data_parallel_size": 1}, "RoundRobinRouter")], ids=str)
-def test_the_router_is_what_the_options_say(options: dict[str, object], router: str,
-                                            channels: list[FakeChannel]) -> None:
+@pytest.mark.parametrize(
+    ("options", "router"),
+    [
+        ({}, "PrefixRouter"),
+        ({"routing": "round_robin"}, "RoundRobinRouter"),
+        ({"enable_prefix_caching": False}, "LeastLoadedRouter"),
+        ({"data_parallel_size": 1}, "RoundRobinRouter"),
+    ],
+    ids=str,
+)
+def test_the_router_is_what_the_options_say(
+    options: dict[str, object], router: str, channels: list[FakeChannel]
+) -> None:
     args: dict[str, object] = {"device": "fake", "data_parallel_size": 3, **options}
     config = EngineArgs(**args).create_engine_config()  # type: ignore[arg-type]
-    made = replicas_of(dict(enumerate(channels[:config.parallel.data_parallel_size])),
-                       OutputProcessor(lambda handles: None), config)
+    made = replicas_of(
+        dict(enumerate(channels[: config.parallel.data_parallel_size])),
+        OutputProcessor(lambda handles: None),
+        config,
+    )
     assert type(made._router).__name__ == router
 
 
-async def test_the_end_of_one_of_a_group_is_not_the_group_s(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+async def test_the_end_of_one_of_a_group_is_not_the_group_s(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
     task = asyncio.create_task(last(llm, [5] * 40, n=2))
     await turns()
     at = holder(channels, 0)
-    at.say(Outputs(handles=b"", token_ids=b"", finished=[Finished(handle=0, reason=FinishReason.LENGTH)]))
+    at.say(
+        Outputs(
+            handles=b"", token_ids=b"", finished=[Finished(handle=0, reason=FinishReason.LENGTH)]
+        )
+    )
     await turns()
     loads = llm._replicas._router.loads  # type: ignore[union-attr]
     assert sum(loads.values()) > 0 and len(llm._replicas._sent) == 1
-    at.say(Outputs(handles=b"", token_ids=b"", finished=[Finished(handle=1, reason=FinishReason.LENGTH)]))
+    at.say(
+        Outputs(
+            handles=b"", token_ids=b"", finished=[Finished(handle=1, reason=FinishReason.LENGTH)]
+        )
+    )
     await task
     assert not llm._replicas._sent and isinstance(at.added[0], AddRequest)

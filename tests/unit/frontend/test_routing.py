@@ -32,8 +32,11 @@ def routed(handle: int, tokens: list[int], **more: object) -> RoutedRequest:
 @pytest.fixture(params=sorted(registry.ROUTERS))
 def make(request: pytest.FixtureRequest) -> Make:
     """Any router, for so many replicas."""
+
     def make_router(count: int) -> Router:
-        router: Router = registry.load(registry.ROUTERS[request.param])(dict.fromkeys(range(count), 500), BLOCK)
+        router: Router = registry.load(registry.ROUTERS[request.param])(
+            dict.fromkeys(range(count), 500), BLOCK
+        )
         return router
 
     return make_router
@@ -48,8 +51,15 @@ def test_each_router_keeps_its_books_and_its_replicas_even(make: Make) -> None:
         taken: Counter[int] = Counter()
         for handle in range(400):
             prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 60))]
-            replica = router.choose(routed(handle, prompt, num_sequences=rng.choice((1, 1, 4)),
-                                           cache_salt=rng.choice((None, "a")), num_public_tokens=rng.randrange(40)))
+            replica = router.choose(
+                routed(
+                    handle,
+                    prompt,
+                    num_sequences=rng.choice((1, 1, 4)),
+                    cache_salt=rng.choice((None, "a")),
+                    num_public_tokens=rng.randrange(40),
+                )
+            )
             assert replica in alive
             live[handle] = replica
             taken[replica] += 1
@@ -77,8 +87,10 @@ def test_each_router_passes_over_suspended_replicas_while_another_is_there(make:
     router, handles = make(3), itertools.count()
 
     def taken() -> set[int]:
-        found = {handle: router.choose(routed(handle, [handle] * 40))
-                 for handle in itertools.islice(handles, 30)}
+        found = {
+            handle: router.choose(routed(handle, [handle] * 40))
+            for handle in itertools.islice(handles, 30)
+        }
         for handle, replica in found.items():
             if replica in router.loads:
                 router.finished(handle)
@@ -100,20 +112,30 @@ def test_each_router_passes_over_suspended_replicas_while_another_is_there(make:
 def test_each_router_makes_the_same_choices_of_the_same_requests(make: Make) -> None:
     def choices() -> list[int]:
         router, rng = make(3), random.Random(1)
-        return [router.choose(routed(h, [rng.randrange(5) for _ in range(rng.randrange(1, 99))])) for h in range(99)]
+        return [
+            router.choose(routed(h, [rng.randrange(5) for _ in range(rng.randrange(1, 99))]))
+            for h in range(99)
+        ]
 
     assert choices() == choices()
 
 
 # What a replica has seen.
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=30), st.integers(1, 12))
-def test_what_is_known_of_a_prompt_is_its_beginning(prompts: list[list[int]], capacity: int) -> None:
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=30), st.integers(1, 12)
+)
+def test_what_is_known_of_a_prompt_is_its_beginning(
+    prompts: list[list[int]], capacity: int
+) -> None:
     seen = SeenBlocks(capacity)
     for prompt in prompts:
         hashes = block_hashes(pack_ids(prompt), 1)
         known = seen.match(hashes)
-        assert all(h in seen._blocks for h in hashes[:known]) and not any(h in seen._blocks for h in hashes[known:])
+        assert all(h in seen._blocks for h in hashes[:known]) and not any(
+            h in seen._blocks for h in hashes[known:]
+        )
         seen.add(hashes)
         assert seen.match(hashes) == min(len(hashes), capacity) and len(seen) <= capacity
 
@@ -127,6 +149,7 @@ def test_the_salt_counts_from_the_first_block_that_is_not_public() -> None:
 
 
 # The default.
+
 
 def test_a_conversation_stays_where_it_is_known() -> None:
     router, history = PrefixRouter({0: 500, 1: 500}, BLOCK), list(range(100))
@@ -146,20 +169,33 @@ def test_another_salt_is_another_conversation() -> None:
 
 
 def test_a_prefix_that_all_share_does_not_keep_all_at_one_replica() -> None:
-    router, system, rng = PrefixRouter(dict.fromkeys(range(3), 5000), BLOCK), list(range(640)), random.Random(3)
-    taken = Counter(router.choose(routed(h, system + [rng.randrange(999) for _ in range(50)])) for h in range(300))
+    router, system, rng = (
+        PrefixRouter(dict.fromkeys(range(3), 5000), BLOCK),
+        list(range(640)),
+        random.Random(3),
+    )
+    taken = Counter(
+        router.choose(routed(h, system + [rng.randrange(999) for _ in range(50)]))
+        for h in range(300)
+    )
     assert max(taken.values()) <= 1.2 * 100
 
 
 @pytest.mark.parametrize(("num_frontends", "share"), [(1, 0.97), (3, 0.85)])
 @pytest.mark.parametrize("num_replicas", [2, 4])
-def test_conversations_are_cached_as_in_one_large_replica(num_replicas: int, num_frontends: int, share: float) -> None:
+def test_conversations_are_cached_as_in_one_large_replica(
+    num_replicas: int, num_frontends: int, share: float
+) -> None:
     """A simulation without an engine: 80 conversations of 10 turns, 32 requests at a time. With several frontends each
     turn comes to any of them, and they do not know of each other."""
     rng = random.Random(num_replicas)
     tokens = [rng.randrange(500) for _ in range(64)]
-    history = {s: tokens + [rng.randrange(500) for _ in range(rng.randint(20, 200))] for s in range(80)}
-    routers = [PrefixRouter(dict.fromkeys(range(num_replicas), 4000), BLOCK) for _ in range(num_frontends)]
+    history = {
+        s: tokens + [rng.randrange(500) for _ in range(rng.randint(20, 200))] for s in range(80)
+    }
+    routers = [
+        PrefixRouter(dict.fromkeys(range(num_replicas), 4000), BLOCK) for _ in range(num_frontends)
+    ]
     caches, large = [SeenBlocks(4000) for _ in range(num_replicas)], SeenBlocks(4000 * num_replicas)
     hits = hits_of_large = 0
     work = [0] * num_replicas
@@ -182,8 +218,18 @@ def test_conversations_are_cached_as_in_one_large_replica(num_replicas: int, num
 
 
 def test_processes_agree_on_where_an_unknown_conversation_belongs() -> None:
-    program = ("from sidestep.frontend.routing.prefix import rendezvous;"
-               "print([rendezvous(bytes([i]) * 64, range(5)) for i in range(99)])")
-    said = {subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
-                           env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
+    program = (
+        "from sidestep.frontend.routing.prefix import rendezvous;"
+        "print([rendezvous(bytes([i]) * 64, range(5)) for i in range(99)])"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
     assert len(said) == 1 and set(said.pop()) >= set("01234")

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from sidestep import AsyncLLM, CompletionOutput, SamplingParams, ValidationError, best_of_n, self_consistency
+from sidestep import (
+    AsyncLLM,
+    CompletionOutput,
+    SamplingParams,
+    ValidationError,
+    best_of_n,
+    self_consistency,
+)
 from sidestep.frontend.scaling import critique_and_revise
 from sidestep.frontend.tokenizer import Tokenizer
 from sidestep.ipc.messages import FinishReason
@@ -35,7 +42,9 @@ async def sent(channel: FakeChannel, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
-def say_texts(channel: FakeChannel, tokenizer: Tokenizer, texts: Sequence[str], first: int = 0) -> None:
+def say_texts(
+    channel: FakeChannel, tokenizer: Tokenizer, texts: Sequence[str], first: int = 0
+) -> None:
     """Each completion is one text and its end."""
     for handle, text in enumerate(texts, first):
         ids = tokenizer.encode(text, False)
@@ -46,7 +55,8 @@ def say_texts(channel: FakeChannel, tokenizer: Tokenizer, texts: Sequence[str], 
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_the_completion_with_the_best_score_is_chosen(
-        llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer, is_async: bool) -> None:
+    llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer, is_async: bool
+) -> None:
     def score(completion: CompletionOutput) -> float:
         return len(completion.text)
 
@@ -54,7 +64,9 @@ async def test_the_completion_with_the_best_score_is_chosen(
         await asyncio.sleep(0)
         return score(completion)
 
-    call = asyncio.create_task(best_of_n(llm, [5, 6], 3, later if is_async else score, SamplingParams(seed=4)))
+    call = asyncio.create_task(
+        best_of_n(llm, [5, 6], 3, later if is_async else score, SamplingParams(seed=4))
+    )
     await settle()
     (message,) = channel.added
     assert message.sampling.n == 3 and message.sampling.seed == 4
@@ -63,7 +75,9 @@ async def test_the_completion_with_the_best_score_is_chosen(
     assert found.best.text == "abcdef" and found.best.index == 1 and found.scores == [2, 6, 3]
 
 
-async def test_a_score_that_fails_fails_the_call(llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer) -> None:
+async def test_a_score_that_fails_fails_the_call(
+    llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer
+) -> None:
     def score(completion: CompletionOutput) -> float:
         raise KeyError("no such test")
 
@@ -75,7 +89,9 @@ async def test_a_score_that_fails_fails_the_call(llm: AsyncLLM, channel: FakeCha
     assert len(llm._outputs) == 0
 
 
-async def test_a_vote_ends_when_it_is_decided(llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer) -> None:
+async def test_a_vote_ends_when_it_is_decided(
+    llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer
+) -> None:
     call = asyncio.create_task(self_consistency(llm, [5, 6], 5, lambda text: text[:1] or None))
     await settle()
     say_texts(channel, tokenizer, ["ab", "b"])
@@ -88,7 +104,8 @@ async def test_a_vote_ends_when_it_is_decided(llm: AsyncLLM, channel: FakeChanne
 
 
 async def test_completions_without_an_answer_do_not_vote(
-        llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer) -> None:
+    llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer
+) -> None:
     call = asyncio.create_task(self_consistency(llm, [5, 6], 3, lambda text: None))
     await settle()
     say_texts(channel, tokenizer, ["a", "b", "c"])
@@ -96,7 +113,9 @@ async def test_completions_without_an_answer_do_not_vote(
     assert vote.answer is None and not vote.votes and vote.num_stopped == 0
 
 
-async def test_a_vote_that_is_cancelled_ends_its_request(llm: AsyncLLM, channel: FakeChannel) -> None:
+async def test_a_vote_that_is_cancelled_ends_its_request(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
     call = asyncio.create_task(self_consistency(llm, [5, 6], 3, lambda text: text))
     await settle()
     call.cancel()
@@ -106,15 +125,22 @@ async def test_a_vote_that_is_cancelled_ends_its_request(llm: AsyncLLM, channel:
 
 
 async def test_each_turn_of_a_revision_continues_the_conversation(
-        llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer) -> None:
-    call = asyncio.create_task(critique_and_revise(
-        llm, [{"role": "user", "content": "hi"}], rounds=3, is_good=lambda text: text == "fine"))
+    llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer
+) -> None:
+    call = asyncio.create_task(
+        critique_and_revise(
+            llm, [{"role": "user", "content": "hi"}], rounds=3, is_good=lambda text: text == "fine"
+        )
+    )
     for i, text in enumerate(["one", "bad", "two", "fine"]):
         await sent(channel, i + 1)
         say_texts(channel, tokenizer, [text], first=i)
     made = await call
     assert (made.answer, made.drafts, made.critiques) == ("two", ["one", "two"], ["bad", "fine"])
-    prompts = [tokenizer.decode(list(memoryview(m.prompt_token_ids).cast("i")), False) for m in channel.added]
+    prompts = [
+        tokenizer.decode(list(memoryview(m.prompt_token_ids).cast("i")), False)
+        for m in channel.added
+    ]
     for before, after in zip(prompts, prompts[1:], strict=False):
         assert after.startswith(before)
     assert "bad" in prompts[2] and "one" in prompts[1]
@@ -126,7 +152,8 @@ async def test_a_revision_has_at_least_one_round(llm: AsyncLLM) -> None:
 
 
 async def test_without_parameters_the_model_s_defaults_hold(
-        llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer) -> None:
+    llm: AsyncLLM, channel: FakeChannel, tokenizer: Tokenizer
+) -> None:
     llm._inputs.default_sampling = SamplingParams(top_k=20, max_tokens=9)
     call = asyncio.create_task(self_consistency(llm, [5, 6], 2, str))
     await settle()

@@ -38,10 +38,18 @@ def byte_level(**settings: object) -> FastTokenizer:
 def byte_fallback(**settings: object) -> FastTokenizer:
     """Make a tokenizer like Llama 2's: no pre-tokenizer, spaces are written as another character."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "aa", "▁"]
-    tokenizer = FastTokenizer(models.BPE(
-        {word: i for i, word in enumerate(words)}, [("a", "a")], unk_token="<unk>", fuse_unk=True,
-        byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = FastTokenizer(
+        models.BPE(
+            {word: i for i, word in enumerate(words)},
+            [("a", "a")],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return tokenizer
 
 
@@ -57,17 +65,26 @@ def words(model: object) -> FastTokenizer:
 
 
 BOUNDED: list[Callable[[], FastTokenizer]] = [
-    byte_level, byte_fallback, lambda: byte_level(absorbing=True), lambda: unknown(fuse=False),
-    lambda: byte_level(normalizer=normalizers.NFC()), lambda: byte_level(normalizer=normalizers.NFKC()),
-    lambda: byte_level(normalizer=normalizers.Replace("zz", "z")), lambda: byte_level(normalizer=normalizers.NFD())]
+    byte_level,
+    byte_fallback,
+    lambda: byte_level(absorbing=True),
+    lambda: unknown(fuse=False),
+    lambda: byte_level(normalizer=normalizers.NFC()),
+    lambda: byte_level(normalizer=normalizers.NFKC()),
+    lambda: byte_level(normalizer=normalizers.Replace("zz", "z")),
+    lambda: byte_level(normalizer=normalizers.NFD()),
+]
 UNBOUNDED: list[Callable[[], FastTokenizer]] = [
-    lambda: unknown(fuse=True), lambda: unknown(fuse=False, unk=None),
+    lambda: unknown(fuse=True),
+    lambda: unknown(fuse=False, unk=None),
     lambda: words(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")),
     lambda: words(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]")),
     lambda: FastTokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)),
-    lambda: byte_level(normalizer=normalizers.Strip()), lambda: byte_level(normalizer=normalizers.Replace("zz", "")),
+    lambda: byte_level(normalizer=normalizers.Strip()),
+    lambda: byte_level(normalizer=normalizers.Replace("zz", "")),
     lambda: byte_level(normalizer=normalizers.Replace(Regex(" +"), " ")),
-    lambda: byte_level(normalizer=normalizers.BertNormalizer())]
+    lambda: byte_level(normalizer=normalizers.BertNormalizer()),
+]
 
 
 @pytest.mark.parametrize("make", BOUNDED)
@@ -76,7 +93,10 @@ def test_no_text_has_fewer_tokens_than_its_bounds(make: Callable[[], FastTokeniz
     bound = TextBound(tokenizer)
     assert bound.characters is not None
     texts = ["".join(dice.choices(CHARACTERS, k=dice.randint(1, 60))) for _ in range(300)]
-    texts += [character * 40 for character in CHARACTERS] + [" " * 40 + "<mask>" + " " * 40, "a b" * 30]
+    texts += [character * 40 for character in CHARACTERS] + [
+        " " * 40 + "<mask>" + " " * 40,
+        "a b" * 30,
+    ]
     for text in texts:
         num = len(tokenizer.encode(text, add_special_tokens=False))
         assert bound.least_tokens(text) <= num, text
@@ -109,7 +129,9 @@ class Counted(Tokenizer):
     def __init__(self, one: Tokenizer) -> None:
         self.fast, self.bound, self.num = one.fast, one.bound, 0
 
-    def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> list[int]:
         self.num += 1
         return super().encode(text, add_special_tokens, max_model_len)
 
@@ -117,8 +139,12 @@ class Counted(Tokenizer):
 CHAT = [{"role": "user", "content": "x" * 20_000}]
 
 
-@pytest.mark.parametrize("prompt", ["x" * 20_000, {"prompt": "\n" * 20_000}, "中" * 20_000, " " * 20_000])
-async def test_a_text_that_cannot_fit_never_reaches_the_tokenizer(tokenizer: Tokenizer, prompt: object) -> None:
+@pytest.mark.parametrize(
+    "prompt", ["x" * 20_000, {"prompt": "\n" * 20_000}, "中" * 20_000, " " * 20_000]
+)
+async def test_a_text_that_cannot_fit_never_reaches_the_tokenizer(
+    tokenizer: Tokenizer, prompt: object
+) -> None:
     counted = Counted(tokenizer)
     with pytest.raises(PromptTooLongError, match=r"has at least \d+ tokens.*max_model_len \(100\)"):
         await input_processor(counted).process(prompt, None)  # type: ignore[arg-type]

@@ -14,16 +14,40 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(
-        vocab_size=290, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        TEXTS * 3,
+        trainers.BpeTrainer(
+            vocab_size=290,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return tokenizer
 
 
 def with_fallback(decoder: decoders.Decoder) -> Tokenizer:
     """As Llama's and Mistral's of SentencePiece."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "d", "e", "f", "a", "b", "de", "def", "▁def"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)},
-                                     [("d", "e"), ("de", "f"), ("▁", "def")], unk_token="<unk>", byte_fallback=True))
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "d",
+        "e",
+        "f",
+        "a",
+        "b",
+        "de",
+        "def",
+        "▁def",
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("d", "e"), ("de", "f"), ("▁", "def")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
     tokenizer.decoder = decoder
     return tokenizer
 
@@ -35,9 +59,14 @@ def test_bytes_of_byte_level_tokens(text: str) -> None:
     assert b"".join(map(alphabet.bytes_of, tokenizer.encode(text).tokens)).decode() == text
 
 
-@pytest.mark.parametrize("decoder", [
-    decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
-    decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])], ids=["replace", "metaspace"])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    ],
+    ids=["replace", "metaspace"],
+)
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_of_tokens_with_byte_fallback(decoder: decoders.Decoder, text: str) -> None:
     tokenizer = with_fallback(decoder)
@@ -48,4 +77,6 @@ def test_bytes_of_tokens_with_byte_fallback(decoder: decoders.Decoder, text: str
 
 
 def test_other_tokens_are_their_text() -> None:
-    assert TokenAlphabet(Tokenizer(models.WordLevel({"wörd": 0}))).bytes_of("wörd") == "wörd".encode()
+    assert (
+        TokenAlphabet(Tokenizer(models.WordLevel({"wörd": 0}))).bytes_of("wörd") == "wörd".encode()
+    )

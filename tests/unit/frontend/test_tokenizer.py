@@ -14,7 +14,10 @@ from sidestep import DEFAULT_MODEL, EngineStartError, ValidationError
 from sidestep.frontend.chat_template import ChatTemplate
 from sidestep.frontend.tokenizer import Tokenizer
 
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <|im_end|> there"}]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <|im_end|> there"},
+]
 
 
 @pytest.fixture
@@ -30,17 +33,23 @@ def change(file: Path, **values: Any) -> None:
 
 
 def render(source: str, messages: Any = CHAT, **variables: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, add_generation_prompt=True, **variables)
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(
+        messages, add_generation_prompt=True, **variables
+    )
 
 
 def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match="no tokenizer.json; make one with transformers: AutoTok") as caught:
+    with pytest.raises(
+        EngineStartError, match="no tokenizer.json; make one with transformers: AutoTok"
+    ) as caught:
         Tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "problem"), [("tokenizer.json", "cannot be read"),
-                                               ("tokenizer_config.json", "is not valid JSON")])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("tokenizer.json", "cannot be read"), ("tokenizer_config.json", "is not valid JSON")],
+)
 def test_a_broken_file_is_named(folder: Path, name: str, problem: str) -> None:
     (folder / name).write_text("{")
     with pytest.raises(EngineStartError, match=f"tokenizer: .*{name} {problem}"):
@@ -56,10 +65,18 @@ def test_texts_come_back(tokenizer: Tokenizer) -> None:
 
 def test_the_truncation_and_padding_of_training_are_not_applied_to_prompts(folder: Path) -> None:
     whole = Tokenizer(str(folder)).encode("def get_name(self): return self.name")
-    change(folder / "tokenizer.json",
-           truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-           padding={"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-                    "pad_type_id": 0, "pad_token": "<|endoftext|>"})
+    change(
+        folder / "tokenizer.json",
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        padding={
+            "strategy": {"Fixed": 64},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<|endoftext|>",
+        },
+    )
     assert Tokenizer(str(folder)).encode("def get_name(self): return self.name") == whole
 
 
@@ -69,13 +86,27 @@ def test_text_that_is_no_text_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_a_chat_is_encoded_with_the_template_s_special_tokens_and_no_others(folder: Path) -> None:
-    change(folder / "tokenizer.json", post_processor={
-        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-                                                 {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}})
-    change(folder / "tokenizer_config.json",
-           chat_template="{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    change(
+        folder / "tokenizer.json",
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 0}},
+            ],
+            "special_tokens": {
+                "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+            },
+        },
+    )
+    change(
+        folder / "tokenizer_config.json",
+        chat_template="{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
     tokenizer = Tokenizer(str(folder))
     assert tokenizer.encode("a")[0] == 0, "a text gets the token"
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=True)
@@ -87,13 +118,17 @@ def test_a_template_in_its_own_file_comes_first(folder: Path) -> None:
     assert Tokenizer(str(folder)).apply_chat_template(CHAT, tokenize=False) == "own file: Be brief."
 
 
-NAMED = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "the default"},
-         {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+NAMED = [
+    {"name": "rag", "template": "rag"},
+    {"name": "default", "template": "the default"},
+    {"name": "tool_use", "template": "{{ tools | length }} tools"},
+]
 
 
 @pytest.mark.parametrize("form", ["a list", "files", "files and a list"])
 def test_of_several_named_templates_the_one_for_the_use_is_taken_as_transformers_does(
-        folder: Path, form: str) -> None:
+    folder: Path, form: str
+) -> None:
     change(folder / "tokenizer_config.json", chat_template=NAMED)
     if form != "a list":
         (folder / "chat_template.jinja").write_text("file")
@@ -107,7 +142,9 @@ def test_of_several_named_templates_the_one_for_the_use_is_taken_as_transformers
         expected = reference.apply_chat_template(CHAT, tools=tools, tokenize=False)
         assert tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False) == expected
         assert (tokenizer.template_for(tools) == tokenizer.chat_template) == (tools is None)
-    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == ("the default" if form == "a list" else "file")
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == (
+        "the default" if form == "a list" else "file"
+    )
     tokenizer.chat_template = "one for all"
     assert tokenizer.apply_chat_template(CHAT, tools=[1], tokenize=False) == "one for all"
 
@@ -140,24 +177,47 @@ def test_without_a_template_a_chat_is_refused(folder: Path) -> None:
         Tokenizer(str(folder)).apply_chat_template(CHAT, tokenize=False)
 
 
-@pytest.mark.parametrize(("source", "expected"), [
-    ("{{ bos_token }}{% if tools is not none %}tools{% endif %}|{{ add_generation_prompt }}", "<s>|True"),
-    ("{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}{{ m.role }}\n{% endfor %}", "user\n"),
-    ("{% for m in messages %}{% generation %}{{ m.role[0] }}{% endgeneration %}{% endfor %}", "su"),
-    ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),
-    ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
-    ("{{ strftime_now('%Y') | int > 2000 }}", "True")])
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "{{ bos_token }}{% if tools is not none %}tools{% endif %}|{{ add_generation_prompt }}",
+            "<s>|True",
+        ),
+        (
+            "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}{{ m.role }}\n{% endfor %}",
+            "user\n",
+        ),
+        (
+            "{% for m in messages %}{% generation %}{{ m.role[0] }}{% endgeneration %}{% endfor %}",
+            "su",
+        ),
+        ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{{ strftime_now('%Y') | int > 2000 }}", "True"),
+    ],
+)
 def test_what_templates_on_the_hub_rely_on(source: str, expected: str) -> None:
     assert render(source) == expected
 
 
 def test_variables_reach_the_template() -> None:
-    assert render("{{ enable_thinking }} {{ tools[0] }}", enable_thinking=False, tools=["t"]) == "False t"
+    assert (
+        render("{{ enable_thinking }} {{ tools[0] }}", enable_thinking=False, tools=["t"])
+        == "False t"
+    )
 
 
-@pytest.mark.parametrize("source", [
-    "{{ raise_exception('roles must alternate') }}", "{{ messages[9].content.x }}", "{{ 1 / 0 }}",
-    "{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[9].content.x }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
 def test_what_a_template_raises_is_said_of_the_messages(source: str) -> None:
     with pytest.raises(ValidationError, match="messages: the chat template refuses them"):
         render(source)
@@ -168,9 +228,18 @@ def test_a_template_that_cannot_be_compiled_is_named() -> None:
         render("{% for %}")
 
 
-@pytest.mark.parametrize("messages", [
-    [], ["hi"], [{"content": "hi"}], [{"role": 1, "content": "hi"}], [{"role": "user"}],
-    [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        ["hi"],
+        [{"content": "hi"}],
+        [{"role": 1, "content": "hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    ],
+)
 def test_wrong_messages_are_refused(messages: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         render("x", messages)
@@ -180,4 +249,6 @@ def test_wrong_messages_are_refused(messages: Any) -> None:
 def test_parts_of_text_are_joined_and_tool_calls_need_no_content() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
-    assert render("{{ messages[0].tool_calls }}", [{"role": "assistant", "tool_calls": [1]}]) == "[1]"
+    assert (
+        render("{{ messages[0].tool_calls }}", [{"role": "assistant", "tool_calls": [1]}]) == "[1]"
+    )

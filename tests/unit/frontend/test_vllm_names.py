@@ -27,13 +27,17 @@ from sidestep.utils import FlexibleArgumentParser, random_uuid
 from tests.unit.frontend.fakes import FakeChannel, input_processor
 
 ROOT = Path(__file__).resolve().parents[3]
-FACADE = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "sidestep").rglob("*.py")
-                if not (ROOT / "sidestep" / file.relative_to(ROOT / "sidestep").parts[0]).is_symlink()
-                and not file.name.startswith("__"))
+FACADE = sorted(
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for file in (ROOT / "sidestep").rglob("*.py")
+    if not (ROOT / "sidestep" / file.relative_to(ROOT / "sidestep").parts[0]).is_symlink()
+    and not file.name.startswith("__")
+)
 CHAT = [{"role": "user", "content": "Hello"}]
 
 
 # Imports.
+
 
 @pytest.mark.parametrize("module", FACADE)
 def test_a_module_has_what_it_says_and_names_what_it_lacks(module: str) -> None:
@@ -50,7 +54,9 @@ def test_a_module_has_what_it_says_and_names_what_it_lacks(module: str) -> None:
 @pytest.mark.parametrize("below", ["", ".anything"])
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_does_not_exist_says_what_there_is(name: str, below: str) -> None:
-    if (ROOT / "sidestep" / f"{name}{below}".replace(".", "/")).is_dir() or f"sidestep.{name}{below}" in FACADE:
+    if (
+        ROOT / "sidestep" / f"{name}{below}".replace(".", "/")
+    ).is_dir() or f"sidestep.{name}{below}" in FACADE:
         return  # it stands for the modules below it
     with pytest.raises(ModuleNotFoundError, match=r"^sidestep\.\S+: ") as caught:
         importlib.import_module(f"sidestep.{name}{below}")
@@ -85,12 +91,19 @@ def test_older_names_are_the_same_things() -> None:
 
 
 def test_the_server_starts_by_its_module_too() -> None:
-    done = subprocess.run([sys.executable, "-m", "sidestep.entrypoints.openai.api_server", "--swap-space", "4"],
-                          capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == f"sidestep: swap_space: {ENGINE_OPTIONS['swap_space'].instead}\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "sidestep.entrypoints.openai.api_server", "--swap-space", "4"],
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 1
+        and done.stderr == f"sidestep: swap_space: {ENGINE_OPTIONS['swap_space'].instead}\n"
+    )
 
 
 # Calls.
+
 
 @pytest.mark.parametrize("cls", [LLM, AsyncLLM])
 def test_a_method_that_does_not_exist_says_what_there_is(cls: type) -> None:
@@ -105,7 +118,9 @@ def test_a_method_that_does_not_exist_says_what_there_is(cls: type) -> None:
 
 def test_any_other_attribute_is_an_ordinary_error(tokenizer: Tokenizer) -> None:
     for thing in (LLM.__new__(LLM), tokenizer):
-        with pytest.raises(AttributeError, match=f"'{type(thing).__name__}' object has no attribute 'nonsense'"):
+        with pytest.raises(
+            AttributeError, match=f"'{type(thing).__name__}' object has no attribute 'nonsense'"
+        ):
             thing.nonsense  # type: ignore[attr-defined]  # noqa: B018
     for name in TOKENIZER_METHODS:
         with pytest.raises(UnsupportedError, match=f"Tokenizer.{name}: "):
@@ -126,15 +141,23 @@ def test_arguments_are_dropped_where_they_ask_for_nothing_and_named_otherwise() 
         with pytest.raises(ValidationError) as caught:
             loose("a", **{name: object()})
         assert str(caught.value) == f"{name}: {foreign.instead}"
-    assert call("a", truncation="given") == ("a", 0, "given"), "its own argument of such a name is its own"
+    assert call("a", truncation="given") == ("a", 0, "given"), (
+        "its own argument of such a name is its own"
+    )
     with pytest.raises(TypeError, match="nonsense"):
         loose("a", nonsense=1)
 
 
 async def test_an_engine_is_called_as_vllm_s(llm: AsyncLLM, channel: FakeChannel) -> None:
     loose: Any = llm
-    stream = loose.generate("import ", {"max_tokens": 3, "temperature": 0}, "r1", lora_request=None,
-                            trace_headers=None, priority=0)
+    stream = loose.generate(
+        "import ",
+        {"max_tokens": 3, "temperature": 0},
+        "r1",
+        lora_request=None,
+        trace_headers=None,
+        priority=0,
+    )
     waiting = asyncio.ensure_future(anext(stream))
     while not channel.added:
         await asyncio.sleep(0)
@@ -147,12 +170,22 @@ async def test_an_engine_is_called_as_vllm_s(llm: AsyncLLM, channel: FakeChannel
     assert await loose.get_tokenizer() is loose.get_tokenizer()
 
 
-async def test_a_chat_reaches_the_template_with_all_that_goes_with_it(llm: AsyncLLM, channel: FakeChannel) -> None:
-    template = ("{{ tools[0].function.name if tools else '' }}|{{ mood }}|{{ messages[-1].content }}"
-                "{% if add_generation_prompt %}|go{% endif %}<end>")
+async def test_a_chat_reaches_the_template_with_all_that_goes_with_it(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
+    template = (
+        "{{ tools[0].function.name if tools else '' }}|{{ mood }}|{{ messages[-1].content }}"
+        "{% if add_generation_prompt %}|go{% endif %}<end>"
+    )
     prompts = []
-    for more in ({"tools": [{"type": "function", "function": {"name": "f"}}], "chat_template_kwargs": {"mood": "x"}},
-                 {"add_generation_prompt": False}, {"add_generation_prompt": False, "continue_final_message": True}):
+    for more in (
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "chat_template_kwargs": {"mood": "x"},
+        },
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ):
         stream = llm.chat(CHAT, {"max_tokens": 1}, chat_template=template, **more)  # type: ignore[arg-type]
         waiting = asyncio.ensure_future(anext(stream))
         while len(channel.added) <= len(prompts):
@@ -163,17 +196,40 @@ async def test_a_chat_reaches_the_template_with_all_that_goes_with_it(llm: Async
     assert prompts == ["f|x|Hello|go<end>", "||Hello<end>", "||Hello"]
 
 
-@pytest.mark.parametrize(("more", "field"), [
-    ({"tools": "f"}, "tools"), ({"tools": [len]}, "tools"), ({"chat_template": 5}, "chat_template"),
-    ({"chat_template": "{{"}, "chat_template"), ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"), ({"nonsense": 1}, "prompt"),
-    ({"continue_final_message": True}, "continue_final_message"),
-    ({"continue_final_message": True, "add_generation_prompt": False, "chat_template": "none"},
-     "continue_final_message"),
-    ({"continue_final_message": True, "add_generation_prompt": False,
-      "messages": [{"role": "assistant", "content": ""}]}, "continue_final_message"),
-    ({"messages": "hello"}, "messages"), ({"messages": []}, "messages")])
-async def test_what_is_wrong_with_a_chat_is_named(tokenizer: Tokenizer, more: dict[str, Any], field: str) -> None:
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"tools": "f"}, "tools"),
+        ({"tools": [len]}, "tools"),
+        ({"chat_template": 5}, "chat_template"),
+        ({"chat_template": "{{"}, "chat_template"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"nonsense": 1}, "prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        (
+            {
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+                "chat_template": "none",
+            },
+            "continue_final_message",
+        ),
+        (
+            {
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+                "messages": [{"role": "assistant", "content": ""}],
+            },
+            "continue_final_message",
+        ),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": []}, "messages"),
+    ],
+)
+async def test_what_is_wrong_with_a_chat_is_named(
+    tokenizer: Tokenizer, more: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ValidationError) as caught:
         await input_processor(tokenizer).process({"messages": CHAT, **more}, None)
     assert caught.value.field == field
@@ -188,14 +244,24 @@ async def test_prompts_in_vllm_s_forms(tokenizer: Tokenizer) -> None:
     assert (await process({"prompt": "a", "multi_modal_data": None}, None)).prompt == "a"
     with pytest.raises(ValidationError, match="multi_modal_data: only text goes into a model"):
         await process({"prompt": "a", "multi_modal_data": {"image": 1}}, None)
-    with pytest.raises(ValidationError, match="temprature: is not a field of SamplingParams; did you mean temperature"):
+    with pytest.raises(
+        ValidationError,
+        match="temprature: is not a field of SamplingParams; did you mean temperature",
+    ):
         await process("a", {"temprature": 1})
 
 
-async def test_the_engine_s_seed_repeats_a_program_and_leaves_requests_seeds_alone(tokenizer: Tokenizer) -> None:
+async def test_the_engine_s_seed_repeats_a_program_and_leaves_requests_seeds_alone(
+    tokenizer: Tokenizer,
+) -> None:
     async def seeds(seed: str | None) -> list[int | None]:
         inputs = input_processor(tokenizer, seed=seed)
-        given = [SamplingParams(), SamplingParams(seed=5), SamplingParams(), SamplingParams(temperature=0)]
+        given = [
+            SamplingParams(),
+            SamplingParams(seed=5),
+            SamplingParams(),
+            SamplingParams(temperature=0),
+        ]
         return [(await inputs.process("a", params)).sampling.seed for params in given]
 
     first, own, second, greedy = await seeds("7:0")
@@ -207,11 +273,14 @@ async def test_the_engine_s_seed_repeats_a_program_and_leaves_requests_seeds_alo
 
 
 async def test_a_priority_that_would_do_nothing_is_refused(llm: AsyncLLM) -> None:
-    with pytest.raises(ValidationError, match="priority: counts only with the engine's option scheduling_policy"):
+    with pytest.raises(
+        ValidationError, match="priority: counts only with the engine's option scheduling_policy"
+    ):
         await anext(llm.generate("a", priority=1))
 
 
 # The tokenizer.
+
 
 def test_many_templates_of_calls_do_not_pile_up(tokenizer: Tokenizer) -> None:
     for i in range(100):
@@ -221,12 +290,19 @@ def test_many_templates_of_calls_do_not_pile_up(tokenizer: Tokenizer) -> None:
 
 # The command line.
 
+
 def test_each_flag_of_vllm_serve_is_one_sentence() -> None:
     parser = make_parser("1")
     for name, foreign in (ENGINE_OPTIONS | SERVER_OPTIONS).items():
         flag, wrong = name.replace("_", "-"), not foreign.asks_for_nothing(True)
-        words = [f"--{flag}", "[7, 8]"] if foreign.form != "switch" else [f"--{flag}" if wrong else f"--no-{flag}"]
-        if foreign.same_as is not None or (foreign.form == "switch" and not wrong and foreign.asks_for_nothing(False)):
+        words = (
+            [f"--{flag}", "[7, 8]"]
+            if foreign.form != "switch"
+            else [f"--{flag}" if wrong else f"--no-{flag}"]
+        )
+        if foreign.same_as is not None or (
+            foreign.form == "switch" and not wrong and foreign.asks_for_nothing(False)
+        ):
             continue
         parsed = parser.parse_args(["serve", "model", *words])
         with pytest.raises(ValidationError) as caught:
@@ -234,9 +310,18 @@ def test_each_flag_of_vllm_serve_is_one_sentence() -> None:
         assert str(caught.value) == f"{name}: {foreign.instead}"
 
 
-@pytest.mark.parametrize("words", [
-    ["--swap-space", "4"], ["--api-key", "key"], ["--swap_space=4"],
-    ["-q", "fp8"], ["-O3"], ["--enable-expert-parallel"], ["-tp", "2", "--nnodes", "2"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--swap-space", "4"],
+        ["--api-key", "key"],
+        ["--swap_space=4"],
+        ["-q", "fp8"],
+        ["-O3"],
+        ["--enable-expert-parallel"],
+        ["-tp", "2", "--nnodes", "2"],
+    ],
+)
 def test_flags_in_other_forms(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "model", *words]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -251,8 +336,12 @@ def test_the_help_shows_our_options_alone(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("parser", [argparse.ArgumentParser(), FlexibleArgumentParser()])
 def test_programs_have_the_flags_of_the_engine(parser: argparse.ArgumentParser) -> None:
     EngineArgs.add_cli_args(parser).add_argument("--own", default=1)
-    parsed = parser.parse_args(["--max-model-len", "1k", "--dtype", "half", "--num-gpu-blocks-override", "9"])
-    assert EngineArgs.from_cli_args(parsed) == EngineArgs(max_model_len=1024, dtype="float16", num_kv_blocks=9)
+    parsed = parser.parse_args(
+        ["--max-model-len", "1k", "--dtype", "half", "--num-gpu-blocks-override", "9"]
+    )
+    assert EngineArgs.from_cli_args(parsed) == EngineArgs(
+        max_model_len=1024, dtype="float16", num_kv_blocks=9
+    )
     with pytest.raises(ValidationError, match="quantization: "):
         EngineArgs.from_cli_args(parser.parse_args(["--quantization", "awq"]))
     assert vars(parser.parse_args([])) == {"own": 1}

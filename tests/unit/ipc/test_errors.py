@@ -24,20 +24,36 @@ def make(kind: type[SidestepError]) -> SidestepError:
     own = next((base for base in kind.__mro__ if "__init__" in vars(base)), None)
     if own is None or not issubclass(own, SidestepError):
         return kind("what went wrong")
-    needed = [p for p in inspect.signature(own.__init__).parameters.values()
-              if p.name != "self" and p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = [
+        p
+        for p in inspect.signature(own.__init__).parameters.values()
+        if p.name != "self" and p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     return kind(*(7 if p.annotation == "int" else p.name for p in needed))
 
 
-@pytest.mark.parametrize("kind", sorted({kind for kind in kinds() if kind.__module__ == errors.__name__},
-                                        key=lambda kind: kind.__name__))
-@pytest.mark.parametrize("through", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],
-                         ids=["pickle", "copy", "deepcopy"])
+@pytest.mark.parametrize(
+    "kind",
+    sorted(
+        {kind for kind in kinds() if kind.__module__ == errors.__name__},
+        key=lambda kind: kind.__name__,
+    ),
+)
+@pytest.mark.parametrize(
+    "through",
+    [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],
+    ids=["pickle", "copy", "deepcopy"],
+)
 def test_an_error_comes_out_as_it_went_in(kind: type[SidestepError], through: object) -> None:
     error = make(kind)
     assert callable(through)
     twin = through(error)
-    assert type(twin) is kind and str(twin) == str(error) and twin.args == error.args and vars(twin) == vars(error)
+    assert (
+        type(twin) is kind
+        and str(twin) == str(error)
+        and twin.args == error.args
+        and vars(twin) == vars(error)
+    )
 
 
 def test_one_of_several_is_named() -> None:

@@ -32,7 +32,11 @@ def test_a_record_is_one_object_with_its_fields(capsys: pytest.CaptureFixture[st
     logs.begin(LogConfig(log_format="json"), "server")
     logger.warning("%d lines\nof text", 2, extra={FIELDS: {"request_id": "r1"}})
     line = last_line(capsys)
-    assert (line["level"], line["process"], line["logger"]) == ("warning", "server", "sidestep.test")
+    assert (line["level"], line["process"], line["logger"]) == (
+        "warning",
+        "server",
+        "sidestep.test",
+    )
     assert line["message"] == "2 lines\nof text" and line["request_id"] == "r1"
     assert line["time"].endswith("Z") and line["pid"]
 
@@ -53,7 +57,11 @@ def test_the_level_is_the_least_that_is_written(capsys: pytest.CaptureFixture[st
     logger.warning("this")
     logs.tell("and this", logging.ERROR)
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("WARNING ") and said[0].endswith(" server: this") and said[1:] == ["and this"]
+    assert (
+        said[0].startswith("WARNING ")
+        and said[0].endswith(" server: this")
+        and said[1:] == ["and this"]
+    )
 
 
 def test_what_is_told_is_a_record_where_the_log_is_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,12 +79,19 @@ def test_other_settings_are_refused(name: str) -> None:
 
 
 def test_a_child_logs_as_it_was_started(capfd: pytest.CaptureFixture[str]) -> None:
-    child = spawn("worker 7", "tests.unit.ipc.children:log_and_fail", None, log_config=LogConfig(log_format="json"))
+    child = spawn(
+        "worker 7",
+        "tests.unit.ipc.children:log_and_fail",
+        None,
+        log_config=LogConfig(log_format="json"),
+    )
     assert child.wait(60)
     child.stop()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["process"], line["level"], line["message"]) for line in lines] == [
-        ("worker 7", "info", "about to fail"), ("worker 7", "warning", lines[1]["message"]),
-        ("worker 7", "critical", "uncaught exception: no more")]
+        ("worker 7", "info", "about to fail"),
+        ("worker 7", "warning", lines[1]["message"]),
+        ("worker 7", "critical", "uncaught exception: no more"),
+    ]
     assert "FutureWarning: soon" in lines[1]["message"] and "RuntimeError" in lines[2]["exception"]
     assert sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__ != logs.__name__

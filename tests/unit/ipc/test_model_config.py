@@ -167,10 +167,7 @@ def test_what_an_override_makes_is_refused_as_in_a_file(tmp_path: Path) -> None:
         ).spec.num_layers
         == 2
     )
-    assert (
-        problem(tmp_path, hf_overrides=[1])
-        == "hf_overrides: must be a mapping or None, not [1]"
-    )
+    assert problem(tmp_path, hf_overrides=[1]) == "hf_overrides: must be a mapping or None, not [1]"
 
 
 # Types.

@@ -47,7 +47,9 @@ class EndedAtOnce(subprocess.Popen[bytes]):
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_death_is_reported_of_one_that_never_read_its_arguments(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_death_is_reported_of_one_that_never_read_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setattr(subprocess, "Popen", EndedAtOnce)
     child = spawn("stillborn", "tests.unit.ipc.children:wait_for_ever", "x" * size)

@@ -21,13 +21,19 @@ def read_all(reader: RingReader, count: int, into: list[tuple[int, bytes]]) -> N
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.binary(max_size=700), min_size=1, max_size=40), st.integers(1, 3), st.integers(2, 5))
-def test_every_reader_gets_every_message_in_order(messages: list[bytes], readers: int, slots: int) -> None:
+@given(
+    st.lists(st.binary(max_size=700), min_size=1, max_size=40), st.integers(1, 3), st.integers(2, 5)
+)
+def test_every_reader_gets_every_message_in_order(
+    messages: list[bytes], readers: int, slots: int
+) -> None:
     spec = create_ring(readers, slots, slot_bytes=256)
     writer = RingWriter(spec)
     got: list[list[tuple[int, bytes]]] = [[] for _ in range(readers)]
-    threads = [threading.Thread(target=read_all, args=(RingReader(spec, r), len(messages), got[r]))
-               for r in range(readers)]
+    threads = [
+        threading.Thread(target=read_all, args=(RingReader(spec, r), len(messages), got[r]))
+        for r in range(readers)
+    ]
     for thread in threads:
         thread.start()
     for kind, message in enumerate(messages):
@@ -46,7 +52,9 @@ def test_a_slot_is_not_overwritten_while_it_is_being_read() -> None:
     message = reader.receive()
     assert message is not None
     writer.send([b"second"])
-    with pytest.raises(RingClosed):  # both slots are taken: the one held by the reader and the one not yet read
+    with pytest.raises(
+        RingClosed
+    ):  # both slots are taken: the one held by the reader and the one not yet read
         writer.send([b"third"], timeout_s=0.01)
     assert bytes(message[1]) == b"first"
 
@@ -60,7 +68,9 @@ def test_receive_on_an_empty_ring_gives_nothing_and_wait_ends_in_time() -> None:
 
 def test_a_reader_learns_that_the_writers_process_has_ended_after_reading_what_it_wrote() -> None:
     spec = create_ring(1)
-    child = spawn("writer", "tests.unit.ipc.children:write_one_message", spec, pass_fds=spec.writer_fds())
+    child = spawn(
+        "writer", "tests.unit.ipc.children:write_one_message", spec, pass_fds=spec.writer_fds()
+    )
     os.close(spec.bells_out[0])
     reader = RingReader(spec, 0)
     assert reader.wait(30)

@@ -14,8 +14,10 @@ DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32, "UInt8": 
 @given(st.lists(st.integers(0, 9), min_size=40, max_size=40), st.integers(0, 2**40))
 def test_round_trip(lengths: list[int], step_id: int) -> None:
     rng = np.random.default_rng(step_id)
-    values = [step_id if f.type == "int" else rng.integers(-99, 99, n).astype(DTYPES[str(f.type)])
-              for f, n in zip(fields(StepInput), lengths, strict=False)]
+    values = [
+        step_id if f.type == "int" else rng.integers(-99, 99, n).astype(DTYPES[str(f.type)])
+        for f, n in zip(fields(StepInput), lengths, strict=False)
+    ]
     data = b"".join(bytes(part) for part in StepInput(*values).encode())
     back = StepInput.decode(memoryview(data))
     for f, value in zip(fields(StepInput), values, strict=True):

@@ -21,8 +21,15 @@ from sidestep.ipc.vllm.imports import MODULES, NAMES
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVED_ONLY, SERVER_OPTIONS, VALUES
 from sidestep.ipc.vllm.params import SAMPLING_FIELDS, STRUCTURE_FIELDS
 
-ALL = {**ENGINE_OPTIONS, **SERVER_OPTIONS, **SERVED_ONLY, **SAMPLING_FIELDS, **STRUCTURE_FIELDS, **PROMPT_KEYS,
-       **ARGUMENTS}
+ALL = {
+    **ENGINE_OPTIONS,
+    **SERVER_OPTIONS,
+    **SERVED_ONLY,
+    **SAMPLING_FIELDS,
+    **STRUCTURE_FIELDS,
+    **PROMPT_KEYS,
+    **ARGUMENTS,
+}
 PROPER = ("AsyncLLM", "FlexibleArgumentParser", "KV", "LLM", "LoRA", "TextPrompt", "VLLM_")
 REFUSED = object()
 """A value that no entry accepts."""
@@ -31,7 +38,10 @@ REFUSED = object()
 def test_no_name_is_one_of_ours() -> None:
     engine, server = {f.name for f in fields(EngineArgs)}, {f.name for f in fields(ServerArgs)}
     assert not engine & (ENGINE_OPTIONS.keys() | SERVED_ONLY.keys())
-    assert not server & (ENGINE_OPTIONS.keys() | SERVER_OPTIONS.keys()) and server >= SERVED_ONLY.keys()
+    assert (
+        not server & (ENGINE_OPTIONS.keys() | SERVER_OPTIONS.keys())
+        and server >= SERVED_ONLY.keys()
+    )
     assert not ENGINE_OPTIONS.keys() & SERVER_OPTIONS.keys()
     assert not SAMPLING_FIELDS.keys() & set(SamplingParams.__struct_fields__)
     assert not STRUCTURE_FIELDS.keys() & set(StructuredOutputsParams.__struct_fields__)
@@ -39,7 +49,12 @@ def test_no_name_is_one_of_ours() -> None:
 
 
 def test_each_sentence_is_short_and_goes_on_after_a_name() -> None:
-    for text in (*(f.instead for f in ALL.values()), *METHODS.values(), *MODULES.values(), *NAMES.values()):
+    for text in (
+        *(f.instead for f in ALL.values()),
+        *METHODS.values(),
+        *MODULES.values(),
+        *NAMES.values(),
+    ):
         assert not text[0].isupper() or text.startswith(PROPER)
         assert not text.endswith(".") and "\n" not in text and 3 <= len(text.split()) <= 32
 
@@ -48,7 +63,9 @@ def test_an_option_of_another_name_has_the_same_meaning() -> None:
     for name, foreign in ENGINE_OPTIONS.items():
         if foreign.same_as is not None:
             assert getattr(EngineArgs(**{name: 7}), foreign.same_as) == 7
-            with pytest.raises(ValidationError, match=f"{name}: means the same as {foreign.same_as}"):
+            with pytest.raises(
+                ValidationError, match=f"{name}: means the same as {foreign.same_as}"
+            ):
                 EngineArgs(**{name: 7, foreign.same_as: 7})
 
 
@@ -70,22 +87,32 @@ def test_true_is_not_one_and_false_is_not_zero() -> None:
         translate({"x": False}, {"x": foreign})
 
 
-@pytest.mark.parametrize(("name", "theirs", "ours"), [
-    (name, theirs, ours) for name, words in VALUES.items() for theirs, ours in words.items()])
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [(name, theirs, ours) for name, words in VALUES.items() for theirs, ours in words.items()],
+)
 def test_words_for_values(name: str, theirs: Any, ours: Any) -> None:
     assert EngineArgs(**{name: theirs}) == EngineArgs(**{name: ours})
 
 
 def test_an_option_that_no_one_has_is_named_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="tensor_paralel_size: is not an option of the engine; did you mean "
-                       "tensor_parallel_size"):
+    with pytest.raises(
+        UnknownNameError,
+        match="tensor_paralel_size: is not an option of the engine; did you mean "
+        "tensor_parallel_size",
+    ):
         EngineArgs(**{"tensor_paralel_size": 2})
     with pytest.raises(ValidationError, match="host: is an option of `sidestep serve`"):
         EngineArgs(**{"host": "0.0.0.0"})
 
 
-@pytest.mark.parametrize(("cls", "needed", "table"), [
-    (SamplingParams, {}, SAMPLING_FIELDS), (StructuredOutputsParams, {"choice": ["a"]}, STRUCTURE_FIELDS)])
+@pytest.mark.parametrize(
+    ("cls", "needed", "table"),
+    [
+        (SamplingParams, {}, SAMPLING_FIELDS),
+        (StructuredOutputsParams, {"choice": ["a"]}, STRUCTURE_FIELDS),
+    ],
+)
 def test_fields_of_parameters(cls: Any, needed: dict[str, Any], table: dict[str, Foreign]) -> None:
     for name, foreign in table.items():
         for value in (None, *foreign.accepted):
@@ -104,7 +131,10 @@ def test_parameters_are_frozen_and_say_how_to_change_them() -> None:
     with pytest.raises(AttributeError, match="StructuredOutputsParams is frozen"):
         StructuredOutputsParams(regex="a").regex = "b"  # type: ignore[misc]
     longer = params.clone(max_tokens=5)
-    assert longer == SamplingParams(temperature=0, stop=["a"], max_tokens=5) and longer.stop is not params.stop
+    assert (
+        longer == SamplingParams(temperature=0, stop=["a"], max_tokens=5)
+        and longer.stop is not params.stop
+    )
     assert params.clone() == params == pickle.loads(pickle.dumps(params)) == copy.deepcopy(params)
     with pytest.raises(ValidationError, match="max_tokens"):
         params.clone(max_tokens=0)
@@ -112,11 +142,23 @@ def test_parameters_are_frozen_and_say_how_to_change_them() -> None:
 
 def test_numbers_of_numpy_are_python_s() -> None:
     params = SamplingParams(
-        n=np.int64(2), temperature=np.float32(0.5), seed=np.uint32(3), ignore_eos=np.bool_(True),  # type: ignore[arg-type]
-        stop_token_ids=np.array([1, 2]), allowed_token_ids=(np.int32(4), 5),  # type: ignore[arg-type]
-        logit_bias={np.int64(4): np.float64(1.5)})  # type: ignore[dict-item]
-    assert params == SamplingParams(n=2, temperature=0.5, seed=3, ignore_eos=True, stop_token_ids=[1, 2],
-                                    allowed_token_ids=[4, 5], logit_bias={4: 1.5})
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        seed=np.uint32(3),
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),
+        allowed_token_ids=(np.int32(4), 5),  # type: ignore[arg-type]
+        logit_bias={np.int64(4): np.float64(1.5)},
+    )  # type: ignore[dict-item]
+    assert params == SamplingParams(
+        n=2,
+        temperature=0.5,
+        seed=3,
+        ignore_eos=True,
+        stop_token_ids=[1, 2],
+        allowed_token_ids=[4, 5],
+        logit_bias={4: 1.5},
+    )
     assert type(params.n) is int and type(params.temperature) is float and params.ignore_eos is True
     assert [type(token) for token in params.allowed_token_ids or ()] == [int, int]
 
@@ -125,10 +167,14 @@ def test_other_forms_of_values() -> None:
     assert SamplingParams(seed=-1).seed is None
     params = SamplingParams(structured_outputs={"choice": ["a"]})  # type: ignore[arg-type]
     assert params.structured_outputs == StructuredOutputsParams(choice=["a"])
-    made = SamplingParams.from_optional(temperature=None, top_p=0.5, output_kind=RequestOutputKind.DELTA)
+    made = SamplingParams.from_optional(
+        temperature=None, top_p=0.5, output_kind=RequestOutputKind.DELTA
+    )
     assert made == SamplingParams(top_p=0.5, output_kind=RequestOutputKind.DELTA)
 
 
 def test_all_of_the_vocabulary_is_refused_in_words() -> None:
-    with pytest.raises(ValidationError, match="logprobs: -1 asks for all tokens of the vocabulary; at most 20"):
+    with pytest.raises(
+        ValidationError, match="logprobs: -1 asks for all tokens of the vocabulary; at most 20"
+    ):
         SamplingParams(logprobs=-1)

@@ -22,12 +22,16 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 2), (1, 6, 20), (9, 3, 24), (130, 2, 80), (4, 5, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim"), [(1, 1, 2), (1, 6, 20), (9, 3, 24), (130, 2, 80), (4, 5, 64)]
+)
 def test_each_pair_turns_by_its_angle(tokens: int, heads: int, dim: int) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, heads, dim)
     cos, sin, angles = tables(torch.randint(0, 2000, (tokens,)), dim)
-    torch.testing.assert_close(apply_rotary(x.clone(), cos, sin).double(), rotated(x, angles), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        apply_rotary(x.clone(), cos, sin).double(), rotated(x, angles), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_view_into_the_fused_projection_is_read_right() -> None:
@@ -36,7 +40,9 @@ def test_a_view_into_the_fused_projection_is_read_right() -> None:
     cos, sin, angles = tables(torch.arange(7), 12)
     expected = rotated(qkv[:, :3], angles)
     values = qkv[:, 3:].clone()
-    torch.testing.assert_close(apply_rotary(qkv[:, :3], cos, sin).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        apply_rotary(qkv[:, :3], cos, sin).double(), expected, rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(qkv[:, 3:], values), "wrote outside of its heads"
 
 

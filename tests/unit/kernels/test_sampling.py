@@ -12,7 +12,12 @@ from sidestep.kernels.sampling import gumbel_noise, mask_top_k_top_p_min_p, nois
 def draws(logits: Tensor, temperature: float, count: int, seed: int = 11) -> Tensor:
     """How often each token is drawn, at `count` positions of one seed."""
     positions = torch.arange(count)
-    tokens = sample(logits.expand(count, -1), torch.full((count,), temperature), torch.full((count,), seed), positions)
+    tokens = sample(
+        logits.expand(count, -1),
+        torch.full((count,), temperature),
+        torch.full((count,), seed),
+        positions,
+    )
     return torch.bincount(tokens, minlength=logits.shape[-1])
 
 
@@ -35,7 +40,9 @@ def test_seeds_are_independent_of_each_other() -> None:
     """Neighbouring seeds at one position, as a batch of requests has them, are as good as one seed's positions."""
     torch.manual_seed(1)
     logits, count = torch.randn(20), 20_000
-    tokens = sample(logits.expand(count, -1), torch.ones(count), torch.arange(count), torch.full((count,), 7))
+    tokens = sample(
+        logits.expand(count, -1), torch.ones(count), torch.arange(count), torch.full((count,), 7)
+    )
     assert chi_square(torch.bincount(tokens, minlength=20), logits.softmax(-1)) < 43.8
 
 
@@ -59,14 +66,23 @@ def test_the_noise_of_a_seed_stays_what_it_is() -> None:
     assert bits[:, [0, 1, 151_999]].tolist() == [
         [3376722931, 4094217779, 3608794193],
         [1202792580, 1343471184, 3112822682],
-        [1857432118, 1124711293, 1018888433]]
+        [1857432118, 1124711293, 1018888433],
+    ]
 
 
 @pytest.mark.parametrize("of", ["seeds", "positions"])
 def test_bytes_of_the_noise_are_uniform(of: str) -> None:
     """Over the tokens of a row, and over neighbouring rows for one token."""
     bits = noise_bits(*neighbours(of, 4096), 4096)
-    for some in (bits[0], bits[1], bits[4095], bits[:, 0], bits[:, 1], bits[:, 4095], bits[:64, :64].flatten()):
+    for some in (
+        bits[0],
+        bits[1],
+        bits[4095],
+        bits[:, 0],
+        bits[:, 1],
+        bits[:, 4095],
+        bits[:64, :64].flatten(),
+    ):
         for byte in range(4):
             # 255 degrees of freedom: above 377 by chance once in a million.
             observed = torch.bincount((some >> 8 * byte) & 255, minlength=256)
@@ -104,18 +120,23 @@ def test_one_bit_of_the_input_flips_half_of_the_noise(of: str) -> None:
         else:
             flipped = noise_bits(seeds, positions ^ (1 << i), vocab_size)
         rates = torch.stack([((bits ^ flipped) >> j & 1).double().mean() for j in range(32)])
-        assert (rates - 0.5).abs().max() < 6 * 0.5 / (rows * vocab_size / 2)**0.5
+        assert (rates - 0.5).abs().max() < 6 * 0.5 / (rows * vocab_size / 2) ** 0.5
 
 
 def test_a_row_is_the_same_in_any_batch_and_at_any_place_in_it() -> None:
     torch.manual_seed(2)
     logits = torch.randn(16, 331)
     temperature = torch.rand(16) + 0.3
-    seeds, positions = torch.randint(-2**62, 2**62, (16,)), torch.randint(0, 5000, (16,))
+    seeds, positions = torch.randint(-(2**62), 2**62, (16,)), torch.randint(0, 5000, (16,))
     together = sample(logits, temperature, seeds, positions)
     order = torch.randperm(16)
-    assert torch.equal(sample(logits[order], temperature[order], seeds[order], positions[order]), together[order])
-    alone = [sample(logits[i:i + 1], temperature[i:i + 1], seeds[i:i + 1], positions[i:i + 1]) for i in range(16)]
+    assert torch.equal(
+        sample(logits[order], temperature[order], seeds[order], positions[order]), together[order]
+    )
+    alone = [
+        sample(logits[i : i + 1], temperature[i : i + 1], seeds[i : i + 1], positions[i : i + 1])
+        for i in range(16)
+    ]
     assert torch.equal(torch.cat(alone), together)
 
 
@@ -147,8 +168,9 @@ def test_without_top_p_no_token_is_left_out() -> None:
 
 
 def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    masked = mask_top_k_top_p_min_p(torch.tensor([logits]), torch.tensor([top_k]), torch.tensor([top_p]),
-                                    torch.tensor([min_p]))
+    masked = mask_top_k_top_p_min_p(
+        torch.tensor([logits]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+    )
     return masked[0].isfinite().nonzero().flatten().tolist()
 
 
@@ -182,8 +204,12 @@ def test_top_p_counts_only_what_top_k_left() -> None:
 def test_each_row_has_its_own_filter_and_kept_logits_are_unchanged() -> None:
     torch.manual_seed(4)
     logits = torch.randn(4, 37)
-    masked = mask_top_k_top_p_min_p(logits, torch.tensor([1, 5, 0, 0]), torch.tensor([1.0, 1.0, 0.3, 1.0]),
-                                    torch.tensor([0.0, 0.0, 0.0, 0.5]))
+    masked = mask_top_k_top_p_min_p(
+        logits,
+        torch.tensor([1, 5, 0, 0]),
+        torch.tensor([1.0, 1.0, 0.3, 1.0]),
+        torch.tensor([0.0, 0.0, 0.0, 0.5]),
+    )
     finite = masked.isfinite()
     assert torch.equal(masked[finite], logits[finite])
     assert finite.sum(-1)[:2].tolist() == [1, 5]

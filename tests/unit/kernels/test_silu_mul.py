@@ -13,7 +13,9 @@ def test_close_to_exact(tokens: int, width: int) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(tokens, 2 * width) * 5
     gate, up = gate_up.double().chunk(2, -1)
-    torch.testing.assert_close(silu_mul(gate_up.clone()).double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        silu_mul(gate_up.clone()).double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_bfloat16_rounds_like_the_two_separate_steps() -> None:

@@ -14,7 +14,9 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 CODE = "import sys; sys.path.insert(0, sys.argv[1]); import cpu_torch; print(*cpu_torch.pip_arguments(sys.argv[2]))"
-has_driver = pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has a GPU")
+has_driver = pytest.mark.skipif(
+    Path("/proc/driver/nvidia/version").exists(), reason="this machine has a GPU"
+)
 
 
 @pytest.fixture
@@ -34,8 +36,12 @@ def index(tmp_path: Path) -> Iterator[str]:
 def arguments(index: str, *flags: str, path: str = "") -> str:
     """Return the arguments that pip gets. With -S Python does not see the libraries of its environment, torch among
     them."""
-    done = subprocess.run([sys.executable, "-E", *flags, "-c", CODE, str(SCRIPTS), index], capture_output=True,
-                          text=True, env={"PATH": path})
+    done = subprocess.run(
+        [sys.executable, "-E", *flags, "-c", CODE, str(SCRIPTS), index],
+        capture_output=True,
+        text=True,
+        env={"PATH": path},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

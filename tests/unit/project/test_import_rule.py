@@ -36,8 +36,11 @@ def imports(file: Path) -> Iterator[str]:
 
 def sources(folder: str) -> list[Path]:
     if folder == "sidestep":
-        return sorted(file for file in (ROOT / "sidestep").rglob("*.py")
-                      if file.relative_to(ROOT / "sidestep").parts[0] not in FOLDERS)
+        return sorted(
+            file
+            for file in (ROOT / "sidestep").rglob("*.py")
+            if file.relative_to(ROOT / "sidestep").parts[0] not in FOLDERS
+        )
     return sorted((ROOT / folder).rglob("*.py"))
 
 
@@ -54,7 +57,11 @@ def test_each_folder_imports_only_what_the_rule_allows(folder: str) -> None:
             # A bare `sidestep` or `sidestep.executor` is only the parent of what follows it.
             if not is_within(name, "sidestep") or any(is_within(a, name) for a in (own, *allowed)):
                 continue
-            fine = folder != "sidestep" and is_within(name, own) or any(is_within(name, a) for a in allowed)
+            fine = (
+                folder != "sidestep"
+                and is_within(name, own)
+                or any(is_within(name, a) for a in allowed)
+            )
             assert fine, f"{file.relative_to(ROOT)} imports {name}"
 
 
@@ -62,19 +69,28 @@ def test_each_folder_imports_only_what_the_rule_allows(folder: str) -> None:
 def test_frontend_core_and_ipc_do_not_import_torch_even_through_a_library(folder: str) -> None:
     for file in sources(folder):
         for name in imports(file):
-            assert not any(is_within(name, lib) for lib in BRINGS_TORCH), f"{file.relative_to(ROOT)} imports {name}"
+            assert not any(is_within(name, lib) for lib in BRINGS_TORCH), (
+                f"{file.relative_to(ROOT)} imports {name}"
+            )
 
 
 def test_no_environment_variable_is_read_outside_the_config() -> None:
     for folder in FOLDERS:
         for file in sources(folder):
             for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Subscript | ast.Call) and "os.environ" in ast.unparse(node)[:40]:
-                    assert file == ROOT / "ipc" / "config.py", f"{file.relative_to(ROOT)}: {ast.unparse(node)}"
+                if (
+                    isinstance(node, ast.Subscript | ast.Call)
+                    and "os.environ" in ast.unparse(node)[:40]
+                ):
+                    assert file == ROOT / "ipc" / "config.py", (
+                        f"{file.relative_to(ROOT)}: {ast.unparse(node)}"
+                    )
                 assert not (isinstance(node, ast.Attribute) and node.attr == "getenv"), file
 
 
 def test_nothing_is_pickled() -> None:
     for folder in FOLDERS:
         for file in sources(folder):
-            assert not {"pickle", "cloudpickle", "marshal", "shelve"} & {n.split(".")[0] for n in imports(file)}, file
+            assert not {"pickle", "cloudpickle", "marshal", "shelve"} & {
+                n.split(".")[0] for n in imports(file)
+            }, file

@@ -67,16 +67,29 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_the_wheel_holds_the_package_with_its_default_model_and_nothing_else(source: Path, tmp_path: Path) -> None:
+def test_the_wheel_holds_the_package_with_its_default_model_and_nothing_else(
+    source: Path, tmp_path: Path
+) -> None:
     wheel = build_meta.build_wheel(str(tmp_path))
     names = zipfile.ZipFile(tmp_path / wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert tops == {"sidestep", "sidestep-0.1.0.dist-info"}
-    for expected in ("py.typed", "engine_core/scheduler.py", "kernels/rms_norm.py", "executor/models/llama.py",
-                     "frontend/server/app.py", "frontend/server/web/index.html", "frontend/server/web/main.js",
-                     "frontend/parsers/hermes.py", "ipc/vllm/options.py", "engine/arg_utils.py", 
-                     "v1/engine/async_llm.py",
-                     "tiny-python/model.safetensors", "tiny-python/tokenizer.json", "tiny-python/config.json"):
+    for expected in (
+        "py.typed",
+        "engine_core/scheduler.py",
+        "kernels/rms_norm.py",
+        "executor/models/llama.py",
+        "frontend/server/app.py",
+        "frontend/server/web/index.html",
+        "frontend/server/web/main.js",
+        "frontend/parsers/hermes.py",
+        "ipc/vllm/options.py",
+        "engine/arg_utils.py",
+        "v1/engine/async_llm.py",
+        "tiny-python/model.safetensors",
+        "tiny-python/tokenizer.json",
+        "tiny-python/config.json",
+    ):
         assert f"sidestep/{expected}" in names
 
 
@@ -114,18 +127,29 @@ def installed(source: Path, tmp_path: Path) -> Path:
 
 
 def test_an_editable_install_puts_one_folder_on_the_path_that_holds_the_package_alone(
-        installed: Path, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    installed: Path, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (line,) = next((tmp_path / "venv").rglob("__editable__*.pth")).read_text().splitlines()
     assert Path(line) == source / "src"
     assert [p.name for p in Path(line).iterdir() if p.suffix != ".egg-info"] == ["sidestep"]
-    assert (Path(line) / "sidestep" / "ipc").resolve() == ROOT / "ipc", "new files are seen without another install"
+    assert (Path(line) / "sidestep" / "ipc").resolve() == ROOT / "ipc", (
+        "new files are seen without another install"
+    )
     assert "ditable installation" not in capfd.readouterr().err
 
 
 def test_type_checkers_follow_an_editable_install(installed: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed), "user.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--python-executable",
+        str(installed),
+        "user.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     expected = "user.py:15: error: Incompatible types in assignment"
     assert done.stdout.splitlines()[0].startswith(expected), done.stdout + done.stderr
@@ -135,6 +159,10 @@ def test_type_checkers_follow_an_editable_install(installed: Path, tmp_path: Pat
 @pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
 def test_pyright_follows_an_editable_install(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(SCRIPT)
-    done = subprocess.run(["pyright", "--pythonpath", str(installed), "user.py"], capture_output=True, text=True,
-                          cwd=tmp_path)
+    done = subprocess.run(
+        ["pyright", "--pythonpath", str(installed), "user.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert "user.py:15:" in done.stdout and "1 error," in done.stdout, done.stdout + done.stderr

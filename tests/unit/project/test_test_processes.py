@@ -22,13 +22,22 @@ def test_hangs():
 
 def run_in_shell(command: str) -> subprocess.CompletedProcess[str]:
     """Run a shell's command without a terminal."""
-    return subprocess.run(["bash", "-c", command], cwd=ROOT, text=True, start_new_session=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100)
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=100,
+    )
 
 
 def test_ctrl_c_reaches_what_is_tested_where_it_is_ignored_and_input_is_closed() -> None:
     tests = "tests/unit/frontend/test_cli_chat.py tests/unit/project/test_test_processes.py"
-    done = run_in_shell(f"trap '' INT; {PYTEST} --timeout 60 {tests} -k 'ctrl_c_stops or input_is_open' <&-")
+    done = run_in_shell(
+        f"trap '' INT; {PYTEST} --timeout 60 {tests} -k 'ctrl_c_stops or input_is_open' <&-"
+    )
     assert done.returncode == 0, done.stdout
 
 
