@@ -1,11 +1,11 @@
-"""How long ranks take to sum rows of a bf16 stream, by size: NCCL, and the kernels of kernels.all_reduce_triton, alone
-and ending in the addition to the residual stream and in the norm.
+"""How long ranks take to sum rows of a bf16 stream, by size: NCCL, and the kernels of
+kernels.all_reduce_triton, alone and ending in the addition to the residual stream and in the norm.
 
     python benchmarks/all_reduce.py --gpus 2 4 8 [--write kernels/tuned_all_reduce.py]
 
-Microseconds in a CUDA graph of 20, the slowest rank's, the best of some numbers of programs. NCCL's sum is followed by
-the norm's own kernel in its second column, as where the engine uses it; its addition is the product's. --write: what
-the engine chooses by.
+Microseconds in a CUDA graph of 20, the slowest rank's, the best of some numbers of programs. NCCL's
+sum is followed by the norm's own kernel in its second column, as where the engine uses it; its
+addition is the product's. --write: what the engine chooses by.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WIDTH, DTYPE = 4096, torch.bfloat16
 CALLS, REPLAYS = 20, 15
 
 Row = dict[str, float]
-"""Microseconds by what was timed: 'nccl', 'nccl norm', or '<kind> <programs>' and the same with ' norm', of kinds that
-take such parts."""
+"""Microseconds by what was timed: 'nccl', 'nccl norm', or '<kind> <programs>' and the same with '
+norm', of kinds that take such parts."""
 
 
 def shape(num_bytes: int) -> tuple[int, int]:
@@ -59,7 +59,8 @@ class Rank:
         self.memory: PeerMemory = memory
 
     def microseconds(self, call: Callable[[int], object]) -> float:
-        """Of one call among many; the slowest rank's. call: gets the number of the place that is free."""
+        """Of one call among many; the slowest rank's. call: gets the number of the place that is
+        free."""
         for place in (0, 1):
             call(place)
         torch.cuda.synchronize()
@@ -117,7 +118,8 @@ def best(row: Row, kind: Kind, ending: str) -> tuple[float, int]:
 
 
 def entries_of(rows: dict[int, Row]) -> list[Entry]:
-    """What to choose by size: the best kernel, up to the largest size at which one is faster than NCCL and the norm."""
+    """What to choose by size: the best kernel, up to the largest size at which one is faster than
+    NCCL and the norm."""
     entries: list[Entry] = []
     last = max(
         (
@@ -138,7 +140,8 @@ def entries_of(rows: dict[int, Row]) -> list[Entry]:
 def table_text(
     measured: dict[int, list[Entry]], before: Mapping[int, Sequence[Entry]], device: str
 ) -> str:
-    """The file that --write writes. before: the table so far, of which what was not measured now is kept."""
+    """The file that --write writes. before: the table so far, of which what was not measured now is
+    kept."""
     lines = []
     for ranks in sorted({*measured, *before}):
         entries = "".join(

@@ -1,9 +1,11 @@
-"""CPU that `sidestep bench serve --url` spends on an event, and how many a second one such process takes in time.
+"""CPU that `sidestep bench serve --url` spends on an event, and how many a second one such process
+takes in time.
 
     python benchmarks/client_cost.py [--streams 1 64 192 400 600] [--step-ms 20] [--tokens 200]
 
-The server is another process, which does nothing but send every stream an event each step, the same for all. Where the
-99th percentile of the gaps leaves the step, client or server is late; several events that come together count as such.
+The server is another process, which does nothing but send every stream an event each step, the same
+for all. Where the 99th percentile of the gaps leaves the step, client or server is late; several
+events that come together count as such.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What compiling costs, kernel by kernel: seconds of each that an engine's start needs. Without a GPU.
+"""What compiling costs, kernel by kernel: seconds of each that an engine's start needs. Without a
+GPU.
 
     python benchmarks/compile_cost.py [--models qwen3-0.6b ...] [--capability 90] [--processors 132] [--by-kernel]
 
-One after the other, in one thread, with an empty cache. "front" is Triton's reading of Python code, "passes" its own
-transformations, "llvm" from there to LLVM's code, "ptx" and "cubin" what comes out; "cpu" is the time of this process
-and of the assembler together, the others are by the clock. Where Triton makes a C function to launch a kernel, that
-comes on top: a column where there is a driver to link it to.
+One after the other, in one thread, with an empty cache. "front" is Triton's reading of Python code,
+"passes" its own transformations, "llvm" from there to LLVM's code, "ptx" and "cubin" what comes
+out; "cpu" is the time of this process and of the assembler together, the others are by the clock.
+Where Triton makes a C function to launch a kernel, that comes on top: a column where there is a
+driver to link it to.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/controls.py [--models qwen3-0.6b llama-3.1-8b] [--rows 64 256] [--context 1024]
     python benchmarks/controls.py --device cpu [--rows 8 32] [--context 64]
 
-For each model (on a CPU the bundled one) and batch, the time of a step without controls; then as ratios to it: the same
-step in a runner without the code for special rows, and after requests with controls have run and gone; and, for each
-kind of control, a step where one row in eight asks for it, and where all do. Rounds of all of them take turns, and of
-each the fastest counts.
+For each model (on a CPU the bundled one) and batch, the time of a step without controls; then as
+ratios to it: the same step in a runner without the code for special rows, and after requests with
+controls have run and gone; and, for each kind of control, a step where one row in eight asks for
+it, and where all do. Rounds of all of them take turns, and of each the fastest counts.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def make_cpu_runner(rows: int, context: int) -> ModelRunner:
 
 
 def step_time(runner: GpuRunner | ModelRunner, steps: ControlledSteps) -> float:
-    """Seconds of a step, on a GPU with another always queued behind it; on a CPU those of its one thread, so that other
-    programs do not count."""
+    """Seconds of a step, on a GPU with another always queued behind it; on a CPU those of its one
+    thread, so that other programs do not count."""
     clock = time.perf_counter if isinstance(runner, GpuRunner) else time.thread_time
 
     def launch() -> object:
@@ -165,8 +165,8 @@ class Case:
             self._runner._special = self._special
 
     def after_others(self) -> float:
-        """Of a step without controls, after requests in other slots had some: nobody has told the runner that they have
-        gone."""
+        """Of a step without controls, after requests in other slots had some: nobody has told the
+        runner that they have gone."""
         special = self._special
         special._known[self._rows :] = True
         special._count = int(special._known.sum())

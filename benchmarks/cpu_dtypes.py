@@ -1,10 +1,11 @@
-"""Measure each type of weights on this CPU: its speed, and whether a request's output depends on other requests.
+"""Measure each type of weights on this CPU: its speed, and whether a request's output depends on
+other requests.
 
 python benchmarks/cpu_dtypes.py [--model FOLDER] [--threads 2] [--load-format dummy]
 
-For float32, bfloat16 and float16, print the output tokens a second of 1 and of 8 requests at once. Then run 40 prompts
-together and each alone, half of them greedy and half with seeds, and print how many give other tokens. That number must
-be 0.
+For float32, bfloat16 and float16, print the output tokens a second of 1 and of 8 requests at once.
+Then run 40 prompts together and each alone, half of them greedy and half with seeds, and print how
+many give other tokens. That number must be 0.
 """
 
 from __future__ import annotations

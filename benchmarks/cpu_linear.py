@@ -1,9 +1,10 @@
-"""Which layout of a weight is fastest on this CPU, by shape and number of rows: the figures behind layers/linear.py.
+"""Which layout of a weight is fastest on this CPU, by shape and number of rows: the figures behind
+layers/linear.py.
 
     python benchmarks/cpu_linear.py [--threads 2]
 
-Microseconds per product, float32: torch's plain product, the same with the weight stored transposed, and oneDNN's
-packed form. Each shape has six weights that take turns, as layers do.
+Microseconds per product, float32: torch's plain product, the same with the weight stored
+transposed, and oneDNN's packed form. Each shape has six weights that take turns, as layers do.
 """
 
 from __future__ import annotations

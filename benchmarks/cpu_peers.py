@@ -7,8 +7,8 @@ Greedy decoding of 1 and 8 streams, prompts of 64 random tokens, through
   - transformers generate: a static batch, the prompts padded to one length by construction,
   - transformers continuous batching: its streaming manager, all requests added at once,
   - llama.cpp: only with --llama-python, a Python that has llama-cpp-python and gguf.
-Each contender runs in a process of its own, one after the other; each figure is the best of --runs. Random weights, in
-float32. Needs the `bench` extra (accelerate).
+Each contender runs in a process of its own, one after the other; each figure is the best of --runs.
+Random weights, in float32. Needs the `bench` extra (accelerate).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ PROMPT = 64
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """A random Llama in the Hugging Face layout, with the bundled model's tokenizer (nobody reads the text)."""
+    """A random Llama in the Hugging Face layout, with the bundled model's tokenizer (nobody reads
+    the text)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -86,7 +86,8 @@ class Paged:
         return both[: self.model.kv_heads], both[self.model.kv_heads :]
 
     def error(self, rows: Iterable[int]) -> float:
-        """The largest relative error of these rows, the reference in float64; long prompts by their last 64 tokens."""
+        """The largest relative error of these rows, the reference in float64; long prompts by their
+        last 64 tokens."""
         worst, starts, m = 0.0, self.query_starts.tolist(), self.model
         for row in rows:
             keys, values = self.keys_values(row)

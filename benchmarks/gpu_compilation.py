@@ -1,4 +1,5 @@
-"""Compiles all that gpu_kernels.py --tune will launch, spread over processes: one alone would take most of the run."""
+"""Compiles all that gpu_kernels.py --tune will launch, spread over processes: one alone would take
+most of the run."""
 
 from __future__ import annotations
 

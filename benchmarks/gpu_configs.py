@@ -77,7 +77,8 @@ def product_configs(shape: tuple[int, int, bool], rows: int) -> list[Config]:
 
 
 NORM_BEGUN_BY = {"qkv": "down", "gate_up": "o"}
-"""The matrices of a normed stream: their kernels differ by how many programs the product before them has."""
+"""The matrices of a normed stream: their kernels differ by how many programs the product before
+them has."""
 
 
 def layer_configs(model: Model, rows: int) -> Iterator[Configs]:

@@ -1,10 +1,12 @@
-"""What HTTP costs: the same load on one AsyncLLM in this process, and on `sidestep serve`, one after the other.
+"""What HTTP costs: the same load on one AsyncLLM in this process, and on `sidestep serve`, one
+after the other.
 
     python benchmarks/gpu_http.py [--model qwen3-0.6b] [--rate 60] [--seconds 12] [--device cuda]
 
-Random weights, a tokenizer made up to the size of the model's vocabulary, Poisson arrivals of 64 to 1,024 tokens in and
-32 to 256 out, as token ids, all detokenised, after 64 requests to warm up. Prints tokens a second, TTFT and ITL of
-both as their client sees them, and what HTTP keeps of the throughput; the aim is 90%.
+Random weights, a tokenizer made up to the size of the model's vocabulary, Poisson arrivals of 64 to
+1,024 tokens in and 32 to 256 out, as token ids, all detokenised, after 64 requests to warm up.
+Prints tokens a second, TTFT and ITL of both as their client sees them, and what HTTP keeps of the
+throughput; the aim is 90%.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""How far each kernel of a step is from what the GPU allows: the figures behind the kernels' configurations.
+"""How far each kernel of a step is from what the GPU allows: the figures behind the kernels'
+configurations.
 
     python benchmarks/gpu_kernels.py [--only decode,gated,prefill,linear,layers,small] [--tune]
 
-Each kernel is checked against a reference in higher precision, then timed in a CUDA graph of many launches over inputs
-that take turns and together are larger than the L2 cache. The floor is bytes over the bandwidth of a large read, or
-operations over the rate of a large matrix product, both measured first. --tune tries configurations of the kernels that
-have them and prints the best; their compilation is spread over processes.
+Each kernel is checked against a reference in higher precision, then timed in a CUDA graph of many
+launches over inputs that take turns and together are larger than the L2 cache. The floor is bytes
+over the bandwidth of a large read, or operations over the rate of a large matrix product, both
+measured first. --tune tries configurations of the kernels that have them and prints the best; their
+compilation is spread over processes.
 """
 
 from __future__ import annotations
@@ -175,7 +177,8 @@ def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
 
 
 def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[str, int], Configs]:
-    """A whole layer: what a decode step spends, and the configurations of its matrices within it, by model and rows."""
+    """A whole layer: what a decode step spends, and the configurations of its matrices within it,
+    by model and rows."""
     tuned: dict[tuple[str, int], Configs] = {}
     table.add(
         "a decode step's layer, us: floor, ours, with the library's products; all layers ms; what each kernel "

@@ -1,4 +1,5 @@
-"""A model's layers as a decode step runs them, one kernel behind the other: what gpu_kernels.py times."""
+"""A model's layers as a decode step runs them, one kernel behind the other: what gpu_kernels.py
+times."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ class Layers:
         return {**weights, "attention": sum(self.paged.lengths) * 2 * m.kv_heads * m.head_dim * 2}
 
     def run(self, configs: Configs, skip: str = "") -> Tensor:
-        """All layers; `configs` by matrix, None for the library's product, as shipped where none is named; `skip` names
-        what is left out."""
+        """All layers; `configs` by matrix, None for the library's product, as shipped where none is
+        named; `skip` names what is left out."""
         stream = Stream(self.x.clone(), self.norm)
         for weights, cache in zip(self.weights, self.paged.caches, strict=True):
             qkv = self._made(
@@ -155,7 +156,8 @@ class Layers:
         return microseconds([lambda: self.run(configs, skip)] * 2) / self.model.kept
 
     def agrees(self, configs: Configs) -> bool:
-        """Whether a captured run, its kernels overlapping, equals one in which each ends before the next begins."""
+        """Whether a captured run, its kernels overlapping, equals one in which each ends before the
+        next begins."""
         stream = torch.cuda.current_stream()
         alone = self._alone(configs)
         graph = torch.cuda.CUDAGraph()
@@ -169,8 +171,9 @@ class Layers:
         return same
 
     def _alone(self, configs: Configs) -> Tensor:
-        """What run gives when each kernel ends before the next begins. Only names that this module itself looks up can
-        be replaced from here: what launches a kernel in run must be called by such a name."""
+        """What run gives when each kernel ends before the next begins. Only names that this module
+        itself looks up can be replaced from here: what launches a kernel in run must be called by
+        such a name."""
         names = (
             "linear",
             "gated_linear",

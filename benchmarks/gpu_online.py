@@ -1,12 +1,14 @@
-"""Requests that come one by one, served by one AsyncLLM on a GPU, beside what vLLM 0.26 gave on an H200.
+"""Requests that come one by one, served by one AsyncLLM on a GPU, beside what vLLM 0.26 gave on an
+H200.
 
     python benchmarks/gpu_online.py [--loads qwen3-0.6b:60 qwen3-0.6b:120 llama-3.1-8b:50] [--seconds 12] [--json FILE]
 
-Random weights, bf16, Poisson arrivals of 64 to 1,024 tokens in and 32 to 256 out, no detokenisation, after 64 requests
-to warm up. TTFT counts from the call, ITL is the gap between two outputs of a request. "Behind" is how much longer than
-the arrivals it took to serve them, and "tail" what the longest request alone can make of that; the GPU's idle share
-while there was work is the engine's own gauge, and beside it stands how much of the time the driver (NVML) saw no
-kernel running.
+Random weights, bf16, Poisson arrivals of 64 to 1,024 tokens in and 32 to 256 out, no
+detokenisation, after 64 requests to warm up. TTFT counts from the call, ITL is the gap between two
+outputs of a request. "Behind" is how much longer than the arrivals it took to serve them, and
+"tail" what the longest request alone can make of that; the GPU's idle share while there was work is
+the engine's own gauge, and beside it stands how much of the time the driver (NVML) saw no kernel
+running.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ PEER = {
 
 @contextmanager
 def watched_by_driver() -> Iterator[list[float]]:
-    """The list has, at the end, the shares of each sixth of a second or so in which a kernel ran."""
+    """The list has, at the end, the shares of each sixth of a second or so in which a kernel
+    ran."""
     seen: list[float] = []
     query = [
         "nvidia-smi",

@@ -1,9 +1,11 @@
-"""The table of docs/performance.md for several GPUs of one host: Llama-3.1-8B's shape by tensor and pipeline parallel.
+"""The table of docs/performance.md for several GPUs of one host: Llama-3.1-8B's shape by tensor and
+pipeline parallel.
 
     python benchmarks/gpu_parallel.py [--only TP=2 ...] [--option name=value ...] [--json FILE]
 
-Random weights, bf16; the workloads of gpu_workloads.py, beside what vLLM 0.26 gave on H200s. Runs what the machine has
-GPUs for; pipeline parallel is shown as a multiple of one GPU on the same machine, measured in the same call.
+Random weights, bf16; the workloads of gpu_workloads.py, beside what vLLM 0.26 gave on H200s. Runs
+what the machine has GPUs for; pipeline parallel is shown as a multiple of one GPU on the same
+machine, measured in the same call.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Layout:
     tensor: int
     pipeline: int
     targets: dict[str, tuple[float | None, float]]
-    """By workload: vLLM 0.26, and what we mean to reach. A single request in ms a token, else tokens/s; with pipeline
-    parallel a multiple of one GPU."""
+    """By workload: vLLM 0.26, and what we mean to reach. A single request in ms a token, else
+    tokens/s; with pipeline parallel a multiple of one GPU."""
 
     @property
     def name(self) -> str:

@@ -50,7 +50,8 @@ class Linear:
         self.x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
 
     def time(self, config: Config | None = None) -> float:
-        """Microseconds, or infinite if the result is wrong. config: as shipped, if there is one, unless given."""
+        """Microseconds, or infinite if the result is wrong. config: as shipped, if there is one,
+        unless given."""
         outputs, inputs, is_gated, rows = self.shape
         config = config or choose(rows, outputs, inputs, is_gated, hopper=is_hopper(DEVICE))
         if config is None:

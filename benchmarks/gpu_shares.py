@@ -1,9 +1,10 @@
-"""Finds the configurations of one row's products for the parts that tensor-parallel ranks have of Llama-3.1-8B.
+"""Finds the configurations of one row's products for the parts that tensor-parallel ranks have of
+Llama-3.1-8B.
 
     python benchmarks/gpu_shares.py [--ranks 2 4 8] [--write kernels/tuned_shares.py]
 
-Each matrix by itself, over copies that L2 does not hold, each configuration checked against float64; in us, the
-best ones beside the one that the rule for unknown sizes takes. Needs one GPU.
+Each matrix by itself, over copies that L2 does not hold, each configuration checked against
+float64; in us, the best ones beside the one that the rule for unknown sizes takes. Needs one GPU.
 """
 
 from __future__ import annotations

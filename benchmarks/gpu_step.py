@@ -3,11 +3,11 @@
     python benchmarks/gpu_step.py [--models qwen3-0.6b llama-3.1-8b] [--batches 1 8 64 256] [--context 1024]
                                   [--prompts 8]
 
-Drives the worker's runner in this process, without the engine around it: the step alone. For each batch size: the time
-of a captured step; the floor of its weights and of its keys and values at the card's measured reading speed; the
-kernels that take it, as the profiler sees them; and each part of a step beside its own floor, of bytes alone, which
-large products do not come near: they are bound by arithmetic. For each number of prompts: a step that computes so many
-of --context tokens.
+Drives the worker's runner in this process, without the engine around it: the step alone. For each
+batch size: the time of a captured step; the floor of its weights and of its keys and values at the
+card's measured reading speed; the kernels that take it, as the profiler sees them; and each part of
+a step beside its own floor, of bytes alone, which large products do not come near: they are bound
+by arithmetic. For each number of prompts: a step that computes so many of --context tokens.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def short_name(name: str) -> str:
 
 
 def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
-    """Microseconds to read once what each part of a step reads: weights, or every row's keys and values."""
+    """Microseconds to read once what each part of a step reads: weights, or every row's keys and
+    values."""
     hidden, q, kv = (
         spec.hidden_size,
         spec.num_heads * spec.head_dim,

@@ -1,8 +1,10 @@
-"""Which part of a decode step each kernel of a trace belongs to, and how long each part takes beside its floor.
+"""Which part of a decode step each kernel of a trace belongs to, and how long each part takes
+beside its floor.
 
-A trace has names only, and one name serves several products. So products are told apart by their order: between the
-attention of one layer and that of the next come o, gate_up, down and qkv, and what lies between them, which depends on
-the number of rows, has names of its own. Nothing here needs a GPU.
+A trace has names only, and one name serves several products. So products are told apart by their
+order: between the attention of one layer and that of the next come o, gate_up, down and qkv, and
+what lies between them, which depends on the number of rows, has names of its own. Nothing here
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 PARTS = ("inputs", "qkv", "attention", "o", "gate_up", "down", "norms", "lm_head", "sampling")
-"""Inputs are what comes before the first layer, with the gap behind the step before. A product is counted with what
-belongs to it: qkv with norms of heads and the rotary embedding where these are a kernel, gate_up with its activation,
-and all with the sums of the library's split products."""
+"""Inputs are what comes before the first layer, with the gap behind the step before. A product is
+counted with what belongs to it: qkv with norms of heads and the rotary embedding where these are a
+kernel, gate_up with its activation, and all with the sums of the library's split products."""
 
 _FIRST = "_prepare"
 _ATTENTION = "_decode"
@@ -41,11 +43,13 @@ class Kernel(NamedTuple):
 
 
 def part_times(trace: Iterable[Kernel]) -> dict[str, float]:
-    """The time of each part in a step: the mean of all steps but the first, which only says when the second begins.
+    """The time of each part in a step: the mean of all steps but the first, which only says when
+    the second begins.
 
-    A kernel's time is that from the end of the kernel before it to its own end. So the times add up to the step, though
-    kernels that are launched early overlap; and a product that reads its weights while the kernel before it still runs
-    may take less than its floor. Raises ValueError where the kernels are not those of decode steps.
+    A kernel's time is that from the end of the kernel before it to its own end. So the times add up
+    to the step, though kernels that are launched early overlap; and a product that reads its
+    weights while the kernel before it still runs may take less than its floor. Raises ValueError
+    where the kernels are not those of decode steps.
     """
     kernels = sorted(trace, key=lambda kernel: kernel.start)
     ends = list(accumulate((kernel.end for kernel in kernels), max))
@@ -79,7 +83,9 @@ def _parts(names: Sequence[str]) -> Iterator[str]:
     part = "inputs"
     for i, name in enumerate(names):
         if name == _NORM:
-            yield "norms"  # between two products or not, as they leave it: the order of products does not depend on it
+            # between two products or not, as they leave it: the order of products does not depend
+            # on it
+            yield "norms"
             continue
         if name == _ATTENTION:
             part = _after(part, ("qkv",), "attention", name)
@@ -104,8 +110,8 @@ def _after(part: str, allowed: Iterable[str], following: str, name: str) -> str:
 def beside_floors(
     times: Mapping[str, float], floors: Mapping[str, float], step: float
 ) -> list[str]:
-    """Lines: each part of a step beside its floor, and what is left between all floors and the step as it was measured
-    without the profiler."""
+    """Lines: each part of a step beside its floor, and what is left between all floors and the step
+    as it was measured without the profiler."""
     over = {part: time - floors.get(part, 0.0) for part, time in times.items()}
     lines = ["    part         took     floor      over"]
     for part, time in times.items():

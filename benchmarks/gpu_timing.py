@@ -19,7 +19,8 @@ Call = Callable[[], object]
 
 
 class Ceilings:
-    """What this GPU reaches: bytes a second of a copy and of a reading sum, operations a second of a product."""
+    """What this GPU reaches: bytes a second of a copy and of a reading sum, operations a second of
+    a product."""
 
     def __init__(self) -> None:
         a = torch.randn(1 << 30, dtype=DTYPE, device=DEVICE)

@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 
 def tune_layer(table: Table, case: Layers) -> Configs:
-    """One matrix after the other, each with the best found before it; then what another decode attention would give."""
+    """One matrix after the other, each with the best found before it; then what another decode
+    attention would give."""
     model, rows = case.model, case.rows
 
     def best(name: str, tried: Iterable[T], measure: Callable[[T], float]) -> tuple[float, T]:

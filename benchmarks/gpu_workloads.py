@@ -1,10 +1,11 @@
-"""The table of docs/performance.md for one GPU: each workload of each model, beside what vLLM 0.26 gave on an H200.
+"""The table of docs/performance.md for one GPU: each workload of each model, beside what vLLM 0.26
+gave on an H200.
 
     python benchmarks/gpu_workloads.py [--models qwen3-0.6b ...] [--option max_num_seqs=512 ...] [--json FILE] [--steps]
 
-Random weights, bf16. Each model runs in a process of its own; the start is timed from the creation of that process to a
-ready engine, first with an empty kernel cache, then with the cache that left behind. --steps also says in which steps
-the device's time went.
+Random weights, bf16. Each model runs in a process of its own; the start is timed from the creation
+of that process to a ready engine, first with an empty kernel cache, then with the cache that left
+behind. --steps also says in which steps the device's time went.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 WORKLOADS = ("single", "single8", "mixed256", "fixed512")
-# With the same workloads: (vLLM 0.26, what we mean to reach). A single request in ms a token, else tokens/s.
+# With the same workloads: (vLLM 0.26, what we mean to reach). A single request in ms a token, else
+# tokens/s.
 TARGETS = {
     "qwen3-0.6b": {
         "mixed256": (23350, 28000),
@@ -70,8 +72,8 @@ ROWS_OF_KINDS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
 def kinds_of_steps(records: Sequence[StepRecord]) -> dict[str, tuple[int, float, float]]:
-    """By kind of step: how many, the device's seconds in all, and its milliseconds a step, or a thousand tokens where
-    there are prompts."""
+    """By kind of step: how many, the device's seconds in all, and its milliseconds a step, or a
+    thousand tokens where there are prompts."""
     kinds: dict[str, list[StepRecord]] = {}
     for record in records:
         most = next((n for n in ROWS_OF_KINDS if record.num_rows <= n), record.num_rows)

@@ -2,15 +2,17 @@
 
     python benchmarks/grammar_cost.py [--requests 64] [--vocab 151936] [--steps 200]
 
-From the tokens of a step to what the next one may sample: the matchers take the tokens (follow) and compute the masks
-(masks), which are looked for among those that the workers have (place); a message crosses a ring in shared memory
-(send), and a worker brings its table up to date (table). Milliseconds of a processor's time a step for each kind of
-grammar: the mean, and in parentheses what nine steps of ten stay below. `all sent` is what send and table would take if
-each step brought all of its masks. `different` counts masks over all steps. An engine with more processors shares the
+From the tokens of a step to what the next one may sample: the matchers take the tokens (follow) and
+compute the masks (masks), which are looked for among those that the workers have (place); a message
+crosses a ring in shared memory (send), and a worker brings its table up to date (table).
+Milliseconds of a processor's time a step for each kind of grammar: the mean, and in parentheses
+what nine steps of ten stay below. `all sent` is what send and table would take if each step brought
+all of its masks. `different` counts masks over all steps. An engine with more processors shares the
 first two out among several threads.
 
-Tokens are drawn evenly from what is allowed, as from a model with random weights: so bounded strings are driven to
-their ends, where masks are slowest. The tokenizer is made up to the size. No device, and one worker.
+Tokens are drawn evenly from what is allowed, as from a model with random weights: so bounded
+strings are driven to their ends, where masks are slowest. The tokenizer is made up to the size. No
+device, and one worker.
 """
 
 from __future__ import annotations

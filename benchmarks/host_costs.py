@@ -2,10 +2,10 @@
 
     python benchmarks/host_costs.py [--requests 1 64 256 1024] [--steps 200]
 
-Everything in one process and without a device: the scheduler decides and takes tokens back, the flight recorder notes
-it, the step is encoded, crosses a ring in shared memory and is decoded, a frontend detokenises and delivers to one
-reader a request. Microseconds per request-step, the mean over the steps; all of it happens beside the device's step,
-not in its way.
+Everything in one process and without a device: the scheduler decides and takes tokens back, the
+flight recorder notes it, the step is encoded, crosses a ring in shared memory and is decoded, a
+frontend detokenises and delivers to one reader a request. Microseconds per request-step, the mean
+over the steps; all of it happens beside the device's step, not in its way.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 python benchmarks/hostile_load.py [--seconds 20] [--device fake] [--step-ms 5]
 
-Start a server with two replicas and stop a worker of the second. Other processes then post 16 MB bodies to four routes,
-send grammars that are ambiguous in every token with 128 choices, and hold 400 connections that send nothing. Meanwhile
-this process asks /health twenty times a second and reads streams. It prints the longest delays with and without the
-hostile clients.
+Start a server with two replicas and stop a worker of the second. Other processes then post 16 MB
+bodies to four routes, send grammars that are ambiguous in every token with 128 choices, and hold
+400 connections that send nothing. Meanwhile this process asks /health twenty times a second and
+reads streams. It prints the longest delays with and without the hostile clients.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def watch_health(url: str, until: float, delays: Delays) -> None:
 
 
 def read_streams(url: str, until: float, delays: Delays, tokens: int) -> None:
-    """Read one stream after the other, and note each gap between tokens and the time to the first token."""
+    """Read one stream after the other, and note each gap between tokens and the time to the first
+    token."""
     body = {"prompt": "def get_name(", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx2.Client(base_url=url, timeout=60) as http:
         while time.monotonic() < until:

@@ -1,4 +1,5 @@
-"""What an idle engine costs: CPU time of all its processes together, with a model loaded and no request.
+"""What an idle engine costs: CPU time of all its processes together, with a model loaded and no
+request.
 
 python benchmarks/idle.py [--seconds 30]
 """

@@ -2,10 +2,10 @@
 
 python benchmarks/long_texts.py [--max-model-len 2048 400000] [--only WORD ...] [--megabytes 16]
 
-For each body, print the longest wait for /health, the longest gap of a stream, and the memory that the server keeps
-afterwards. The server runs the fake device with the bundled model's tokenizer, once with the model's own length and
-once with a length that lets texts of megabytes reach the tokenizer. Bodies are posted one at a time; the line `calm` is
-measured without any body.
+For each body, print the longest wait for /health, the longest gap of a stream, and the memory that
+the server keeps afterwards. The server runs the fake device with the bundled model's tokenizer,
+once with the model's own length and once with a length that lets texts of megabytes reach the
+tokenizer. Bodies are posted one at a time; the line `calm` is measured without any body.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def measure(server: Server, name: str, path: str, body: bytes) -> None:
 
 
 def longer_model(length: int, folder: Path) -> str:
-    """Copy the bundled model with another length and without weights, which the fake device does not read. Return its
-    folder."""
+    """Copy the bundled model with another length and without weights, which the fake device does
+    not read. Return its folder."""
     made = folder / f"model-{length}"
     shutil.copytree(DEFAULT_MODEL, made, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((made / "config.json").read_text())

@@ -1,14 +1,16 @@
-"""What latencies a load of requests that come one by one allows at best: a queue served in order at a fixed cost.
+"""What latencies a load of requests that come one by one allows at best: a queue served in order at
+a fixed cost.
 
     python benchmarks/online_bound.py [--rate 50] [--seconds 12] [--us-per-token 19 21 23 25] [--chunk 1024 2048 8192]
                                       [--order first shortest aged ratio]
 
-The load of benchmarks/gpu_online.py. Each step takes one token of every request that decodes, and prompts, first come
-first served, up to --chunk tokens (all 8,192 while nothing decodes); it lasts as long as its tokens cost, at least as
-long as reading the weights, and then its keys and values are read. No host, no idle time. So it shows what a device
-with a given rate of arithmetic cannot do better by any schedule of this kind. --order tells whether another order of
-those who wait would: `shortest` prompt first, `aged` (the shortest, less the time that it has waited), or by the
-`ratio` of that time to its length.
+The load of benchmarks/gpu_online.py. Each step takes one token of every request that decodes, and
+prompts, first come first served, up to --chunk tokens (all 8,192 while nothing decodes); it lasts
+as long as its tokens cost, at least as long as reading the weights, and then its keys and values
+are read. No host, no idle time. So it shows what a device with a given rate of arithmetic cannot do
+better by any schedule of this kind. --order tells whether another order of those who wait would:
+`shortest` prompt first, `aged` (the shortest, less the time that it has waited), or by the `ratio`
+of that time to its length.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from sidestep.frontend.load_report import percentile
 
 _LARGEST = 8192
 _WEIGHTS_S, _KV_BYTES, _BYTES_PER_S = 3.7e-3, 131_072, 4.2e12
-"""Llama-3.1-8B in bf16 on an H200: a step of few tokens, keys and values of one token, speed of reading."""
+"""Llama-3.1-8B in bf16 on an H200: a step of few tokens, keys and values of one token, speed of
+reading."""
 
 
 @dataclass

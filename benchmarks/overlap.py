@@ -1,12 +1,14 @@
-"""What each mechanism that keeps the device busy is worth: the same load with one after the other switched off.
+"""What each mechanism that keeps the device busy is worth: the same load with one after the other
+switched off.
 
     python benchmarks/overlap.py [--device fake --step-ms 10] [--streams 64] [--tokens 200] [--json FILE]
     python benchmarks/overlap.py --device cuda --model DIR [--load-format dummy] [--streams 64] [--tokens 200]
 
-The fake device takes exactly --step-ms for a step, so busy / (busy + idle while there was work) is the engine's doing
-alone. Switched off in turn: overlapped scheduling; on a GPU, graphs; and merged outputs, where each token is taken by
-its reader in an output of its own however late that is. Prints a table; with --check exits with 1 when overlap keeps
-the device less than 97% busy, when it makes no difference, or when any switch changes a token.
+The fake device takes exactly --step-ms for a step, so busy / (busy + idle while there was work) is
+the engine's doing alone. Switched off in turn: overlapped scheduling; on a GPU, graphs; and merged
+outputs, where each token is taken by its reader in an output of its own however late that is.
+Prints a table; with --check exits with 1 when overlap keeps the device less than 97% busy, when it
+makes no difference, or when any switch changes a token.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""What a pipeline is worth: the same model as one stage and as several, which work on different steps at a time.
+"""What a pipeline is worth: the same model as one stage and as several, which work on different
+steps at a time.
 
     python benchmarks/pipeline.py [--stages 2] [--step-ms 10] [--streams 32] [--tokens 200] [--json FILE]
     python benchmarks/pipeline.py --device cpu --cpu-threads 1 --model DIR [--load-format dummy] [--stages 2]
     python benchmarks/pipeline.py --device cuda --model DIR [--load-format dummy] [--stages 2] [--streams 256]
 
-The fake device takes --step-ms for a step in each stage, and the sum of that as a single stage. So its pipeline can at
-best finish as many times more steps as it has stages, and what it lacks of that is the engine's doing alone. It gets as
-many times more streams, so that its steps have as many rows. Other devices get --streams in any case, and are compared
-by tokens. Prints a table; with --check exits with 1 when a fake pipeline reaches less than 95% of the best, or when any
-token differs.
+The fake device takes --step-ms for a step in each stage, and the sum of that as a single stage. So
+its pipeline can at best finish as many times more steps as it has stages, and what it lacks of that
+is the engine's doing alone. It gets as many times more streams, so that its steps have as many
+rows. Other devices get --streams in any case, and are compared by tokens. Prints a table; with
+--check exits with 1 when a fake pipeline reaches less than 95% of the best, or when any token
+differs.
 """
 
 from __future__ import annotations

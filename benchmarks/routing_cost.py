@@ -2,8 +2,9 @@
 
     python benchmarks/routing_cost.py [--replicas 2 8] [--tokens 128 1024 8192 65536] [--requests 2000]
 
-CPU microseconds of the frontend for each request, `choose` and `finished` together: conversations whose prompts have
-these lengths, on replicas whose prefix trees are full. Blocks are of 64 tokens, as on a GPU.
+CPU microseconds of the frontend for each request, `choose` and `finished` together: conversations
+whose prompts have these lengths, on replicas whose prefix trees are full. Blocks are of 64 tokens,
+as on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ IN_FLIGHT = 256
 
 
 def conversations(num_tokens: int, count: int) -> list[bytes]:
-    """Prompts of so many tokens: turns of conversations, each of which has half of the one before."""
+    """Prompts of so many tokens: turns of conversations, each of which has half of the one
+    before."""
     rng = np.random.default_rng(num_tokens)
     prompts: list[bytes] = []
     for _ in range(count):

@@ -1,11 +1,13 @@
-"""CPU that `sidestep serve` spends on a streamed token: all of its process, from the engine's message to the socket.
+"""CPU that `sidestep serve` spends on a streamed token: all of its process, from the engine's
+message to the socket.
 
     python benchmarks/server_cost.py [--clients 1 16 64 192] [--step-ms 2 20] [--tokens 400] [--bare]
 
-The fake device gives every client a token each step. Each client reads its stream from a connection of its own, in this
-process. Microseconds of CPU time (user and system) of the server's process per token; where it cannot keep up with the
-steps, tokens of one request go out together, so events are counted too. With --bare the server is a loop that does
-nothing but send each client an event of the same size a step: what the system takes of the figure.
+The fake device gives every client a token each step. Each client reads its stream from a connection
+of its own, in this process. Microseconds of CPU time (user and system) of the server's process per
+token; where it cannot keep up with the steps, tokens of one request go out together, so events are
+counted too. With --bare the server is a loop that does nothing but send each client an event of the
+same size a step: what the system takes of the figure.
 """
 
 from __future__ import annotations

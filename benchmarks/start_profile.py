@@ -1,10 +1,12 @@
-"""Where the time of an engine's start on a GPU goes: seconds of each part, and what was compiled by whom.
+"""Where the time of an engine's start on a GPU goes: seconds of each part, and what was compiled by
+whom.
 
     python benchmarks/start_profile.py [--models qwen3-0.6b ...]
 
-Each model starts twice: with an empty kernel cache (cold) and with what that left behind (warm). First the whole
-engine, from the creation of the process to ready; then, with a cache of its own, a worker alone, whose parts are timed
-by this script: it differs from the engine's worker only in that the device is waited for after each part.
+Each model starts twice: with an empty kernel cache (cold) and with what that left behind (warm).
+First the whole engine, from the creation of the process to ready; then, with a cache of its own, a
+worker alone, whose parts are timed by this script: it differs from the engine's worker only in that
+the device is waited for after each part.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def worker_args(model: str, folder: str) -> WorkerArgs:
 
 
 class Laps:
-    """Seconds of each part, in the order in which they end; a part within another is told apart from it."""
+    """Seconds of each part, in the order in which they end; a part within another is told apart
+    from it."""
 
     def __init__(self, born: float) -> None:
         self._born = born

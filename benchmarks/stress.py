@@ -1,10 +1,12 @@
-"""One frontend under a long load: does it keep up, does its memory stay flat, is any request lost or answered twice.
+"""One frontend under a long load: does it keep up, does its memory stay flat, is any request lost
+or answered twice.
 
     python benchmarks/stress.py [--seconds 600] [--streams 1024] [--step-ms 20] [--output-len 400]
 
-The fake device gives every stream a token each --step-ms; as soon as a stream ends, the next begins. Prints a line
-every tenth of the time, then a table. Delivery delay: from the end of a step on the device until the frontend has given
-its tokens to the requests; it can only stay small if nothing falls behind.
+The fake device gives every stream a token each --step-ms; as soon as a stream ends, the next
+begins. Prints a line every tenth of the time, then a table. Delivery delay: from the end of a step
+on the device until the frontend has given its tokens to the requests; it can only stay small if
+nothing falls behind.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""What it costs to hold requests to a JSON schema: the same load with and without, in turns, in one engine.
+"""What it costs to hold requests to a JSON schema: the same load with and without, in turns, in one
+engine.
 
     python benchmarks/structured_outputs.py [--model qwen3-0.6b] [--requests 64] [--option max_num_seqs=64 ...]
         [--free] [--parts]
 
-Random weights and tokens drawn at temperature 1, so that the schema's strings and numbers are of all lengths; a
-tokenizer made up to the size of the model's vocabulary. Without --model it is the bundled model. Prints tokens a second
-of each round and the ratio of their medians; on an H200 that is meant to be at least 0.95 with 64 requests. --free:
-without a bound on names, as in most schemas; masks near the end of a bounded string take longest. --parts also says how
-long the parts of the way from one step to the next took.
+Random weights and tokens drawn at temperature 1, so that the schema's strings and numbers are of
+all lengths; a tokenizer made up to the size of the model's vocabulary. Without --model it is the
+bundled model. Prints tokens a second of each round and the ratio of their medians; on an H200 that
+is meant to be at least 0.95 with 64 requests. --free: without a bound on names, as in most schemas;
+masks near the end of a bounded string take longest. --parts also says how long the parts of the way
+from one step to the next took.
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ def measure(llm: LLM, load: list[list[int]], params: SamplingParams) -> float:
 
 
 def print_parts(records: list[StepRecord]) -> None:
-    """Microseconds, the median and what nine of ten steps stay below. Steps of most rows count, after such steps; in
-    the order of a way: `before` and `after` are a step's neighbours."""
+    """Microseconds, the median and what nine of ten steps stay below. Steps of most rows count,
+    after such steps; in the order of a way: `before` and `after` are a step's neighbours."""
     most = max(record.num_rows for record in records)
     threes = [
         three

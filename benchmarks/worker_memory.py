@@ -1,10 +1,13 @@
-"""Measure the memory and the speed of a CPU worker over some ten thousand short requests of all lengths.
+"""Measure the memory and the speed of a CPU worker over some ten thousand short requests of all
+lengths.
 
-python benchmarks/worker_memory.py [--requests 30000] [--concurrency 64] [--every 3000] [--option num_kv_blocks=512]
+python benchmarks/worker_memory.py [--requests 30000] [--concurrency 64] [--every 3000] [--option
+num_kv_blocks=512]
 
-Each request has another prompt, of 1 to 60 tokens, and 1 to 16 output tokens, so steps have all sizes. After each
-`--every` requests, print the resident memory of each process in MB, and the requests and tokens a second since the line
-before. The worker's memory beside its KV cache must not grow.
+Each request has another prompt, of 1 to 60 tokens, and 1 to 16 output tokens, so steps have all
+sizes. After each `--every` requests, print the resident memory of each process in MB, and the
+requests and tokens a second since the line before. The worker's memory beside its KV cache must not
+grow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Workloads for comparing engines: the same seeds, token ids and lengths for every engine that is measured.
+"""Workloads for comparing engines: the same seeds, token ids and lengths for every engine that is
+measured.
 
-All requests of an offline workload are submitted at once, with ignore_eos and without detokenisation. An online one has
-Poisson arrivals.
+All requests of an offline workload are submitted at once, with ignore_eos and without
+detokenisation. An online one has Poisson arrivals.
 """
 
 from __future__ import annotations

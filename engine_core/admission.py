@@ -1,4 +1,5 @@
-"""Who enters: waiting requests, in the queue's order, while there are seats, slots, blocks and tokens for them."""
+"""Who enters: waiting requests, in the queue's order, while there are seats, slots, blocks and
+tokens for them."""
 
 from __future__ import annotations
 

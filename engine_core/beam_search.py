@@ -1,8 +1,9 @@
 """Beam search: which continuations go on, which have ended, and when nothing better can come.
 
-The rules are those of transformers' `generate`. Of all beams' continuations the best are looked at, twice as many as
-there are beams (more if several tokens end a sequence). Those that have not ended go on, the best `beam_width` of them.
-Those that have ended count if they are among the best `beam_width` of all, and the best `beam_width` of these are kept.
+The rules are those of transformers' `generate`. Of all beams' continuations the best are looked at,
+twice as many as there are beams (more if several tokens end a sequence). Those that have not ended
+go on, the best `beam_width` of them. Those that have ended count if they are among the best
+`beam_width` of all, and the best `beam_width` of these are kept.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class BeamSearch:
         self.length = 0
         """Tokens of each beam."""
         self.scores = np.zeros(1, np.float32)
-        """Cumulative logprobs: of one beam at first, then of `beam_width`. In float32, as in transformers."""
+        """Cumulative logprobs: of one beam at first, then of `beam_width`. In float32, as in
+        transformers."""
         self.ended: list[Ended] = []
         """The best first."""
 
@@ -64,8 +66,8 @@ class BeamSearch:
     def advance(
         self, candidates: Sequence[Candidates], outputs: Sequence[list[int]]
     ) -> list[Chosen]:
-        """One step: candidates for each beam, and its tokens so far, without the prompt. Returns the beams of the next
-        step, or nothing if the search is over."""
+        """One step: candidates for each beam, and its tokens so far, without the prompt. Returns
+        the beams of the next step, or nothing if the search is over."""
         width = self._params.beam_width
         totals = np.concatenate(
             [score + c.logprobs for score, c in zip(self.scores, candidates, strict=True)]
@@ -87,7 +89,8 @@ class BeamSearch:
         ]
 
     def best(self, outputs: Sequence[list[int]]) -> list[Ended]:
-        """What to answer when the search must stop here: what has ended, filled up with what has not."""
+        """What to answer when the search must stop here: what has ended, filled up with what has
+        not."""
         running = [
             Ended(self._score(float(score), max(1, self.length)), float(score), list(tokens))
             for score, tokens in zip(self.scores, outputs, strict=True)
@@ -104,7 +107,8 @@ class BeamSearch:
         del self.ended[self._params.beam_width :]
 
     def _is_over(self, best_running: float) -> bool:
-        """Whether as many have ended as are wanted, and no running one is expected to become better."""
+        """Whether as many have ended as are wanted, and no running one is expected to become
+        better."""
         stopping = self._params.early_stopping
         if len(self.ended) < self._params.beam_width:
             return False

@@ -1,8 +1,10 @@
-"""The beams of one search: requests that fork and die at every step, by edits of their block tables.
+"""The beams of one search: requests that fork and die at every step, by edits of their block
+tables.
 
-All beams have run a step, and stay parked, when the search chooses what follows. A beam that is continued once goes on
-in its place. A second continuation takes the place of a beam that is continued by nothing: it shares the full blocks of
-the one it continues, and copies the block that is not full before the next step writes to it.
+All beams have run a step, and stay parked, when the search chooses what follows. A beam that is
+continued once goes on in its place. A second continuation takes the place of a beam that is
+continued by nothing: it shares the full blocks of the one it continues, and copies the block that
+is not full before the next step writes to it.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class BeamGroup(Group):
         return len(self.arrived) == len(self.beams)
 
     def advance(self, kv: KVCacheManager) -> bool:
-        """Makes the beams of the next step; False if the search is over. Those without blocks (preempted) only get
-        their tokens."""
+        """Makes the beams of the next step; False if the search is over. Those without blocks
+        (preempted) only get their tokens."""
         before = self.beams
         chosen = self.search.advance([self.arrived[r] for r in before], self._outputs())
         self.arrived.clear()
@@ -132,7 +134,8 @@ def candidates_of_beams(column: UInt8, rows: Sequence[Request]) -> dict[Request,
     """What may follow the beams among a step's rows that sampled; column: StepOutput.logprobs."""
     columns = LogprobColumns.unpack(column)
     ends = np.cumsum(columns.sizes).tolist()
-    # A copy: the columns are views over memory that is reused. The first entry is of the token that was sampled.
+    # A copy: the columns are views over memory that is reused. The first entry is of the token that
+    # was sampled.
     return {
         rows[row]: Candidates(
             columns.token_ids[end - size + 1 : end].copy(),

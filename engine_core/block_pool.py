@@ -1,8 +1,8 @@
 """KV blocks: who uses them, which are free, and what content the free ones still hold.
 
-A block is free when nobody references it. A free block that is known by a hash keeps its content until it is handed
-out again; those that hold nothing worth keeping are handed out first, then the least recently freed. Every operation
-is O(1) per block.
+A block is free when nobody references it. A free block that is known by a hash keeps its content
+until it is handed out again; those that hold nothing worth keeping are handed out first, then the
+least recently freed. Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Block ids 0..num_blocks-1, each with a reference count and, if its content is known, a hash."""
+    """Block ids 0..num_blocks-1, each with a reference count and, if its content is known, a
+    hash."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        # In the order of reuse. An ordered dict gives removal from the middle (a prefix hit) in O(1).
+        # In the order of reuse. An ordered dict gives removal from the middle (a prefix hit) in
+        # O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     def __repr__(self) -> str:
@@ -69,7 +71,8 @@ class BlockPool:
         self._refs[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drops one reference of each, in this order: of those that become free, the first is reused first."""
+        """Drops one reference of each, in this order: of those that become free, the first is
+        reused first."""
         for block in blocks:
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -78,7 +81,8 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Makes a block's content known; of blocks with equal content, the first stays the known one."""
+        """Makes a block's content known; of blocks with equal content, the first stays the known
+        one."""
         if self._hash_of[block] is None and block_hash not in self._by_hash:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block

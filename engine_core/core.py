@@ -1,8 +1,8 @@
 """The engine core: what to run (Scheduler) and where it runs (Executor), two steps in flight.
 
-While the device computes step N, step N+1 is already scheduled, encoded and queued behind it; when N's tokens come back
-N+2 is scheduled while N+1 runs. In a pipeline each stage computes a step, and one more is queued. Without overlap the
-same loop allows one step less in flight.
+While the device computes step N, step N+1 is already scheduled, encoded and queued behind it; when
+N's tokens come back N+2 is scheduled while N+1 runs. In a pipeline each stage computes a step, and
+one more is queued. Without overlap the same loop allows one step less in flight.
 """
 
 from __future__ import annotations
@@ -57,14 +57,16 @@ class EngineCore:
         return None
 
     def step(self) -> list[tuple[int, Outputs]]:
-        """One turn; waits for nothing. After it nothing can be done until a frontend, a worker or a deadline calls."""
+        """One turn; waits for nothing. After it nothing can be done until a frontend, a worker or a
+        deadline calls."""
         outputs: list[tuple[int, Outputs]] = []
         # 1. Take the tokens of the steps that have come back.
         while self._in_flight and (output := self.executor.poll()) is not None:
             self._in_flight -= 1
             self._last_progress = self._clock()
             self.recorder.output_taken(output)
-            # 2. The newest step may be waiting for what those tokens allow: that comes before all else.
+            # 2. The newest step may be waiting for what those tokens allow: that comes before all
+            #    else.
             self.scheduler.follow(output)
             self._send_masks()
             outputs += self.scheduler.update(output).items()
@@ -92,7 +94,8 @@ class EngineCore:
         return step
 
     def _send_masks(self) -> None:
-        """Of the newest step in flight, before the step behind it: workers read one message after the other."""
+        """Of the newest step in flight, before the step behind it: workers read one message after
+        the other."""
         masks = self.scheduler.take_masks()
         if masks is not None:
             self.executor.submit_masks(masks)

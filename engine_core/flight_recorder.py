@@ -1,6 +1,7 @@
 """The engine's memory of its last steps, and the gauge of the device's idle time with its causes.
 
-Everything is written when a step comes back, once a step, into a ring of fixed size. Nothing here decides anything.
+Everything is written when a step comes back, once a step, into a ring of fixed size. Nothing here
+decides anything.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class IdleTime(NamedTuple):
 def idle_before(previous_end: int, work: int, ready: int, submitted: int, start: int) -> IdleTime:
     """Divides the time from one step's end to the next one's start.
 
-    It goes in this order, as far as it lies in that time: until there was work; until the core had what it needed to
-    schedule; until the step was submitted; until it ran.
+    It goes in this order, as far as it lies in that time: until there was work; until the core had
+    what it needed to schedule; until the step was submitted; until it ran.
     """
     until_work = min(max(work, previous_end), start)
     until_ready = min(max(ready, until_work), start)
     until_submitted = min(max(submitted, until_ready), start)
-    # The device's times are less exact than the host's: a step may seem to begin before the last one's end.
+    # The device's times are less exact than the host's: a step may seem to begin before the last
+    # one's end.
     return IdleTime(
         max(0, until_work - previous_end),
         max(0, until_ready - until_work),
@@ -170,7 +172,8 @@ class FlightRecorder:
     # Questions.
 
     def records(self, since: int = 0) -> bytes:
-        """The remembered steps from number `since` on, oldest first: rows as ipc.records packs them."""
+        """The remembered steps from number `since` on, oldest first: rows as ipc.records packs
+        them."""
         # Steps come back in the order of their numbers, none is left out, and the first is 0.
         oldest = max(0, self._num_rows - self._capacity, since)
         count = max(0, self._num_rows - oldest)

@@ -1,8 +1,10 @@
-"""Bounds on the time of grammar masks: for a step, for a request with all its choices, and for a grammar.
+"""Bounds on the time of grammar masks: for a step, for a request with all its choices, and for a
+grammar.
 
-A mask of most grammars takes some 10 us, one of an ambiguous grammar up to some 10 ms, and taking a token takes up to
-as long as a mask. So a step gets only as many rows as keep the time of their last masks within a bound. A request or a
-grammar whose masks took too long altogether ends with an error.
+A mask of most grammars takes some 10 us, one of an ambiguous grammar up to some 10 ms, and taking a
+token takes up to as long as a mask. So a step gets only as many rows as keep the time of their last
+masks within a bound. A request or a grammar whose masks took too long altogether ends with an
+error.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _NOBODY: frozenset[Request] = frozenset()
 
 
 class MaskAccount:
-    """The seconds that the masks of a request, or of a grammar, have taken beyond the average that they may take."""
+    """The seconds that the masks of a request, or of a grammar, have taken beyond the average that
+    they may take."""
 
     __slots__ = ("_allowed_s", "_clock", "_name", "_over_s", "_since")
 
@@ -62,10 +65,10 @@ class MaskAccount:
 
 
 def share_masks(due: Sequence[Request], budget_s: float) -> Collection[Request]:
-    """Return the requests that this step leaves out, because their masks take too long. The masks of the other requests
-    in `due` take at most `budget_s` seconds of processors, estimated from the last mask of each. Requests with cheap
-    masks get their rows first. Among the expensive ones, at least the request that has been left out most often gets
-    its row."""
+    """Return the requests that this step leaves out, because their masks take too long. The masks
+    of the other requests in `due` take at most `budget_s` seconds of processors, estimated from the
+    last mask of each. Requests with cheap masks get their rows first. Among the expensive ones, at
+    least the request that has been left out most often gets its row."""
     held = [request for request in due if request.matcher is not None]
     left = budget_s - sum(request.mask_s for request in held)
     if left >= 0:

@@ -1,10 +1,11 @@
-"""Requests that belong together and share the blocks of their prompt: the choices of one call, or the beams of one
-search (engine_core/beams.py).
+"""Requests that belong together and share the blocks of their prompt: the choices of one call, or
+the beams of one search (engine_core/beams.py).
 
-They are admitted and preempted together. One of them, the group's source, computes the prompt; the others are *parked*
-until the step that computes the prompt's last token has been scheduled. In the next step they enter with all tokens of
-the prompt but the last computed: full blocks are the source's own, and what the source has written to the block that is
-not full is copied before that step writes anything.
+They are admitted and preempted together. One of them, the group's source, computes the prompt; the
+others are *parked* until the step that computes the prompt's last token has been scheduled. In the
+next step they enter with all tokens of the prompt but the last computed: full blocks are the
+source's own, and what the source has written to the block that is not full is copied before that
+step writes anything.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class ForkingGroups:
 def check_groups(
     requests: Iterable[Request], queue: Iterable[Request], forking: ForkingGroups
 ) -> None:
-    """Raises AssertionError when the groups of these requests, all that live, contradict themselves."""
+    """Raises AssertionError when the groups of these requests, all that live, contradict
+    themselves."""
     for request in queue:
         assert request.group is None or request is request.group.queued, (
             "not who stands for its group"
@@ -131,8 +133,9 @@ def check_groups(
 def make_choices(
     message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int], kv: KVCacheManager
 ) -> list[Request]:
-    """The request of a message, or all of its choices. Those of a group may become so long that all of them together
-    fit in the cache: a group alone can always run to its end, as a request alone can."""
+    """The request of a message, or all of its choices. Those of a group may become so long that all
+    of them together fit in the cache: a group alone can always run to its end, as a request alone
+    can."""
     num = message.sampling.n
     requests = [
         Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids)
@@ -179,7 +182,8 @@ def why_never(
 
 
 def entering_with(request: Request) -> list[Request]:
-    """A waiting request and all that must enter with it; who stands in the queue for them comes first."""
+    """A waiting request and all that must enter with it; who stands in the queue for them comes
+    first."""
     group = request.group
     if group is None:
         return [request]

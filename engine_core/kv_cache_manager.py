@@ -1,12 +1,12 @@
 """KV blocks of requests: growth on demand, and reuse of equal prefixes.
 
-A full block is known by hash(parent's hash, its tokens, extra keys): the chain makes equal hashes mean equal prefixes
-(the idea is that of automatic prefix caching over paged attention, Kwon et al. 2023). SHA-256, so that nobody can
-build a prompt that collides with another's.
+A full block is known by hash(parent's hash, its tokens, extra keys): the chain makes equal hashes
+mean equal prefixes (the idea is that of automatic prefix caching over paged attention, Kwon et al.
+2023). SHA-256, so that nobody can build a prompt that collides with another's.
 
-A block is made known as soon as the step that computes it is scheduled: steps run in order, and within a step the KV of
-all tokens is written before it is read, layer by layer. A block with tokens that are still in flight is made known when
-they have come back.
+A block is made known as soon as the step that computes it is scheduled: steps run in order, and
+within a step the KV of all tokens is written before it is read, layer by layer. A block with tokens
+that are still in flight is made known when they have come back.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def enter(self, request: Request, *others: Request) -> bool:
-        """Gives a request that has no blocks those of its cached prefix plus new ones for all its other known tokens,
-        also where these are computed in several chunks: prompts that enter with only their first chunk take turns
-        at preempting each other. All or nothing: False changes nothing. Sets `num_computed`.
+        """Gives a request that has no blocks those of its cached prefix plus new ones for all its
+        other known tokens, also where these are computed in several chunks: prompts that enter with
+        only their first chunk take turns at preempting each other. All or nothing: False changes
+        nothing. Sets `num_computed`.
 
-        others: of its group, which get the full blocks of their common prompt from it (see `_fork`)."""
+        others: of its group, which get the full blocks of their common prompt from it (see
+        `_fork`)."""
         # Of cached tokens nothing would be computed that could be told.
         hits = [] if request.must_tell_of_prompt else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
@@ -83,7 +85,8 @@ class KVCacheManager:
         return self.blocks_for(len(request.token_ids)) + sum(map(self._num_own_blocks, others))
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """New blocks so that the request can hold `num_tokens` in all; None (and no change) if there are too few."""
+        """New blocks so that the request can hold `num_tokens` in all; None (and no change) if
+        there are too few."""
         wanted = self.blocks_for(num_tokens) - len(request.block_ids)
         if wanted <= 0:
             return []
@@ -104,7 +107,8 @@ class KVCacheManager:
         request.num_registered = full
 
     def free(self, request: Request) -> None:
-        """Takes all blocks back. The last ones are reused first: a prefix is worth more than what follows it."""
+        """Takes all blocks back. The last ones are reused first: a prefix is worth more than what
+        follows it."""
         self.pool.free(reversed(request.block_ids))
         if request.copy_source >= 0:
             self.pool.free([request.copy_source])
@@ -113,14 +117,15 @@ class KVCacheManager:
         request.num_registered = 0
 
     def reset_prefix_cache(self, holders: Iterable[Request]) -> None:
-        """Forgets all cached prefixes. Blocks in use stay in use but are found no more; nor is what their `holders`
-        compute from now on, since it depends on what they computed before."""
+        """Forgets all cached prefixes. Blocks in use stay in use but are found no more; nor is what
+        their `holders` compute from now on, since it depends on what they computed before."""
         self.pool.reset_cache()
         for request in holders:
             request.num_registered = _NEVER
 
     def check_invariants(self, requests: list[Request]) -> None:
-        """`requests` are all that may hold blocks. Raises AssertionError when the books do not balance."""
+        """`requests` are all that may hold blocks. Raises AssertionError when the books do not
+        balance."""
         self.pool.check_invariants()
         refs = [0] * self.pool.num_blocks
         for request in requests:
@@ -134,8 +139,8 @@ class KVCacheManager:
         assert refs == self.pool._refs, "reference counts are not what requests hold"
 
     def num_shared(self, request: Request) -> int:
-        """Blocks that one of a group has from the others. Not the one with the prompt's last token, which each of them
-        computes for its logits, and with it writes again."""
+        """Blocks that one of a group has from the others. Not the one with the prompt's last token,
+        which each of them computes for its logits, and with it writes again."""
         return (request.num_prompt - 1) // self.block_size
 
     def longest_of_group(self, request: Request, num: int) -> int:
@@ -147,8 +152,8 @@ class KVCacheManager:
         return self.blocks_for(len(request.token_ids)) - self.num_shared(request)
 
     def _fork(self, source: Request, request: Request) -> None:
-        """Blocks for one whose prompt the source computes: the source's full ones, and new ones of its own, of which
-        the first must become a copy of what the source has there."""
+        """Blocks for one whose prompt the source computes: the source's full ones, and new ones of
+        its own, of which the first must become a copy of what the source has there."""
         shared = source.block_ids[: self.num_shared(request)]
         for block in shared:
             self.pool.share(block)
@@ -160,7 +165,8 @@ class KVCacheManager:
             self.pool.share(request.copy_source)
 
     def branch(self, source: Request, request: Request) -> None:
-        """In the place of what it had, blocks for a request that goes on from all that the source has computed."""
+        """In the place of what it had, blocks for a request that goes on from all that the source
+        has computed."""
         full, rest = divmod(source.num_computed, self.block_size)
         shared, copied = source.block_ids[:full], source.block_ids[full] if rest else -1
         for block in (*shared, copied) if rest else shared:
@@ -172,7 +178,8 @@ class KVCacheManager:
         request.num_registered = source.num_registered
 
     def _match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks of its prefix; never of all its tokens, since the last one must be computed for its logits."""
+        """Cached blocks of its prefix; never of all its tokens, since the last one must be computed
+        for its logits."""
         if not self.enable_prefix_caching:
             return []
         full = (len(request.token_ids) - 1) // self.block_size
@@ -197,8 +204,9 @@ class KVCacheManager:
 
 
 def _salted(parent: bytes, cache_salt: str | None) -> bytes:
-    """The parent of the first block that is not public, and so a part of every hash from there on: what must be equal
-    besides the tokens. Hashed twice, so that no salt can be made whose hash is that of some block."""
+    """The parent of the first block that is not public, and so a part of every hash from there on:
+    what must be equal besides the tokens. Hashed twice, so that no salt can be made whose hash is
+    that of some block."""
     if cache_salt is None:
         return parent
     return hashlib.sha256(parent + hashlib.sha256(cache_salt.encode()).digest()).digest()

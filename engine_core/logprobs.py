@@ -1,4 +1,5 @@
-"""Log-probabilities on their way through the core: from a step's rows to the requests of each frontend."""
+"""Log-probabilities on their way through the core: from a step's rows to the requests of each
+frontend."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from sidestep.ipc.step import LogprobColumns, UInt8
 def share_logprobs(
     column: UInt8, requests: Sequence[Request], late: Collection[Request] = ()
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the log-probabilities for each frontend, with its number. requests: the requests that the keys of the
-    columns are indices of. Skip requests that have ended, requests that are late and have sampled nothing that counts,
-    and beams, for which the beam search reads the column."""
+    """Yield the log-probabilities for each frontend, with its number. requests: the requests that
+    the keys of the columns are indices of. Skip requests that have ended, requests that are late
+    and have sampled nothing that counts, and beams, for which the beam search reads the column."""
     if not len(column):
         return
     columns = LogprobColumns.unpack(column)

@@ -1,10 +1,11 @@
 """Masks of a step, without waiting for the slowest.
 
-Most masks take microseconds; a few take longer than a step of a small model, and a hostile grammar's may all do so. A
-step waits for all of its masks at first, then until few rows lack theirs, and after the longest time for none. The
-requests of a grammar are one job. If a job has more rows than may be late, the caller computes it row by row until the
-longest time is over; a later step that asks for the remaining rows begins them anew. Threads compute the other jobs. A
-late job of a thread goes on, and a later step takes its masks.
+Most masks take microseconds; a few take longer than a step of a small model, and a hostile
+grammar's may all do so. A step waits for all of its masks at first, then until few rows lack
+theirs, and after the longest time for none. The requests of a grammar are one job. If a job has
+more rows than may be late, the caller computes it row by row until the longest time is over; a
+later step that asks for the remaining rows begins them anew. Threads compute the other jobs. A late
+job of a thread goes on, and a later step takes its masks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _MOST_JOBS = 8
 _CHUNK = 16
 """Masks for each thread of the library, between two looks at the time."""
 _PRECISE_S = 0.2e-3
-"""Seconds. The clock of the thread is read for masks that took longer, which takes a microsecond."""
+"""Seconds. The clock of the thread is read for masks that took longer, which takes a
+microsecond."""
 FOREVER = float("inf")
 """Seconds that a step may wait for its masks if no mask may be late."""
 
@@ -52,8 +54,8 @@ class MaskJob:
     """What the library raised, if it did."""
 
     def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
-        """Compute the masks until `until`, a time of the monotonic clock. executor: shares the work among `num_threads`
-        threads of its own."""
+        """Compute the masks until `until`, a time of the monotonic clock. executor: shares the work
+        among `num_threads` threads of its own."""
         if executor is not None:
             self._run_shared(executor, num_threads, until)
             return
@@ -107,9 +109,10 @@ class MaskJobs:
     def compute(
         self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
     ) -> list[Int32 | None]:
-        """Return the mask of each request, valid until the next call; None for a request whose mask is late, which a
-        later call returns. Until `patience_s` is over wait for all masks, then until at most `most_late` are late, and
-        no longer than `longest_s`. Raise what the library raises."""
+        """Return the mask of each request, valid until the next call; None for a request whose mask
+        is late, which a later call returns. Until `patience_s` is over wait for all masks, then
+        until at most `most_late` are late, and no longer than `longest_s`. Raise what the library
+        raises."""
         start = time.monotonic()
         self._free, self._taken = self._taken, []
         own = []
@@ -129,8 +132,8 @@ class MaskJobs:
         return [self._take(request) for request in requests]
 
     def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
-        """Return a job for each grammar, or for several grammars where there are many. Jobs of cheap masks come
-        first."""
+        """Return a job for each grammar, or for several grammars where there are many. Jobs of
+        cheap masks come first."""
         grammars: dict[str, list[Request]] = {}
         for request in requests:
             grammars.setdefault(request.grammar_text, []).append(request)
@@ -163,8 +166,8 @@ class MaskJobs:
     def _wait(
         self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float
     ) -> None:
-        """Wait until all masks are there; after `until`, until all but `most_late` are; but not beyond
-        `at_most_until`."""
+        """Wait until all masks are there; after `until`, until all but `most_late` are; but not
+        beyond `at_most_until`."""
         jobs = [request.mask_job for request in requests]
         with self._ended:
             self._awaited = {job for job in jobs if job is not None and not job.is_done}

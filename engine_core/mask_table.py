@@ -1,8 +1,8 @@
 """Which masks the workers keep, and where.
 
-Masks repeat: within a string most tokens may follow, whatever the string, so that requests of one grammar share some
-tens of masks. A mask of a large vocabulary has tens of kilobytes, so a worker is sent each of them once, into the next
-free place of its table, and from then on its place.
+Masks repeat: within a string most tokens may follow, whatever the string, so that requests of one
+grammar share some tens of masks. A mask of a large vocabulary has tens of kilobytes, so a worker is
+sent each of them once, into the next free place of its table, and from then on its place.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sidestep.ipc.step import Int32, StepMasks
 
 
 class MaskTable:
-    """What is in the workers' tables, which are all alike. When it is full it is begun anew: what is still in use is
-    sent once more."""
+    """What is in the workers' tables, which are all alike. When it is full it is begun anew: what
+    is still in use is sent once more."""
 
     def __init__(self, num_places: int) -> None:
         """num_places: at least the rows of a step."""
@@ -32,7 +32,8 @@ class MaskTable:
     def message(
         self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
     ) -> StepMasks:
-        """What the workers must know of a step's masks, [words] each, those of requests in these rows."""
+        """What the workers must know of a step's masks, [words] each, those of requests in these
+        rows."""
         if (
             len(self._masks) + len(requests) > self._num_places
         ):  # nothing that this step needs may be overwritten
@@ -50,7 +51,8 @@ class MaskTable:
         )
 
     def _place(self, mask: bytes, guess: int) -> int:
-        """Where a mask is, if need be from now on. guess: where it may be; to compare is faster than to look it up."""
+        """Where a mask is, if need be from now on. guess: where it may be; to compare is faster
+        than to look it up."""
         if guess < len(self._masks) and self._masks[guess] == mask:
             return guess
         place = self._places.get(mask)

@@ -1,4 +1,5 @@
-"""The engine core's process: the busy loop between the frontends' sockets and the workers' rings."""
+"""The engine core's process: the busy loop between the frontends' sockets and the workers'
+rings."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from sidestep.ipc.shm_ring import SPIN_S
 
 
 def main(args: CoreArgs, executor: Executor) -> None:
-    """The process once its workers start. Whatever ends it, its frontends are told why, and the exit status is not 0."""
+    """The process once its workers start. Whatever ends it, its frontends are told why, and the
+    exit status is not 0."""
     channel = CoreChannel(args.clients)
     try:
         core, ready = start(args.config, executor)
@@ -76,7 +78,8 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
 
 
 def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
-    """The longest request that the KV cache can hold. Raises EngineStartError when that is less than was asked for."""
+    """The longest request that the KV cache can hold. Raises EngineStartError when that is less
+    than was asked for."""
     room = worker.num_kv_blocks * worker.block_size
     if config.max_model_len <= room:
         return config.max_model_len
@@ -112,7 +115,8 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
         # 2. Take what came back, keep the pipeline full, send the tokens on.
         for client, outputs in core.step():
             channel.send(client, outputs)
-        # 3. Wait for a frontend, a worker, a grammar or a deadline; with steps in flight, first look for a while
+        # 3. Wait for a frontend, a worker, a grammar or a deadline; with steps in flight, first
+        #    look for a while
         # without sleeping.
         if not (core.in_flight and _look(poll)):
             poll.poll(_milliseconds_until(core.scheduler.next_deadline()))

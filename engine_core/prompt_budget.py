@@ -1,9 +1,10 @@
 """How much of a prompt a step may take while others wait for their next token.
 
-Decodes lose nothing beside a chunk of prompt but the time it takes (Agrawal et al. 2024, who size chunks by a fixed
-count). What a token of prompt takes depends on the model, the device and the load; so it is learnt from the steps that
-come back, and the chunk follows from the time that a step may last. Where more prompts wait than one step could take,
-steps are as full as they can be: large ones take less time a token, and the queue is what everybody waits for then.
+Decodes lose nothing beside a chunk of prompt but the time it takes (Agrawal et al. 2024, who size
+chunks by a fixed count). What a token of prompt takes depends on the model, the device and the
+load; so it is learnt from the steps that come back, and the chunk follows from the time that a step
+may last. Where more prompts wait than one step could take, steps are as full as they can be: large
+ones take less time a token, and the queue is what everybody waits for then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class PromptBudget:
     """Of one engine."""
 
     def __init__(self, target_s: float, most: int) -> None:
-        """target_s: seconds that a step with decodes should last at most; 0: any. most: tokens of any step."""
+        """target_s: seconds that a step with decodes should last at most; 0: any. most: tokens of
+        any step."""
         self._target = target_s
         self._most = most
         self._decode = 0.0
@@ -48,7 +50,8 @@ class PromptBudget:
             self._token = weight * token + (1 - weight) * (self._token or 0.0)
 
     def tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
-        """Of prompts, in the next step, beside so many decodes. num_waiting_tokens: of prompts that have not begun."""
+        """Of prompts, in the next step, beside so many decodes. num_waiting_tokens: of prompts that
+        have not begun."""
         if (
             not self._target
             or not self._token

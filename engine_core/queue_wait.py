@@ -1,7 +1,8 @@
 """How long requests have waited, by what they waited for.
 
-The sum over all requests is kept, not each one's part: the queue's length times the time that has passed, of which one
-is the first's and the rest the others'. So a step costs the same whatever the queue's length.
+The sum over all requests is kept, not each one's part: the queue's length times the time that has
+passed, of which one is the first's and the rest the others'. So a step costs the same whatever the
+queue's length.
 """
 
 from __future__ import annotations

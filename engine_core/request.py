@@ -29,7 +29,8 @@ class Status(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its state. `eq=False`: identity is what the scheduler means, and it is faster."""
+    """A request and its state. `eq=False`: identity is what the scheduler means, and it is
+    faster."""
 
     client: int
     handle: int
@@ -57,7 +58,8 @@ class Request:
     is_new: bool = False
     """Has a slot whose row in the worker is still another's, or an older one of its own."""
     copy_source: int = -1
-    """A block that it holds until its own at the place of the next token has become a copy of it; -1 for none."""
+    """A block that it holds until its own at the place of the next token has become a copy of it;
+    -1 for none."""
     controls: bytes = b""
     """For the workers; see ipc.controls."""
     has_past_sent: bool = False
@@ -159,8 +161,8 @@ class Request:
 
     @property
     def will_be_complete(self) -> bool:
-        """Whether the tokens in flight are its last: it stops by length when they come back. A beam does not: it waits
-        for the others of its search, which may be in steps to come."""
+        """Whether the tokens in flight are its last: it stops by length when they come back. A beam
+        does not: it waits for the others of its search, which may be in steps to come."""
         return len(self.token_ids) + self.num_placeholders >= self.max_total and not (
             self.group is not None and self.group.parks_after_rows
         )

@@ -1,5 +1,5 @@
-"""Waiting requests in the order of the scheduling policy. Removal is lazy: a request that is no longer waiting is
-skipped when it comes to the front."""
+"""Waiting requests in the order of the scheduling policy. Removal is lazy: a request that is no
+longer waiting is skipped when it comes to the front."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class RequestQueue(abc.ABC):
 
 
 class FcfsQueue(RequestQueue):
-    """First come, first served for each frontend; the frontends take turns, so that none can crowd the others out."""
+    """First come, first served for each frontend; the frontends take turns, so that none can crowd
+    the others out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Who gives way when blocks or seats are short.
 
-A running request that needs a block takes it from the least important that run; one that waits and is more urgent takes
-their place. What steps in flight will give back anyway is waited for instead, and counted on by one request only.
+A running request that needs a block takes it from the least important that run; one that waits and
+is more urgent takes their place. What steps in flight will give back anyway is waited for instead,
+and counted on by one request only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Room:
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._num_coming: int | None = None
-        """Blocks that steps in flight will give back and that nobody in this step counts on; None until asked for."""
+        """Blocks that steps in flight will give back and that nobody in this step counts on; None
+        until asked for."""
 
     def __repr__(self) -> str:
         return f"Room({self._kv!r})"
@@ -30,7 +32,8 @@ class Room:
         self._num_coming = None
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """New blocks for a running request, preempting less important ones if need be. None: not in this step."""
+        """New blocks for a running request, preempting less important ones if need be. None: not in
+        this step."""
         roster = self._roster
         while (blocks := self._kv.grow(request, num_tokens)) is None:
             wanted = (
@@ -50,8 +53,8 @@ class Room:
         return blocks
 
     def yield_to_urgent(self) -> None:
-        """Preempts as many less important requests as the first in the queue needs to enter; none, if all were too
-        few."""
+        """Preempts as many less important requests as the first in the queue needs to enter; none,
+        if all were too few."""
         roster = self._roster
         urgent = roster.queue.peek()
         if (

@@ -1,8 +1,9 @@
 """Where each request is, and the ways from one place to another.
 
-A request waits (in the queue, or outside of it for its grammar), runs (it has a slot and blocks), or is leaving: it has
-ended or was preempted, but steps in flight still touch what it had. Order of side effects: slots and blocks go back
-when the last step that touches them has come back, never before (`release`).
+A request waits (in the queue, or outside of it for its grammar), runs (it has a slot and blocks),
+or is leaving: it has ended or was preempted, but steps in flight still touch what it had. Order of
+side effects: slots and blocks go back when the last step that touches them has come back, never
+before (`release`).
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Roster:
             self.queue.add(entering_with(request)[0])
 
     def awaits_grammar(self, request: Request) -> bool:
-        """Whether it waits, outside of the queue, for its grammar or that of one that enters with it."""
+        """Whether it waits, outside of the queue, for its grammar or that of one that enters with
+        it."""
         return (
             bool(self.compiling)
             and request.status is Status.WAITING
@@ -115,7 +117,8 @@ class Roster:
 
     @property
     def num_taken_seats(self) -> int:
-        """Those that run, but not those whose last token is on its way: they need no row any more."""
+        """Those that run, but not those whose last token is on its way: they need no row any
+        more."""
         return sum(not r.will_be_complete for r in self.running)
 
     def num_blocks_coming_back(self) -> int:
@@ -125,8 +128,9 @@ class Roster:
         return sum(map(self._kv.pool.is_last, held.keys(), held.values()))
 
     def preempt(self, request: Request) -> None:
-        """Takes slot and blocks away, of its whole group; what was computed will be computed again. All or nothing:
-        keeping some blocks would leave several requests each too short of blocks to go on."""
+        """Takes slot and blocks away, of its whole group; what was computed will be computed again.
+        All or nothing: keeping some blocks would leave several requests each too short of blocks to
+        go on."""
         group = request.group
         # A choice whose last token is on its way ends by itself.
         together = (
@@ -223,7 +227,8 @@ class Roster:
             self._leave(request)
 
     def _part(self, request: Request, group: Group, was_outside: bool) -> None:
-        """One of a group has ended; the others go on without it. was_outside: of the queue, for a grammar."""
+        """One of a group has ended; the others go on without it. was_outside: of the queue, for a
+        grammar."""
         request.parked = False
         group.members.remove(request)
         if request is group.queued:

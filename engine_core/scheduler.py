@@ -1,18 +1,19 @@
 """What runs in each step.
 
-There is no prefill phase and no decode phase: each step gives each request a number of tokens to compute, one to those
-that decode, the rest of the token budget to chunks of prompts. `schedule()` decides and returns the step; `update()`
-takes its output. With overlap the second is called one step later than the first: a token that is not back yet counts
-as a placeholder. Synchronous, without sockets; the clock is given.
+There is no prefill phase and no decode phase: each step gives each request a number of tokens to
+compute, one to those that decode, the rest of the token budget to chunks of prompts. `schedule()`
+decides and returns the step; `update()` takes its output. With overlap the second is called one
+step later than the first: a token that is not back yet counts as a placeholder. Synchronous,
+without sockets; the clock is given.
 
-Steps enter a pipeline in beats. As many are in flight as it has stages, and one more with overlap; a beat for which
-nobody is due is left out (micro_batches.py).
+Steps enter a pipeline in beats. As many are in flight as it has stages, and one more with overlap;
+a beat for which nobody is due is left out (micro_batches.py).
 
-`schedule()` returns None only if nothing is left to run, or if a step in flight must come back first: whoever drives it
-may sleep until then.
+`schedule()` returns None only if nothing is left to run, or if a step in flight must come back
+first: whoever drives it may sleep until then.
 
-Its parts: where each request is (roster.py), who enters (admission.py), who gives way (room.py), what an output does
-(step_results.py). This file puts them in order.
+Its parts: where each request is (roster.py), who enters (admission.py), who gives way (room.py),
+what an output does (step_results.py). This file puts them in order.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from sidestep.ipc.step import Int32, StepInput, StepMasks, StepOutput
 _NO_BLOCKS: list[int] = []
 _PATIENCE_S = 0.5e-3
 _LATE_SHARE = 4
-"""For at least so many seconds, and half as long as a step without prompts lasts, a step waits for all of its masks;
-after that for all but those of one row, or of one row in so many. So what takes long costs its own request a turn, and
-not everybody."""
+"""For at least so many seconds, and half as long as a step without prompts lasts, a step waits for
+all of its masks; after that for all but those of one row, or of one row in so many. So what takes
+long costs its own request a turn, and not everybody."""
 _LONGEST_S = 20e-3
 _LONGEST_SHARE = 8
-"""After `_LONGEST_S` seconds, or a step's time divided by `_LONGEST_SHARE` if that is longer, a step waits for no mask.
-The time of a step contains that wait, so the share is small."""
+"""After `_LONGEST_S` seconds, or a step's time divided by `_LONGEST_SHARE` if that is longer, a
+step waits for no mask. The time of a step contains that wait, so the share is small."""
 
 
 class Scheduler:
@@ -151,7 +152,8 @@ class Scheduler:
             )
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
-        """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have ended already."""
+        """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have
+        ended already."""
         for handle in handles:
             request = self._requests.get((client, handle))
             if request is not None:
@@ -170,8 +172,8 @@ class Scheduler:
         roster.take_compiled(self.grammars.take_compiled())
         if roster.queue:
             roster.elapse()
-        # A step may be as many beats ahead of the oldest in flight as there may be steps; with nothing in flight all
-        # tokens are known to the first stage within one round of beats.
+        # A step may be as many beats ahead of the oldest in flight as there may be steps; with
+        # nothing in flight all tokens are known to the first stage within one round of beats.
         limits = self._limits
         end = (
             self._plans[0].beat + limits.max_steps_in_flight
@@ -213,12 +215,12 @@ class Scheduler:
         return message
 
     def _schedule_running(self, step: StepBuilder, beat: int) -> tuple[int, int, int]:
-        """Rows for running requests; returns what is left of the token budget, how much of it prompts may have, and how
-        many more may enter."""
+        """Rows for running requests; returns what is left of the token budget, how much of it
+        prompts may have, and how many more may enter."""
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         self._roster.forking.unpark(self.kv)
-        # Not those whose last token is on its way: they need no row any more, so their seats are free already. (See
-        # Request.will_be_complete; beams are parked then.)
+        # Not those whose last token is on its way: they need no row any more, so their seats are
+        # free already. (See Request.will_be_complete; beams are parked then.)
         live = [
             r
             for r in self._roster.running
@@ -233,11 +235,14 @@ class Scheduler:
         for request in due:
             later -= 1
             if request.status is not Status.RUNNING or request.parked or request in left_out:
-                continue  # preempted while this loop made room for another; or its prompt is being computed
+                # preempted while this loop made room for another; or its prompt is being computed
+                continue
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
             if (
                 count > 1
-            ):  # Each request after this one can count on a token: prompts never starve those that decode.
+                # Each request after this one can count on a token: prompts never starve those that
+                # decode.
+            ):
                 count = min(count, budget - later, prompts)
             if count <= 0:
                 continue
@@ -263,8 +268,8 @@ class Scheduler:
         return budget, max(0, prompts), self._limits.max_num_seqs - len(live)
 
     def follow(self, output: StepOutput) -> StepPlan:
-        """Gives the oldest step's tokens to the grammars of their requests, so that `take_masks` knows what the next
-        step waits for. `update` must come next."""
+        """Gives the oldest step's tokens to the grammars of their requests, so that `take_masks`
+        knows what the next step waits for. `update` must come next."""
         plan = self._followed = self._plans.popleft()
         assert plan.step_id == output.step_id, (
             f"output of step {output.step_id} came for step {plan.step_id}"
@@ -289,8 +294,9 @@ class Scheduler:
         return self._outboxes.take()
 
     def take_masks(self) -> StepMasks | None:
-        """What the newest step in flight may sample, if it waits for that: once, and before the next `schedule`. All
-        that it depends on has come back when that is so of the steps whose tokens are its inputs."""
+        """What the newest step in flight may sample, if it waits for that: once, and before the
+        next `schedule`. All that it depends on has come back when that is so of the steps whose
+        tokens are its inputs."""
         plan = self._plans[-1] if self._plans else None
         if (
             plan is None
@@ -344,8 +350,8 @@ class Scheduler:
         return max(_LONGEST_S, self._prompt_budget.decode_s / _LONGEST_SHARE)
 
     def _postpone(self, plan: StepPlan, request: Request) -> None:
-        """It does not sample in this step, the newest; the next one computes the same token of it once more. For the
-        workers it is as if it entered then, with all that it has."""
+        """It does not sample in this step, the newest; the next one computes the same token of it
+        once more. For the workers it is as if it entered then, with all that it has."""
         request.num_placeholders -= 1
         request.num_computed -= 1
         request.is_new = True
@@ -405,8 +411,8 @@ class Scheduler:
         )
 
     def request_records(self, limit: int | None = None) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not; with a limit at most so many that
-        have ended, that run, and that wait, the next one to enter among them."""
+        """The last requests that have ended, oldest first, then all that have not; with a limit at
+        most so many that have ended, that run, and that wait, the next one to enter among them."""
         roster = self._roster
         if limit is None:
             return [*roster.ended, *map(self._record, self._requests.values())]

@@ -1,5 +1,5 @@
-"""What a step's output does to its requests: tokens take the place of placeholders, grammars and searches go on,
-requests end, and frontends are told."""
+"""What a step's output does to its requests: tokens take the place of placeholders, grammars and
+searches go on, requests end, and frontends are told."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class StepResults:
         return f"StepResults({self._roster!r})"
 
     def follow_grammars(self, plan: StepPlan, output: StepOutput) -> None:
-        """Takes a step's tokens into the matchers of their requests, before `take`. One that cannot go on ends its
-        request before the token is told."""
+        """Takes a step's tokens into the matchers of their requests, before `take`. One that cannot
+        go on ends its request before the token is told."""
         tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
         followed = [
             (request, request.matcher, token)

@@ -1,8 +1,10 @@
-"""Grammars in the core: compiled by threads, followed token by token, and turned into masks of allowed tokens.
+"""Grammars in the core: compiled by threads, followed token by token, and turned into masks of
+allowed tokens.
 
-The library releases the interpreter lock while it compiles and computes masks, so a grammar that takes long holds up
-neither the loop nor other requests; its own limits end it. Reading a tokenizer does hold the lock, for up to seconds,
-so that happens while the workers load the model and never later. All methods are for the core's thread.
+The library releases the interpreter lock while it compiles and computes masks, so a grammar that
+takes long holds up neither the loop nor other requests; its own limits end it. Reading a tokenizer
+does hold the lock, for up to seconds, so that happens while the workers load the model and never
+later. All methods are for the core's thread.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ COMPILE_S = 10.0
 _CACHED = 128
 """Grammars that are kept compiled."""
 _SHARERS = 8
-"""Requests for which one compilation is enough. What it learns about tokens serves all of them, but their masks are
-computed one after the other, so that with more requests there are more compilations, up to one for each thread."""
+"""Requests for which one compilation is enough. What it learns about tokens serves all of them, but
+their masks are computed one after the other, so that with more requests there are more
+compilations, up to one for each thread."""
 _CHEAP_S = 0.05
 """Seconds of compiling beyond which all share one."""
 _STRING = r'[^"\\\x00-\x1F\x7F]'
@@ -42,8 +45,9 @@ _SLICES = [
     *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)),
     f"{_STRING}+",
 ]
-"""Kinds of tokens that the library looks at as one where all of a kind may follow. A string that may go on for n
-characters allows all shorter tokens, so that with many lengths few of the tokens are looked at one by one."""
+"""Kinds of tokens that the library looks at as one where all of a kind may follow. A string that
+may go on for n characters allows all shorter tokens, so that with many lengths few of the tokens
+are looked at one by one."""
 _ACCOUNTS = 1024
 """Number of grammars for which the time of their masks is remembered."""
 _USES = 256
@@ -87,7 +91,8 @@ class _Compiled:
 
 
 class _Bell:
-    """Wakes whoever polls `ears`. Held by the threads that ring it too, so it is there as long as one of them."""
+    """Wakes whoever polls `ears`. Held by the threads that ring it too, so it is there as long as
+    one of them."""
 
     def __init__(self) -> None:
         self.ears, self._rope = os.pipe()
@@ -120,9 +125,9 @@ class Grammars:
         num_threads: int = 2,
         num_workers: int | None = None,
     ) -> None:
-        """folder: folder of the tokenizer's files; None if there is none. num_threads: threads that compile.
-        num_workers: threads that compute masks; None: as many as the cores allow. Call `load` before the first
-        request."""
+        """folder: folder of the tokenizer's files; None if there is none. num_threads: threads that
+        compile. num_workers: threads that compute masks; None: as many as the cores allow. Call
+        `load` before the first request."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -151,7 +156,8 @@ class Grammars:
         return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
 
     def load(self) -> None:
-        """Reads the tokenizer. What is wrong with it is told to each request that needs it, and to no other."""
+        """Reads the tokenizer. What is wrong with it is told to each request that needs it, and to
+        no other."""
         from llguidance import LLExecutor, LLTokenizer
 
         if self._folder is None:
@@ -168,7 +174,8 @@ class Grammars:
                 eos_token=self._eos,
                 slices=_SLICES,
             )
-            # With one thread there is nothing to share out, and to wake it takes longer than most masks.
+            # With one thread there is nothing to share out, and to wake it takes longer than most
+            # masks.
             if self._num_workers > 1:
                 self._executor = LLExecutor(self._num_workers)
                 self._masks = MaskJobs(
@@ -194,8 +201,8 @@ class Grammars:
         return len(self._compiling)
 
     def start(self, request: Request, grammar: Grammar) -> str | None:
-        """Gives the request its matcher, or has it made: then `take_compiled` will return it. What it returns is why
-        there can be none."""
+        """Gives the request its matcher, or has it made: then `take_compiled` will return it. What
+        it returns is why there can be none."""
         if self._tokenizer is None:
             return self._problem
         if (known := self._accounts.get(grammar.text)) is not None and (
@@ -252,7 +259,8 @@ class Grammars:
         self._jobs.put(compilation)
 
     def _use(self, text: str, request: Request) -> bool:
-        """Gives the request its matcher, unless the grammar must be compiled, or compiled once more, for it."""
+        """Gives the request its matcher, unless the grammar must be compiled, or compiled once
+        more, for it."""
         known = self._cache.get(text)
         if known is None:
             return False
@@ -327,14 +335,15 @@ class Grammars:
     def masks(
         self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
     ) -> list[Int32 | None]:
-        """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)]: a bit a token, the
-        lowest first. None for a request whose mask was not computed in time; a later call returns it. At most
-        `most_late` masks are late after `patience_s`, and any number after `longest_s`."""
+        """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)]: a
+        bit a token, the lowest first. None for a request whose mask was not computed in time; a
+        later call returns it. At most `most_late` masks are late after `patience_s`, and any number
+        after `longest_s`."""
         return self._masks.compute(requests, most_late, patience_s, longest_s)
 
     def charge(self, request: Request) -> str | None:
-        """Charge the time of the request's last mask to its accounts. Return why it may have no more masks; None if it
-        may."""
+        """Charge the time of the request's last mask to its accounts. Return why it may have no
+        more masks; None if it may."""
         for account in (request.mask_account, request.grammar_account):
             if account is not None:
                 account.charge(request.mask_s)

@@ -1,6 +1,8 @@
-"""An application's backend with the engine inside, in FastAPI (pip install fastapi): python app_backend.py [PORT], then
+"""An application's backend with the engine inside, in FastAPI (pip install fastapi): python
+app_backend.py [PORT], then
 
-curl -N http://127.0.0.1:8001/complete -H 'Content-Type: application/json' -d '{"prompt": "def get_name("}'
+curl -N http://127.0.0.1:8001/complete -H 'Content-Type: application/json' -d '{"prompt": "def
+get_name("}'
 """
 
 import sys

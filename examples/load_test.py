@@ -1,7 +1,8 @@
 """A load on a server of the OpenAI API: python load_test.py [URL] [REQUESTS] [REQUESTS_PER_SECOND]
 
-Requests come at random times, as those of users do; each streams its answer. Prints how many failed, and how long users
-waited: for the first piece of an answer, and between two pieces. `sidestep bench serve --url` has more of the kind.
+Requests come at random times, as those of users do; each streams its answer. Prints how many
+failed, and how long users waited: for the first piece of an answer, and between two pieces.
+`sidestep bench serve --url` has more of the kind.
 """
 
 import asyncio

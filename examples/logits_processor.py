@@ -2,9 +2,10 @@
 
     python -m examples.logits_processor
 
-from the folder above this one lets the bundled model write two comments, one of which is urged to come to its end. An
-engine has the class by LLM(logits_processors=["examples.logits_processor:TokenRamp"]), or by the flag
---logits-processors; a request reaches it by its name:
+from the folder above this one lets the bundled model write two comments, one of which is urged to
+come to its end. An engine has the class by
+LLM(logits_processors=["examples.logits_processor:TokenRamp"]), or by the flag --logits-processors;
+a request reaches it by its name:
 
     SamplingParams(extra_args={"TokenRamp": {"token": 2, "step": 0.5}})
 """
@@ -26,8 +27,8 @@ class TokenRamp(LogitsProcessor):
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
-        # What changes with each token is on the device, by slot. Up to now, how long is the output? The host would have
-        # to wait for the device to know; here the device counts.
+        # What changes with each token is on the device, by slot. Up to now, how long is the output?
+        # The host would have to wait for the device to know; here the device counts.
         self._lengths = torch.zeros(setup.num_slots, device=setup.device)
         self._wishes: dict[int, tuple[int, float]] = {}
 

@@ -1,8 +1,8 @@
 """Three ways to spend more tokens on one answer, and when each pays.
 
-best_of_n         when a good answer is easy to recognise: here, whether code parses
-self_consistency  when many ways lead to one short answer, which most of them agree on
-critique_and_revise  when the model sees its own mistakes: the small bundled model does not, larger ones do
+best_of_n when a good answer is easy to recognise: here, whether code parses self_consistency when
+many ways lead to one short answer, which most of them agree on critique_and_revise when the model
+sees its own mistakes: the small bundled model does not, larger ones do
 """
 
 import ast

@@ -24,8 +24,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
 class Executor(abc.ABC):
     """Runs steps on all ranks, in the order they are submitted.
 
-    `submit` never waits for the device. Outputs come back in order. An executor that has failed raises
-    EngineDeadError, which names the cause, from every later call.
+    `submit` never waits for the device. Outputs come back in order. An executor that has failed
+    raises EngineDeadError, which names the cause, from every later call.
     """
 
     @abc.abstractmethod
@@ -34,7 +34,8 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> WorkerReady:
-        """Waits until the workers have loaded the model; after `launch`. Raises EngineStartError."""
+        """Waits until the workers have loaded the model; after `launch`. Raises
+        EngineStartError."""
 
     @abc.abstractmethod
     def submit(self, step: StepInput) -> None:
@@ -50,7 +51,8 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def fileno(self) -> int:
-        """A descriptor that becomes readable when `poll` may have something, or when a worker has died."""
+        """A descriptor that becomes readable when `poll` may have something, or when a worker has
+        died."""
 
     @abc.abstractmethod
     def worker_pids(self) -> list[int]:

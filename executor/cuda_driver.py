@@ -1,6 +1,8 @@
-"""The little that is asked of the NVIDIA driver before torch is there to ask: by ctypes, in a fraction of a second.
+"""The little that is asked of the NVIDIA driver before torch is there to ask: by ctypes, in a
+fraction of a second.
 
-A call leaves the interpreter's lock alone, so what the driver needs time for can be done beside the import of torch.
+A call leaves the interpreter's lock alone, so what the driver needs time for can be done beside the
+import of torch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 
 
 def has_driver() -> bool:
-    """Whether this machine has, as far as can be seen without asking it, an NVIDIA driver: at no cost."""
+    """Whether this machine has, as far as can be seen without asking it, an NVIDIA driver: at no
+    cost."""
     return os.path.exists("/dev/nvidiactl")
 
 
@@ -45,8 +48,8 @@ def find_gpu(index: int) -> Gpu | None:
 
 
 def begin_context(index: int) -> None:
-    """Makes the GPU's primary context, which torch then finds and uses. Without a GPU nothing happens: whoever needs
-    it will say so."""
+    """Makes the GPU's primary context, which torch then finds and uses. Without a GPU nothing
+    happens: whoever needs it will say so."""
     cuda = _open()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if cuda is not None and cuda.cuDeviceGet(ctypes.byref(device), index) == 0:

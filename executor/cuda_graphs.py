@@ -1,8 +1,9 @@
 """Whole steps as CUDA graphs, one for each of a ladder of sizes.
 
-A graph holds the launch of every kernel of a step with fixed sizes and addresses; a smaller step runs in a larger graph
-with padding, which costs little because attention and sampling look at the real numbers on the device. Graphs share one
-pool of memory: only one runs at a time, and nothing in it outlives its step.
+A graph holds the launch of every kernel of a step with fixed sizes and addresses; a smaller step
+runs in a larger graph with padding, which costs little because attention and sampling look at the
+real numbers on the device. Graphs share one pool of memory: only one runs at a time, and nothing in
+it outlives its step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _MOST_GRAPHED = 2048
 _FINE = 256
 _LAUNCH_LAYER_S = 450e-6
 _FLOPS = 5e14
-"""Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast one: 130e-6);
-operations a second of large products."""
+"""Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast
+one: 130e-6); operations a second of large products."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class StepSizes:
         return self.max_prompt_rows == 0
 
     def takes(self, rows: int, tokens: int) -> bool:
-        """Whether a step fits in, and does not drown in padding: an eighth of it, or what the finest ladder has."""
+        """Whether a step fits in, and does not drown in padding: an eighth of it, or what the
+        finest ladder has."""
         return self.rows >= rows and 0 <= self.tokens - tokens <= max(_FINE, tokens // 8)
 
 
@@ -53,15 +55,16 @@ class StepGraph:
 
 
 def decode_ladder(max_rows: int) -> list[int]:
-    """Batch sizes of decode graphs, the largest last: dense where padding would cost, sparse above."""
+    """Batch sizes of decode graphs, the largest last: dense where padding would cost, sparse
+    above."""
     sizes = [1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, max_rows, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSizes]:
-    """Sizes of graphs for steps with prompts, the largest last. max_rows, max_tokens: of any step; worthwhile: tokens
-    up to which a graph pays. Where it does for the largest step, that has one too: while prompts wait, most steps are
-    as large as they may be."""
+    """Sizes of graphs for steps with prompts, the largest last. max_rows, max_tokens: of any step;
+    worthwhile: tokens up to which a graph pays. Where it does for the largest step, that has one
+    too: while prompts wait, most steps are as large as they may be."""
     most = min(max_tokens, worthwhile, _MOST_GRAPHED)
     tokens = [n for n in (*range(128, 1024, 128), *range(1024, most + 1, _FINE)) if n <= most]
     if max_tokens <= worthwhile and max_tokens not in tokens:
@@ -71,8 +74,8 @@ def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSi
 
 
 def worthwhile_tokens(spec: ModelSpec) -> int:
-    """Up to how many tokens a step with prompts has a graph: as many as the device computes in twice the time that the
-    host takes to launch their kernels one by one."""
+    """Up to how many tokens a step with prompts has a graph: as many as the device computes in
+    twice the time that the host takes to launch their kernels one by one."""
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
     layer = (
         2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
@@ -98,7 +101,8 @@ class CudaGraphs:
         )
 
     def capture(self, sizes: StepSizes) -> None:
-        """Adds a graph. All kernels it launches must have run before, so that nothing is compiled in between."""
+        """Adds a graph. All kernels it launches must have run before, so that nothing is compiled
+        in between."""
         layout = StepLayout(sizes.rows, sizes.tokens)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()

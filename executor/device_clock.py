@@ -18,8 +18,9 @@ class TimedEvent(Protocol):
 class DeviceClock:
     """Steps in order, each by the events before and after it.
 
-    What lies between two events is measured by the device. Where all of it lies on the host's clock follows from how
-    soon the host ever saw a step's end: it may see one late, since its threads have other work, but never early.
+    What lies between two events is measured by the device. Where all of it lies on the host's clock
+    follows from how soon the host ever saw a step's end: it may see one late, since its threads
+    have other work, but never early.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,9 @@ class DeviceClock:
         """From that count to the host's clock."""
 
     def times(self, started: TimedEvent, done: TimedEvent, seen_ns: int) -> tuple[int, int]:
-        """Start and end of the next step in host nanoseconds; `seen_ns` is when the host saw its end. Both events, and
-        the last step's second one, must have happened and not been recorded again."""
+        """Start and end of the next step in host nanoseconds; `seen_ns` is when the host saw its
+        end. Both events, and the last step's second one, must have happened and not been recorded
+        again."""
         busy = started.elapsed_time(done) * 1e6
         if self._last is None:
             self._offset_ns = seen_ns

@@ -1,9 +1,10 @@
-"""A device without a model: scripted tokens, scripted step times, no torch. For tests, and to stress the overlap.
+"""A device without a model: scripted tokens, scripted step times, no torch. For tests, and to
+stress the overlap.
 
-The script depends on the whole context as read through the block table: each position of the fake KV cache holds a
-hash of all tokens up to it, made from the hash at the position before. So a scheduler that hands out a wrong block, or
-one that is still in use, changes the tokens, as it would with a real model; the batch, the chunking and the timing do
-not.
+The script depends on the whole context as read through the block table: each position of the fake
+KV cache holds a hash of all tokens up to it, made from the hash at the position before. So a
+scheduler that hands out a wrong block, or one that is still in use, changes the tokens, as it would
+with a real model; the batch, the chunking and the timing do not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
 
 
 def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[float, int]]:
-    """The best tokens to follow a context, for a search: what stands for their logprobs, and the tokens."""
+    """The best tokens to follow a context, for a search: what stands for their logprobs, and the
+    tokens."""
     rated = (
         (-(chain(context_hash, token) % 1_000_003) / 100_000, token) for token in range(vocab_size)
     )
@@ -78,18 +80,21 @@ class FakeMasks:
 
 
 class FakeDevice:
-    """One stream for each stage of a pipeline: a step begins in a stage when it is launched, the stage has done the one
-    before and the stage before has done this one; it takes `step_s` seconds in each. The first stage also waits for the
-    tokens that the step may need, as said in ipc.step."""
+    """One stream for each stage of a pipeline: a step begins in a stage when it is launched, the
+    stage has done the one before and the stage before has done this one; it takes `step_s` seconds
+    in each. The first stage also waits for the tokens that the step may need, as said in
+    ipc.step."""
 
     def __init__(self, step_s: float, num_stages: int = 1) -> None:
         self._step_s = step_s
         self._free_at = [0.0] * num_stages
         self._ends: deque[tuple[int, float]] = deque()
-        """Beats of steps, and when their tokens were there, as long as steps may have to wait for them."""
+        """Beats of steps, and when their tokens were there, as long as steps may have to wait for
+        them."""
 
     def launch(self, beat: int) -> tuple[float, float]:
-        """Start and end, in the last stage, of a step launched now, in seconds of time.monotonic()."""
+        """Start and end, in the last stage, of a step launched now, in seconds of
+        time.monotonic()."""
         start = end = time.monotonic()
         while self._ends and self._ends[0][0] <= beat - len(self._free_at):
             end = max(end, self._ends.popleft()[1])
@@ -198,7 +203,8 @@ class FakeRunner(Runner):
             self._blocks[slot] = []
 
     def _logprobs(self, states: dict[int, int]) -> UInt8:
-        """Of those that ask for the most probable tokens; states: slots that sample, and the hashes of contexts."""
+        """Of those that ask for the most probable tokens; states: slots that sample, and the hashes
+        of contexts."""
         rows = [
             (
                 row,
@@ -228,8 +234,9 @@ class FakeRunner(Runner):
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used : used + new_blocks]
             used += new_blocks
-        # A row may read a block that another row of the same step writes. A model computes all rows layer by layer;
-        # here the one that begins at the lower position goes first, since the other begins after what it writes.
+        # A row may read a block that another row of the same step writes. A model computes all rows
+        # layer by layer; here the one that begins at the lower position goes first, since the other
+        # begins after what it writes.
         rows = sorted(
             zip(slots, step.num_tokens.tolist(), strict=True),
             key=lambda row: self._num_computed[row[0]],

@@ -1,8 +1,8 @@
 """Compilations in forks of a process, each from the moment on that it is known.
 
-Most of a compilation holds the interpreter's lock, so threads do not help much; and a process that is not forked would
-take seconds to import what this one has. What forks must not find here: a context on a GPU, other threads that hold
-locks.
+Most of a compilation holds the interpreter's lock, so threads do not help much; and a process that
+is not forked would take seconds to import what this one has. What forks must not find here: a
+context on a GPU, other threads that hold locks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Forks(Executor):
         return done
 
     def finish(self) -> list[str]:
-        """When all is done: a file of each kernel in Triton's cache. Raises RuntimeError if one failed."""
+        """When all is done: a file of each kernel in Triton's cache. Raises RuntimeError if one
+        failed."""
         while self._running:
             self._wait_for_one()
         lines = os.pread(self._results, os.fstat(self._results).st_size, 0).decode().splitlines()

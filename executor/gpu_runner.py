@@ -1,15 +1,17 @@
 """Runs a model's steps on a GPU: packs a step, launches it, and never waits for it.
 
-Order of side effects in `execute`: the step's differences are applied to the host's tables and packed; one copy takes
-the message to the device; block copies and then the kernels of the step follow on the same stream, most often as one
-captured graph. So steps run in the order they came, and the copy of one step's message waits until the step before has
-read its own. Sampled ids stay on the device for the next step; the last kernel also writes them to pinned memory, where
-whoever waits for the step's event finds them. Special rows (executor/special_rows.py) are sampled after that, before
-the event.
+Order of side effects in `execute`: the step's differences are applied to the host's tables and
+packed; one copy takes the message to the device; block copies and then the kernels of the step
+follow on the same stream, most often as one captured graph. So steps run in the order they came,
+and the copy of one step's message waits until the step before has read its own. Sampled ids stay on
+the device for the next step; the last kernel also writes them to pinned memory, where whoever waits
+for the step's event finds them. Special rows (executor/special_rows.py) are sampled after that,
+before the event.
 
-In a pipeline the same holds of each stage's own part. What comes from another stage is received right before it is
-needed and on the same stream, so that the kernel that waits for it disturbs no other; what goes to another stage is
-sent from a copy, on a stream of its own, while the next step runs. Graphs lie between the two.
+In a pipeline the same holds of each stage's own part. What comes from another stage is received
+right before it is needed and on the same stream, so that the kernel that waits for it disturbs no
+other; what goes to another stage is sent from a copy, on a stream of its own, while the next step
+runs. Graphs lie between the two.
 """
 
 from __future__ import annotations
@@ -237,8 +239,8 @@ class GpuRunner(Runner):
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
-        """Runs the largest step on a cache of one block, and gives the cache what that leaves. All stages of a pipeline
-        do so together: they send each other what any step does."""
+        """Runs the largest step on a cache of one block, and gives the cache what that leaves. All
+        stages of a pipeline do so together: they send each other what any step does."""
         shape = attention_shape(self._args.spec, self._parallel, self._stage)
         self._attention = self._make_attention(backend, 1)
         if backend.graph_safe:
@@ -250,16 +252,19 @@ class GpuRunner(Runner):
                 self._launch_all()
             self._model.warm_up(range(_PAD, self._limits.max_num_batched_tokens + 1, _PAD))
         self._reset()
-        # The plain step comes last: it takes the slots of those with controls, of which nothing is left then.
+        # The plain step comes last: it takes the slots of those with controls, of which nothing is
+        # left then.
         controlled, working = (
             self._working_bytes(controls) for controls in (ALL_CONTROLS, Controls())
         )
         del self._attention
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        # Graphs keep a pool of their own, which the largest of them fills like a step outside of graphs.
+        # Graphs keep a pool of their own, which the largest of them fills like a step outside of
+        # graphs.
         graphs = 0 if self._args.parallel.enforce_eager or not backend.graph_safe else working
-        # One copy of the stream is in `working`; of each further step in flight there may be one more.
+        # One copy of the stream is in `working`; of each further step in flight there may be one
+        # more.
         sent = 0 if self._stage.is_last else self._hidden.nbytes * self._limits.max_steps_in_flight
         blocks = gpu_kv_blocks(
             self._args,
@@ -290,9 +295,9 @@ class GpuRunner(Runner):
     def launch_without_gpu(
         cls, args: WorkerArgs, parallel: Parallel, *, device: str = "meta", num_blocks: int = 1
     ) -> None:
-        """Launches, within kernels.compiling.compiling_only, what `load` compiles, on any machine: with tensors on a
-        device where they stand for those on a GPU (see compile_for there), and a cache of any size. Raises
-        EngineStartError where `load` would."""
+        """Launches, within kernels.compiling.compiling_only, what `load` compiles, on any machine:
+        with tensors on a device where they stand for those on a GPU (see compile_for there), and a
+        cache of any size. Raises EngineStartError where `load` would."""
         runner = cls.__new__(cls)
         runner._prepare(args, torch.device(device))
         runner._parallel = parallel
@@ -398,7 +403,8 @@ class GpuRunner(Runner):
             about_prompts = self._launch(
                 self._eager_sizes(rows, tokens, decodes), layout, batch, prompts
             )
-        # 5. The other rows, on the logits that the step has left. The device is at work while the masks are made.
+        # 5. The other rows, on the logits that the step has left. The device is at work while the
+        #    masks are made.
         more: SpecialOutput | None = None
         if self._stage.is_last:
             if step.awaits_masks and receive_masks is not None:
@@ -427,7 +433,8 @@ class GpuRunner(Runner):
     def _find_special(
         self, step: StepInput, batch: HostBatch
     ) -> tuple[Apart | None, PromptTokens | None]:
-        """Rows that are sampled apart, and tokens of prompts that are asked about; both are the last stage's."""
+        """Rows that are sampled apart, and tokens of prompts that are asked about; both are the
+        last stage's."""
         if not self._stage.is_last:
             return None, None
         self._special.enter(step)
@@ -436,8 +443,9 @@ class GpuRunner(Runner):
     def _sample_masked(
         self, batch: HostBatch, rows: Int64, position: int, layout: StepLayout
     ) -> None:
-        """Samples plain rows that had to wait for their masks, by what the step's message still says of them: one small
-        copy and three kernels. A mark says both which mask a row has and that it samples."""
+        """Samples plain rows that had to wait for their masks, by what the step's message still
+        says of them: one small copy and three kernels. A mark says both which mask a row has and
+        that it samples."""
         count, message = len(batch.slots), self._message
         marks, on_device = self._host_marks[position], self._marks[:count]
         marks[:count] = 0
@@ -482,14 +490,15 @@ class GpuRunner(Runner):
                 np.stack((masked_rows, masked_tokens)).astype(np.int64), self._device
             )
             logits.index_put_((masked[0], masked[1]), logits.new_tensor(-torch.inf))
-        # The pinned row of this step, from where the rows of earlier parts end; that is aligned too.
+        # The pinned row of this step, from where the rows of earlier parts end; that is aligned
+        # too.
         self._sample(logits, header, slots, seq_lens, samples, self._special_ids[:, part.first :])
         return self._tables.last_sampled.index_select(0, part.slot_index).long()
 
     def _eager_sizes(self, rows: int, tokens: int, decodes: int) -> StepSizes:
-        """Padded to few different sizes: for a new one the library of products may choose a kernel it has not loaded
-        yet, which stops the device, and the allocator may have to look for memory. A backend that works from the host's
-        view knows no padding."""
+        """Padded to few different sizes: for a new one the library of products may choose a kernel
+        it has not loaded yet, which stops the device, and the allocator may have to look for
+        memory. A backend that works from the host's view knows no padding."""
         if not self._attention.graph_safe:
             return StepSizes(rows, tokens, decodes, rows - decodes)
         padded = next(size for size in self._decode_sizes() if size >= rows)
@@ -508,8 +517,9 @@ class GpuRunner(Runner):
         *,
         empty: Callable[..., Tensor] = torch.empty,
     ) -> list[Logprobs]:
-        """Launches every kernel of a step whose message is on the device. prompts: tokens that are asked about; returns
-        what is to be told of them. empty: makes what the first kernel writes."""
+        """Launches every kernel of a step whose message is on the device. prompts: tokens that are
+        asked about; returns what is to be told of them. empty: makes what the first kernel
+        writes."""
         message, tables, device = self._message, self._tables, self._device
 
         def column(name: str, extra: int = 0) -> Tensor:

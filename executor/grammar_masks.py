@@ -1,8 +1,9 @@
 """What rows with a grammar may sample: the core sends it while the model computes.
 
-Masks repeat, so they are kept in a table on the device, and a row names its place there (see ipc.step.StepMasks). A row
-that asks for nothing else is sampled like a plain one, once its logits have been masked in place. One with other
-controls is a special row, for which the grammar is the last of the processors.
+Masks repeat, so they are kept in a table on the device, and a row names its place there (see
+ipc.step.StepMasks). A row that asks for nothing else is sampled like a plain one, once its logits
+have been masked in place. One with other controls is a special row, for which the grammar is the
+last of the processors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class GrammarMasks(LogitsProcessor):
         words = -(-setup.vocab_size // 32)
         self._table = torch.zeros(num_masks, words, dtype=torch.int32, device=setup.device)
         self._marks = np.zeros(setup.num_slots, np.int32)
-        """By slot: 1 + the place of its mask in the step that is to be sampled, 0 if it has none."""
+        """By slot: 1 + the place of its mask in the step that is to be sampled, 0 if it has
+        none."""
 
     def enter(self, request: EnteringRequest) -> bool:
         return request.controls.has_grammar
@@ -40,7 +42,8 @@ class GrammarMasks(LogitsProcessor):
         assert masks.step_id == step.step_id, (
             f"masks of step {masks.step_id} came for step {step.step_id}"
         )
-        # The token of a row that gets no mask will be dropped: its request has ended, or it comes again.
+        # The token of a row that gets no mask will be dropped: its request has ended, or it comes
+        # again.
         self._marks.fill(0)
         self._marks[step.slots[masks.rows]] = masks.places + 1
         if len(masks.words):
@@ -59,8 +62,8 @@ class GrammarMasks(LogitsProcessor):
         return self._marks[slots]
 
     def mask(self, logits: Tensor, marks: Tensor) -> None:
-        """Minus infinity for what each row may not sample: logits [R, V] of any type, marks int32 [R] on the device,
-        where 0 leaves a row as it is."""
+        """Minus infinity for what each row may not sample: logits [R, V] of any type, marks int32
+        [R] on the device, where 0 leaves a row as it is."""
         mask_tokens(logits, marks, self._table)
 
     def apply(self, logits: Tensor, slots: Slots) -> None:

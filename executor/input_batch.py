@@ -15,9 +15,11 @@ from sidestep.ipc.step import Int32, Int64, StepInput
 
 @dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """What the host knows of a step: everything but the ids of tokens that were sampled. R rows, T tokens.
+    """What the host knows of a step: everything but the ids of tokens that were sampled. R rows, T
+    tokens.
 
-    What only some devices need is made when asked for, from the state's tables: so before the next step is applied.
+    What only some devices need is made when asked for, from the state's tables: so before the next
+    step is applied.
     """
 
     state: RequestState
@@ -48,8 +50,8 @@ class HostBatch:
 
     @cached_property
     def entries(self) -> Int64:
-        """[R] A number for each stay of a request in a slot, never used again: what is kept from step to step goes by
-        it, since a slot is taken by one request after another."""
+        """[R] A number for each stay of a request in a slot, never used again: what is kept from
+        step to step goes by it, since a slot is taken by one request after another."""
         return self.state.entries[self.slots]
 
     @cached_property

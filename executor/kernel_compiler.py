@@ -1,12 +1,15 @@
-"""A process that compiles a GPU worker's kernels while the worker imports torch, makes its context and loads weights.
+"""A process that compiles a GPU worker's kernels while the worker imports torch, makes its context
+and loads weights.
 
-It needs no GPU memory and no weights: tensors on torch's meta device stand for those of the worker, whose own code
-launches the kernels (GpuRunner.launch_without_gpu). So what it leaves in Triton's cache is what the worker will look
-for. What is missing there, because this process failed or was killed, the worker compiles itself.
+It needs no GPU memory and no weights: tensors on torch's meta device stand for those of the worker,
+whose own code launches the kernels (GpuRunner.launch_without_gpu). So what it leaves in Triton's
+cache is what the worker will look for. What is missing there, because this process failed or was
+killed, the worker compiles itself.
 
-Order: if a note in Triton's cache says that all is there, nothing else happens, not even the import of torch. Else it
-launches, and each launch of a new kind is compiled in a fork (executor/forks.py). Then it leaves the note. Its end,
-however it comes, closes a pipe that the workers wait for (WorkerArgs.compiled).
+Order: if a note in Triton's cache says that all is there, nothing else happens, not even the import
+of torch. Else it launches, and each launch of a new kind is compiled in a fork (executor/forks.py).
+Then it leaves the note. Its end, however it comes, closes a pipe that the workers wait for
+(WorkerArgs.compiled).
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class CompilerArgs:
 
 
 def main(raw: bytes) -> None:
-    """Entry point of the process. Its failure is no fault of the engine, which goes on without it."""
+    """Entry point of the process. Its failure is no fault of the engine, which goes on without
+    it."""
     args = decode_args(raw, CompilerArgs)
     try:
         gpu = find_gpu(args.worker.gpu_index)
@@ -80,7 +84,8 @@ def compile_ahead(args: WorkerArgs, gpu: Gpu, num_processes: int) -> None:
 
 
 class Note:
-    """Says that all kernels of an engine are in Triton's cache: a file there, with a name for what they depend on."""
+    """Says that all kernels of an engine are in Triton's cache: a file there, with a name for what
+    they depend on."""
 
     def __init__(self, args: WorkerArgs, gpu: Gpu) -> None:
         self._path = cache_folder() / f"sidestep-{_digest(args, gpu)}.json"
@@ -108,14 +113,16 @@ class Note:
 
 
 def cache_folder() -> Path:
-    """Where Triton keeps what it has compiled. Its own knobs would say so, after an import of a fifth of a second."""
+    """Where Triton keeps what it has compiled. Its own knobs would say so, after an import of a
+    fifth of a second."""
     said = triton_environment()
     home = said.get("TRITON_HOME") or os.path.expanduser("~")
     return Path(said.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
 
 
 def _digest(args: WorkerArgs, gpu: Gpu) -> str:
-    """Of what kernels may depend on, or more than that: too little would only have the worker compile."""
+    """Of what kernels may depend on, or more than that: too little would only have the worker
+    compile."""
     same = replace(
         args,
         rank=0,
@@ -147,8 +154,8 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
 
 
 def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
-    """Compiles in so many processes what workers with these arguments launch; no torch before this. Returns a file of
-    each kernel. Raises RuntimeError if one could not be compiled."""
+    """Compiles in so many processes what workers with these arguments launch; no torch before this.
+    Returns a file of each kernel. Raises RuntimeError if one could not be compiled."""
     thread = threading.Thread(target=_know_triton)
     thread.start()
     _do_without_dynamo()
@@ -167,8 +174,9 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
 
 
 def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
-    """In what they launch. Of a pipeline the last stage, which also samples, the first and one between them; of a stage
-    rank 0, which adds what must be added once, and one of the others. What takes longest comes first."""
+    """In what they launch. Of a pipeline the last stage, which also samples, the first and one
+    between them; of a stage rank 0, which adds what must be added once, and one of the others. What
+    takes longest comes first."""
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     return [
         stage * size + rank
@@ -178,8 +186,8 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
 
 
 def _do_without_dynamo() -> None:
-    """torch's meta functions that are written in Python ask its compiler not to look at them, and the import of that
-    takes seconds. Nothing else here needs it."""
+    """torch's meta functions that are written in Python ask its compiler not to look at them, and
+    the import of that takes seconds. Nothing else here needs it."""
     stand_in: Any = ModuleType("torch._dynamo")
     stand_in.disable = lambda function, *_, **__: function
     sys.modules["torch._dynamo"] = stand_in

@@ -11,15 +11,16 @@ from sidestep.ipc.errors import EngineStartError
 _CPU_LIMIT = 2 << 30
 """Bytes of a CPU's cache, unless the user asks for more."""
 _CPU_TOKENS = 128
-"""Tokens of each request that may run at once, for which a CPU's cache is sized by default. Sized by `_CPU_LIMIT`
-alone, the cache of a small model would be a hundred times as large as the model."""
+"""Tokens of each request that may run at once, for which a CPU's cache is sized by default. Sized
+by `_CPU_LIMIT` alone, the cache of a small model would be a hundred times as large as the model."""
 
 
 def cpu_kv_blocks(
     args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int
 ) -> int:
-    """Return the number of blocks that was asked for, or enough blocks for one request of full length and for many
-    short ones, within a share of the machine's memory. Raises EngineStartError when not one block fits."""
+    """Return the number of blocks that was asked for, or enough blocks for one request of full
+    length and for many short ones, within a share of the machine's memory. Raises EngineStartError
+    when not one block fits."""
     share = _physical_memory() // (4 * args.parallel.data_parallel_size)
     tokens = max(args.max_model_len, _CPU_TOKENS * limits.max_num_seqs)
     enough = -(-tokens // block_size) * block_size * bytes_per_token
@@ -45,8 +46,8 @@ def gpu_kv_blocks(
 ) -> int:
     """What was asked for, or what the wanted share of the GPU leaves.
 
-    free, total: bytes of the GPU, with the model loaded; working: bytes that the largest step needs beside it. Raises
-    EngineStartError when not one block fits, and says what to change.
+    free, total: bytes of the GPU, with the model loaded; working: bytes that the largest step needs
+    beside it. Raises EngineStartError when not one block fits, and says what to change.
     """
     budget = int(free - (1 - args.cache.gpu_memory_utilization) * total) - working
     gib = 1 << 30

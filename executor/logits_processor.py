@@ -35,13 +35,15 @@ class ProcessorSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class EnteringRequest:
-    """A request with controls that takes a slot: a new one, or one that was preempted and comes again."""
+    """A request with controls that takes a slot: a new one, or one that was preempted and comes
+    again."""
 
     slot: int
     controls: Controls
     prompt_token_ids: Int32
     output_token_ids: Int32
-    """What it had produced before it was preempted. With the prompt this is all there is to rebuild its state from."""
+    """What it had produced before it was preempted. With the prompt this is all there is to rebuild
+    its state from."""
 
 
 class Slots(tuple[int, ...]):
@@ -58,10 +60,12 @@ class Slots(tuple[int, ...]):
 
 
 class LogitsProcessor(abc.ABC):
-    """One instance lives in each worker that samples and sees all requests; what it keeps, it keeps by slot.
+    """One instance lives in each worker that samples and sees all requests; what it keeps, it keeps
+    by slot.
 
-    All ranks must do alike. Nothing here may wait for the device: the next step is launched before this one's tokens
-    are known to the host. So what depends on sampled tokens belongs into tensors, which `sampled` brings up to date.
+    All ranks must do alike. Nothing here may wait for the device: the next step is launched before
+    this one's tokens are known to the host. So what depends on sampled tokens belongs into tensors,
+    which `sampled` brings up to date.
     """
 
     def __init__(self, setup: ProcessorSetup) -> None:
@@ -69,16 +73,17 @@ class LogitsProcessor(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, request: EnteringRequest) -> bool:
-        """A request takes its slot. Returns whether its rows shall be given to `apply`. It leaves without a word: what
-        was kept for its slot is overwritten when the next one is accepted there, or dropped in `leave`."""
+        """A request takes its slot. Returns whether its rows shall be given to `apply`. It leaves
+        without a word: what was kept for its slot is overwritten when the next one is accepted
+        there, or dropped in `leave`."""
 
     def leave(self, slot: int) -> None:  # noqa: B027
         """Another request is about to take the slot of one that was accepted."""
 
     @abc.abstractmethod
     def apply(self, logits: Tensor, slots: Slots) -> None:
-        """Changes logits, float32 [n, V], in place: one row for each of `slots`, which were all accepted. They come
-        before temperature and filters."""
+        """Changes logits, float32 [n, V], in place: one row for each of `slots`, which were all
+        accepted. They come before temperature and filters."""
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:  # noqa: B027
         """The tokens that were then sampled, int64 [n] on the device."""

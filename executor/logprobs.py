@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens, as the model gave them: before penalties, masks, temperature and filters."""
+"""Log-probabilities of tokens, as the model gave them: before penalties, masks, temperature and
+filters."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MOST_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
-    """Of n tokens, on their way to the host: that of the token itself, then those of the most probable ones."""
+    """Of n tokens, on their way to the host: that of the token itself, then those of the most
+    probable ones."""
 
     keys: Int64
     """[n] Whose they are; see LogprobColumns."""
@@ -27,12 +29,13 @@ class Logprobs:
     sizes: Int32
     """[n] How many of the K + 1 are wanted of each token."""
     packed: Tensor
-    """int32 [n, 1 + 2 (K + 1)] on the host when the step has ended: rank, ids, and the bits of the numbers."""
+    """int32 [n, 1 + 2 (K + 1)] on the host when the step has ended: rank, ids, and the bits of the
+    numbers."""
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
-    """What `Logprobs.packed` holds, on the device, from logits [n, V] and int64 [n]; `most` probable ones of each. A
-    token's rank is 1 if no other is more probable."""
+    """What `Logprobs.packed` holds, on the device, from logits [n, V] and int64 [n]; `most`
+    probable ones of each. A token's rank is 1 if no other is more probable."""
     values = logits.float().log_softmax(-1)
     own = values.gather(1, token_ids[:, None])
     rank = (values > own).sum(1, keepdim=True) + 1

@@ -24,7 +24,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def pick_device(args: WorkerArgs) -> torch.device:
-    """The GPU of this rank, or the CPU. Raises EngineStartError where a GPU is asked for and there is none."""
+    """The GPU of this rank, or the CPU. Raises EngineStartError where a GPU is asked for and there
+    is none."""
     wanted = args.parallel.device
     have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
     if wanted == "cpu" or (wanted == "auto" and have == 0):
@@ -41,14 +42,16 @@ def pick_device(args: WorkerArgs) -> torch.device:
 
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
-    """Return the type that was asked for; by default the checkpoint's type on a GPU, and float32 on a CPU."""
+    """Return the type that was asked for; by default the checkpoint's type on a GPU, and float32 on
+    a CPU."""
     if args.model.dtype != "auto":
         return getattr(torch, args.model.dtype)
     return torch.float32 if device.type == "cpu" else getattr(torch, args.spec.dtype)
 
 
 def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:
-    """The backend asked for, or the device's default. Raises EngineStartError if it cannot run there."""
+    """The backend asked for, or the device's default. Raises EngineStartError if it cannot run
+    there."""
     name = args.parallel.attention_backend
     if name == "auto":
         name = "torch" if device.type == "cpu" else "triton"
@@ -62,7 +65,8 @@ def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBack
 def load_model(
     args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device
 ) -> DecoderForCausalLM:
-    """What this rank has of the model, with its weights. Raises EngineStartError naming what is wrong with them."""
+    """What this rank has of the model, with its weights. Raises EngineStartError naming what is
+    wrong with them."""
     spec, stage = args.spec, args.stage
     build = model_class(spec.architecture)
     if device.type == "meta":
@@ -97,10 +101,12 @@ def model_class(architecture: str) -> type[DecoderForCausalLM]:
 def tie_as_found(
     spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *, tells: bool
 ) -> ModelSpec:
-    """Return the spec of a model with a tied head, changed to fit the head and the embedding of the checkpoint.
+    """Return the spec of a model with a tied head, changed to fit the head and the embedding of the
+    checkpoint.
 
-    As in transformers: a head that differs from the embedding is used; a head that equals the embedding is not; and a
-    head alone is used as both. tells: whether this rank writes the message to the user.
+    As in transformers: a head that differs from the embedding is used; a head that equals the
+    embedding is not; and a head alone is used as both. tells: whether this rank writes the message
+    to the user.
     """
     if HEAD not in weights:
         return spec

@@ -1,8 +1,9 @@
 """Worker processes, one a rank: steps are broadcast over one ring, each rank answers on its own.
 
-The first rank that samples returns the outputs; the other ranks' rings carry only "ready" and failures. A worker that
-dies makes its doorbell readable (its end of the pipe closes), so the core wakes at once and `poll` says which one died
-and how. Ranks wait for each other, so one that dies makes others fail: see `_cause`.
+The first rank that samples returns the outputs; the other ranks' rings carry only "ready" and
+failures. A worker that dies makes its doorbell readable (its end of the pipe closes), so the core
+wakes at once and `poll` says which one died and how. Ranks wait for each other, so one that dies
+makes others fail: see `_cause`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from sidestep.ipc.shm_ring import (
 from sidestep.ipc.step import Columns, StepInput, StepMasks, StepOutput
 
 _THREAD_WIDTH = 256
-"""Values of a hidden state for each thread: waking a thread for fewer takes longer than it saves."""
+"""Values of a hidden state for each thread: waking a thread for fewer takes longer than it
+saves."""
 _PATIENCE_S = 0.5
 """How long it is looked for a rank that died when another one says that it fails."""
 
@@ -138,7 +140,8 @@ class MultiprocExecutor(Executor):
         self._selector.register(replies.bells_in[0], selectors.EVENT_READ)
 
     def _spawn_compiler(self, compiling: int) -> None:
-        """Beside the workers, where there may be a GPU. The end of the process closes this end of the pipe."""
+        """Beside the workers, where there may be a GPU. The end of the process closes this end of
+        the pipe."""
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
             args = CompilerArgs(
                 worker=self._worker_args(0, None, None), num_processes=available_cores()
@@ -210,8 +213,8 @@ class MultiprocExecutor(Executor):
         return bool(self._failures or self._gone)
 
     def _cause(self) -> str:
-        """How it began: with a rank that ended without a word, else with the one that spoke first. Empty if nobody
-        knows, after some time."""
+        """How it began: with a rank that ended without a word, else with the one that spoke first.
+        Empty if nobody knows, after some time."""
         until = time.monotonic() + _PATIENCE_S
         while (
             not self._gone
@@ -240,18 +243,20 @@ def worker_environment(cpu_threads: int) -> dict[str, str]:
     """Return the environment variables that a rank's libraries read when they are loaded."""
     return {
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Bounded spinning: by default OpenMP's threads spin at each barrier. Where the frontend and the core need the
-        # same cores, that costs more than half of the throughput.
+        # Bounded spinning: by default OpenMP's threads spin at each barrier. Where the frontend and
+        # the core need the same cores, that costs more than half of the throughput.
         "GOMP_SPINCOUNT": "100",
         **exact_products_environment(),
-        # Keep freed memory. Otherwise each large temporary is mapped, faulted in page by page and unmapped again.
+        # Keep freed memory. Otherwise each large temporary is mapped, faulted in page by page and
+        # unmapped again.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
         "MALLOC_TOP_PAD_": str(1 << 26),
-        # Bound the compiled products that are kept, one for each number of rows: each takes some hundreds of KB.
+        # Bound the compiled products that are kept, one for each number of rows: each takes some
+        # hundreds of KB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-        # The KV cache fills the GPU. Without this, steps of ever new sizes end in a search for free pieces, for which
-        # the device must stop.
+        # The KV cache fills the GPU. Without this, steps of ever new sizes end in a search for free
+        # pieces, for which the device must stop.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         # torch sets the same, but after the context has been made (executor/worker.py).
         "CUDA_MODULE_LOADING": "LAZY",

@@ -1,5 +1,5 @@
-"""Which rank this is, and the collectives of tensor parallelism among the ranks of a stage (Megatron; Shoeybi et al.
-2019)."""
+"""Which rank this is, and the collectives of tensor parallelism among the ranks of a stage
+(Megatron; Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _SOME_ADDRESS = 1 << 46
 
 
 class Parallel:
-    """One rank's view of those that share its layers. With one rank all collectives are the identity."""
+    """One rank's view of those that share its layers. With one rank all collectives are the
+    identity."""
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class Parallel:
         rendezvous: str | None = None,
         cuda: bool = False,
     ) -> None:
-        """rank, size: in this stage of the pipeline; all ranks of all stages meet in the file `rendezvous`."""
+        """rank, size: in this stage of the pipeline; all ranks of all stages meet in the file
+        `rendezvous`."""
         self.rank = rank
         self.size = size
         self._cuda = cuda
@@ -62,8 +64,8 @@ class Parallel:
         return f"Parallel(rank {self.rank} of {self.size})"
 
     def part(self, place: Place, rows: int) -> Part | None:
-        """Where to write what this rank adds to a sum of so many rows of the stream, for the other ranks to read; None
-        where the ranks sum with all_reduce."""
+        """Where to write what this rank adds to a sum of so many rows of the stream, for the other
+        ranks to read; None where the ranks sum with all_reduce."""
         return None if self._peers is None else self._peers.part(place, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -73,8 +75,8 @@ class Parallel:
         return x
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, N] of each rank side by side: [T, size * N], on every rank; in `out`, if that is given and there are
-        several ranks."""
+        """[T, N] of each rank side by side: [T, size * N], on every rank; in `out`, if that is
+        given and there are several ranks."""
         if self._dist is None:
             return x
         rows, width = x.shape
@@ -87,7 +89,8 @@ class Parallel:
     def open_peer_sums(
         self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device
     ) -> None:
-        """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none can do so then."""
+        """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none
+        can do so then."""
         if self._dist is None:
             return
         from sidestep.kernels.all_reduce_triton import most_place_bytes
@@ -115,7 +118,8 @@ class Parallel:
         return int(lowest)
 
     def share(self, total: int) -> range:
-        """This rank's part of `total` things, all parts alike. `total` is a multiple of the size."""
+        """This rank's part of `total` things, all parts alike. `total` is a multiple of the
+        size."""
         part = total // self.size
         return range(self.rank * part, (self.rank + 1) * part)
 
@@ -128,8 +132,8 @@ class Parallel:
 
 
 def _gather_function(dist: Any) -> Any:
-    """Return torch's all_gather of one tensor, under the name that this version of torch prefers. The older name makes
-    newer versions write a warning to the screen."""
+    """Return torch's all_gather of one tensor, under the name that this version of torch prefers.
+    The older name makes newer versions write a warning to the screen."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

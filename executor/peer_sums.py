@@ -1,10 +1,11 @@
 """Sums over ranks through one another's memory, and where they are used.
 
-What a rank has to add is written straight into memory that the others can read (a *part*, in one of three places);
-one kernel then sums the parts of all, adds the residual stream and norms the result (kernels.all_reduce_triton). Which
-place a sum uses is fixed by where in the model it stands, so that two sums in a row never use the same one: a step
-begins with the embedding's, then attention's and the MLP's take turns. Where a step's first sums are too large for
-this, it begins with attention's; it always ends with the MLP's.
+What a rank has to add is written straight into memory that the others can read (a *part*, in one of
+three places); one kernel then sums the parts of all, adds the residual stream and norms the result
+(kernels.all_reduce_triton). Which place a sum uses is fixed by where in the model it stands, so
+that two sums in a row never use the same one: a step begins with the embedding's, then attention's
+and the MLP's take turns. Where a step's first sums are too large for this, it begins with
+attention's; it always ends with the MLP's.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Place(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank adds to a sum. Whoever has it writes `mine`, then calls `sum` once, on all ranks."""
+    """What this rank adds to a sum. Whoever has it writes `mine`, then calls `sum` once, on all
+    ranks."""
 
     mine: Tensor
     """[T, D]"""
@@ -53,8 +55,9 @@ class Part:
     _config: SumConfig
 
     def sum(self, norm: RmsNorm, residual: Tensor | None = None) -> Stream:
-        """The sum of all ranks' parts, and of the residual stream [T, D], which is written over and must be the same on
-        all ranks; on its way through `norm`, which is done. All ranks get the same bits."""
+        """The sum of all ranks' parts, and of the residual stream [T, D], which is written over and
+        must be the same on all ranks; on its way through `norm`, which is done. All ranks get the
+        same bits."""
         from sidestep.kernels.all_reduce_triton import sum_parts
 
         hidden = torch.empty_like(self.mine) if residual is None else residual
@@ -101,11 +104,11 @@ def open_peer_memory(
     device: torch.device,
     minimum: Callable[[int], int],
 ) -> PeerMemory | None:
-    """Memory that the GPUs of a group share, tried out with rows of this width and type; None, with one line in the
-    log, where it cannot be had. All ranks call this, and all get the same.
+    """Memory that the GPUs of a group share, tried out with rows of this width and type; None, with
+    one line in the log, where it cannot be had. All ranks call this, and all get the same.
 
-    minimum: of the ranks' values; it returns when all have come. No rank goes on to what all must do before it is known
-    that all can.
+    minimum: of the ranks' values; it returns when all have come. No rank goes on to what all must
+    do before it is known that all can.
     """
     from sidestep.kernels.launch import num_processors
     from sidestep.kernels.peer_memory_triton import (
@@ -175,17 +178,19 @@ def _require_access(rank: int, size: int, device: torch.device) -> None:
 
 
 def _allocate(num_bytes: int, device: torch.device) -> Tensor:
-    # Multicast is not used, and setting it up may do harm where GPUs are shared with other machines.
+    # Multicast is not used, and setting it up may do harm where GPUs are shared with other
+    # machines.
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    # An allocation of its own: `symmetric_memory.empty` takes it from a pool, at an offset that handles do not tell in
-    # all versions.
+    # An allocation of its own: `symmetric_memory.empty` takes it from a pool, at an offset that
+    # handles do not tell in all versions.
     return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
 
 
 def _exchange(space: Tensor, rank: int, size: int, group: Any) -> tuple[int, ...]:
-    """The address of each rank's space in this process. They stay mapped as long as `space` lives."""
+    """The address of each rank's space in this process. They stay mapped as long as `space`
+    lives."""
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -205,7 +210,8 @@ _handles: list[Any] = []
 
 
 def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
-    """Compiles the kernels, and lets the ranks sum rows [.., width] that they know; whether all was right, bool []."""
+    """Compiles the kernels, and lets the ranks sum rows [.., width] that they know; whether all was
+    right, bool []."""
     from sidestep.kernels.all_reduce_triton import SumConfig, sum_parts
     from sidestep.kernels.pushed_sum_triton import can_push
 
@@ -214,7 +220,8 @@ def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
     most = min(2 * ranks + 1, memory.place_bytes // row_bytes)
     most_pushed = next((rows for rows in range(most, 0, -1) if can_push(ranks, rows, row_bytes)), 0)
     norm = RmsNorm(torch.ones(width, dtype=dtype, device=device), _EPS)
-    # Whole numbers, so that any order gives the same sum; neighbours, rows and ranks have different ones.
+    # Whole numbers, so that any order gives the same sum; neighbours, rows and ranks have different
+    # ones.
     right = torch.ones((), dtype=torch.bool, device=device)
     trials: tuple[tuple[Place, Kind, bool, int], ...] = (
         (Place.EMBEDDING, "one_shot", False, most),

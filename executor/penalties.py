@@ -20,13 +20,15 @@ _FIRST_ROWS = 8
 
 
 class Penalties(LogitsProcessor):
-    """Counts each token of the requests that ask, in a table whose rows go only to those, and which grows by half and
-    more when it is full. Sampled tokens are counted on the device, so no earlier token is missed with steps in flight.
+    """Counts each token of the requests that ask, in a table whose rows go only to those, and which
+    grows by half and more when it is full. Sampled tokens are counted on the device, so no earlier
+    token is missed with steps in flight.
     """
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
-        # One row per request: how often each token is in the output, plus _PROMPT if the prompt has it.
+        # One row per request: how often each token is in the output, plus _PROMPT if the prompt has
+        # it.
         self._counts = torch.zeros(0, setup.vocab_size, dtype=torch.int32, device=setup.device)
         self._free: list[int] = []
         self._row_of: dict[int, int] = {}

@@ -1,13 +1,14 @@
-"""What travels between the stages of a pipeline: the residual stream from each to the next, and the ids that were
-sampled from the last to the first, each rank having one partner in each stage.
+"""What travels between the stages of a pipeline: the residual stream from each to the next, and the
+ids that were sampled from the last to the first, each rank having one partner in each stage.
 
-Steps go through each stage in their order, and both sides of a message know its size, so nothing else has to be said.
-The ids of a step are received right before the first step that may need them, which is told by the steps' beats (see
-ipc.step); until then the first stage computes others. Nothing here waits for a GPU, whose own streams wait; on a CPU a
-rank waits for what it is about to compute with.
+Steps go through each stage in their order, and both sides of a message know its size, so nothing
+else has to be said. The ids of a step are received right before the first step that may need them,
+which is told by the steps' beats (see ipc.step); until then the first stage computes others.
+Nothing here waits for a GPU, whose own streams wait; on a CPU a rank waits for what it is about to
+compute with.
 
-Ids have a group, and so a queue, of their own: on a GPU those that are awaited must not hold up what is sent after
-them.
+Ids have a group, and so a queue, of their own: on a GPU those that are awaited must not hold up
+what is sent after them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class Pipeline:
     """One rank's ends of the links. Of a single stage: nothing."""
 
     def __init__(self, args: WorkerArgs, last_sampled: Tensor, most_in_flight: int) -> None:
-        """last_sampled: the table of ids by slot, int [slots], which the last stage fills and the first one reads.
-        most_in_flight: steps. Comes after Parallel, which brings all ranks together."""
+        """last_sampled: the table of ids by slot, int [slots], which the last stage fills and the
+        first one reads. most_in_flight: steps. Comes after Parallel, which brings all ranks
+        together."""
         self._stage = args.stage
         self._last_sampled = last_sampled
         size, ranks = args.parallel.tensor_parallel_size, args.parallel.num_ranks
@@ -66,7 +68,8 @@ class Pipeline:
         self._send(hidden, self._after, None)
 
     def end_step(self, beat: int, slots: Tensor) -> None:
-        """The step's ids are in the last stage's table, and will be in the first one's. slots: int64 [R], its rows."""
+        """The step's ids are in the last stage's table, and will be in the first one's. slots:
+        int64 [R], its rows."""
         if self._stage.count == 1:
             return
         if self._stage.is_first:

@@ -1,7 +1,7 @@
 """A worker's tables: one row for each slot, changed only by the differences that a step brings.
 
-All that can be known without the sampled tokens, and so without waiting for the device: how many tokens a row has
-computed advances by the step's own numbers. What was sampled is the runner's.
+All that can be known without the sampled tokens, and so without waiting for the device: how many
+tokens a row has computed advances by the step's own numbers. What was sampled is the runner's.
 """
 
 from __future__ import annotations

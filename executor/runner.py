@@ -30,7 +30,8 @@ class WorkerArgs:
     rendezvous: str | None = None
     """A file for torch.distributed to meet in; None with one rank."""
     compiled: int | None = None
-    """Reads end-of-file when the process that compiles kernels ahead has ended (executor/kernel_compiler.py)."""
+    """Reads end-of-file when the process that compiles kernels ahead has ended
+    (executor/kernel_compiler.py)."""
 
     @property
     def gpu_index(self) -> int:
@@ -49,7 +50,8 @@ class WorkerArgs:
 
     @property
     def answers(self) -> bool:
-        """Whether this rank sends the outputs: the first of those that sample, which all sample the same tokens."""
+        """Whether this rank sends the outputs: the first of those that sample, which all sample the
+        same tokens."""
         return self.stage.is_last and self.rank_in_stage == 0
 
 
@@ -81,7 +83,8 @@ class DoneOutput(PendingOutput):
 
 
 class Runner(abc.ABC):
-    """One rank's model and its tables: a row for each slot, changed only by the differences in a step."""
+    """One rank's model and its tables: a row for each slot, changed only by the differences in a
+    step."""
 
     @abc.abstractmethod
     def __init__(self, args: WorkerArgs) -> None:
@@ -89,14 +92,17 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def load(self) -> WorkerReady:
-        """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for the user."""
+        """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for
+        the user."""
 
     @abc.abstractmethod
     def execute(
         self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
     ) -> PendingOutput:
-        """Launches a step. Its columns may be used until this returns. receive_masks: waits for the masks of a step
-        that awaits some; called when the model has been launched, since they depend on the step before."""
+        """Launches a step. Its columns may be used until this returns. receive_masks: waits for the
+        masks of a step that awaits some; called when the model has been launched, since they depend
+        on the step before."""
 
     def settle(self) -> None:  # noqa: B027
-        """No step has come for a while: ends what is under way between ranks and waits for the next one."""
+        """No step has come for a while: ends what is under way between ranks and waits for the next
+        one."""

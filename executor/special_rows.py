@@ -1,16 +1,16 @@
-"""Rows whose requests ask for more than every row has: left out when a step's plain rows are sampled, and sampled after
-those, on a float32 copy of their logits.
+"""Rows whose requests ask for more than every row has: left out when a step's plain rows are
+sampled, and sampled after those, on a float32 copy of their logits.
 
-So plain rows pay nothing, and see nothing; a captured step stays one graph; penalties are not rounded to the model's
-type; and the model's own logits are still there when a row has been sampled. `before_sampling` and `after_sampling` are
-called only in steps that have such rows.
+So plain rows pay nothing, and see nothing; a captured step stays one graph; penalties are not
+rounded to the model's type; and the model's own logits are still there when a row has been sampled.
+`before_sampling` and `after_sampling` are called only in steps that have such rows.
 
-A row that a grammar holds, and that asks for nothing else, is not one of them: its logits are masked in place, and it
-is sampled as plain rows are, but later, when the masks have come.
+A row that a grammar holds, and that asks for nothing else, is not one of them: its logits are
+masked in place, and it is sampled as plain rows are, but later, when the masks have come.
 
-Order of side effects: `enter` comes with the step that brings a request, before the step's rows are looked for. State
-that depends on sampled tokens lives on the device and advances in `after_sampling`, in the order of the steps, so that
-it is complete with steps in flight too.
+Order of side effects: `enter` comes with the step that brings a request, before the step's rows are
+looked for. State that depends on sampled tokens lives on the device and advances in
+`after_sampling`, in the order of the steps, so that it is complete with steps in flight too.
 """
 
 from __future__ import annotations
@@ -80,12 +80,13 @@ class SpecialBatch:
 
 
 Sample = Callable[[Tensor, SpecialBatch], Tensor]
-"""Samples from logits float32 [n, V], which it may change; returns int64 [n], after it has set `last_sampled`."""
+"""Samples from logits float32 [n, V], which it may change; returns int64 [n], after it has set
+`last_sampled`."""
 
 
 def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device) -> SpecialRows:
-    """With everything that changes logits, in its order. Raises EngineStartError for a class of the user's that cannot
-    be made."""
+    """With everything that changes logits, in its order. Raises EngineStartError for a class of the
+    user's that cannot be made."""
     setup = ProcessorSetup(
         device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots
     )
@@ -116,14 +117,15 @@ class SpecialRows:
         num_slots: int,
         device: torch.device,
     ) -> None:
-        """processors: in the order in which they change logits; masks: after them, given what rows with a grammar may
-        sample before any of these is sampled."""
+        """processors: in the order in which they change logits; masks: after them, given what rows
+        with a grammar may sample before any of these is sampled."""
         self._processors = [*processors, masks]
         self.masks = masks
         self._device = device
         self._accepted = np.zeros((len(self._processors), num_slots), np.bool_)
         self._known = np.zeros(num_slots, np.bool_)
-        """Slots of requests with controls; of them, those whose rows are special, and those that wait for masks alone.
+        """Slots of requests with controls; of them, those whose rows are special, and those that
+        wait for masks alone.
         """
         self._special = np.zeros(num_slots, np.bool_)
         self._masked = np.zeros(num_slots, np.bool_)
@@ -167,7 +169,8 @@ class SpecialRows:
         return Apart(special, masked) if len(special) or len(masked) else None
 
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
-        """Prompts' tokens in this step whose logits tell of the token after them, if that is asked for."""
+        """Prompts' tokens in this step whose logits tell of the token after them, if that is asked
+        for."""
         if not self._count:
             return None
         return find_prompt_tokens(batch, self._num_prompt_logprobs)
@@ -175,8 +178,8 @@ class SpecialRows:
     def run(
         self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample
     ) -> list[Logprobs]:
-        """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`; returns what they ask to
-        know."""
+        """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`; returns
+        what they ask to know."""
         logprobs = []
         for part in self._parts(batch, rows, places):
             wide = logits.index_select(0, part.places).float()
@@ -200,7 +203,8 @@ class SpecialRows:
     def after_sampling(
         self, logits: Tensor, token_ids: Tensor, part: SpecialBatch
     ) -> Logprobs | None:
-        """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows are meant."""
+        """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows
+        are meant."""
         for processor, index, slots in part.shares:
             processor.sampled(
                 token_ids if index is None else token_ids.index_select(0, index), slots

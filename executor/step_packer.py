@@ -1,7 +1,9 @@
-"""A step as one message of 32-bit words in pinned memory: the only copy from host to device that a step needs.
+"""A step as one message of 32-bit words in pinned memory: the only copy from host to device that a
+step needs.
 
-The order of words is that of kernels.prepare_step_triton.StepLayout. Buffers rotate, so that none is written while the
-copy of an earlier step still reads it: there are more of them than steps in flight.
+The order of words is that of kernels.prepare_step_triton.StepLayout. Buffers rotate, so that none
+is written while the copy of an earlier step still reads it: there are more of them than steps in
+flight.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class StepPacker:
         step: StepInput,
         apart: Apart | None = None,
     ) -> int:
-        """Writes the step to buffer number `position`, which is also where its output goes; returns the words used."""
+        """Writes the step to buffer number `position`, which is also where its output goes; returns
+        the words used."""
         words, state, rows = self._words[position], batch.state, len(batch.slots)
         samples = on_own_logits = batch.samples
         if apart is not None:
@@ -103,7 +106,8 @@ class StepPacker:
 def masked_logits(
     state: RequestState, slots: Int32, seq_lens: Int32, samples: npt.NDArray[np.bool_] | bool = True
 ) -> tuple[Int32, Int32]:
-    """Rows and tokens of logits that must not be sampled: stop tokens of rows with too few outputs yet."""
+    """Rows and tokens of logits that must not be sampled: stop tokens of rows with too few outputs
+    yet."""
     nothing = np.empty(0, np.int32)
     minimum = state.min_tokens[slots]
     if not minimum.any():

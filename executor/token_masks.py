@@ -1,4 +1,5 @@
-"""Tokens that must not be sampled: those that a request does not allow, and the last ones of bad words."""
+"""Tokens that must not be sampled: those that a request does not allow, and the last ones of bad
+words."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class AllowedTokens(LogitsProcessor):
 
 
 class BadWords(LogitsProcessor):
-    """Keeps the last output tokens of each slot on the device, and compares them with what bad words begin with."""
+    """Keeps the last output tokens of each slot on the device, and compares them with what bad
+    words begin with."""
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
@@ -53,7 +55,8 @@ class BadWords(LogitsProcessor):
             (setup.num_slots, _BEFORE), _NONE, dtype=torch.int64, device=setup.device
         )
         self._words: dict[int, tuple[Tensor, Tensor]] = {}
-        """By slot: beginnings [words, _BEFORE], _ANY where a word is shorter; and last tokens [words]."""
+        """By slot: beginnings [words, _BEFORE], _ANY where a word is shorter; and last tokens
+        [words]."""
 
     def enter(self, request: EnteringRequest) -> bool:
         words = request.controls.bad_words

@@ -1,7 +1,9 @@
-"""Weights by their checkpoint names: whole or the slice of a rank, in the run's type and on its device.
+"""Weights by their checkpoint names: whole or the slice of a rank, in the run's type and on its
+device.
 
-Layers ask for what they need, so loading and building are one pass and no second copy of the model exists. What a
-checkpoint lacks, has in another shape, or has and nobody asked for, is an error that names it.
+Layers ask for what they need, so loading and building are one pass and no second copy of the model
+exists. What a checkpoint lacks, has in another shape, or has and nobody asked for, is an error that
+names it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Weights(abc.ABC):
 
 
 class SafetensorsWeights(Weights):
-    """A folder with model.safetensors, or with several files and model.safetensors.index.json. A context manager."""
+    """A folder with model.safetensors, or with several files and model.safetensors.index.json. A
+    context manager."""
 
     def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -93,12 +96,14 @@ class SafetensorsWeights(Weights):
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
     def alias(self, name: str, other: str) -> None:
-        """Read the tensor `other` of the checkpoint where `name`, which the checkpoint lacks, is asked for."""
+        """Read the tensor `other` of the checkpoint where `name`, which the checkpoint lacks, is
+        asked for."""
         self._handle_of[name] = self._handle_of[other]
         self._names[name] = other
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Return whether two tensors of the checkpoint hold the same values. Read them part by part."""
+        """Return whether two tensors of the checkpoint hold the same values. Read them part by
+        part."""
         parts = [self._handle_of[name].get_slice(name) for name in (one, other)]
         shapes = [tuple(part.get_shape()) for part in parts]
         if shapes[0] != shapes[1] or not shapes[0]:
@@ -122,7 +127,8 @@ class SafetensorsWeights(Weights):
 
 
 class DummyWeights(Weights):
-    """Random weights; the same for any number of ranks, since each whole tensor is drawn from its own seed."""
+    """Random weights; the same for any number of ranks, since each whole tensor is drawn from its
+    own seed."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -158,7 +164,8 @@ class NoWeights(Weights):
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files that the index names; without one, model.safetensors rather than what else lies beside it."""
+    """The files that the index names; without one, model.safetensors rather than what else lies
+    beside it."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = _names_in(index)

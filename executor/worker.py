@@ -1,8 +1,9 @@
 """A worker process: one rank's runner between two rings.
 
-Order of side effects: a step is decoded, its differences applied and its work launched before the next is read, so
-steps reach the device in the order they were sent. Outputs go back in that order too: from this thread when it finds
-them ready, else from the drain thread. The main thread never waits for the device.
+Order of side effects: a step is decoded, its differences applied and its work launched before the
+next is read, so steps reach the device in the order they were sent. Outputs go back in that order
+too: from this thread when it finds them ready, else from the drain thread. The main thread never
+waits for the device.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Failure(msgspec.Struct, frozen=True):
     text: str
     """For people. One line, if it is the user who can do something."""
     at_ns: int
-    """When, on the monotonic clock that the machine's processes share: who waits for a rank that fails may fail too."""
+    """When, on the monotonic clock that the machine's processes share: who waits for a rank that
+    fails may fail too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,8 @@ class WorkerProcArgs:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way through the device, and when the host had its message and had launched it."""
+    """A step on its way through the device, and when the host had its message and had launched
+    it."""
 
     pending: PendingOutput
     received_ns: int
@@ -79,7 +82,8 @@ class Launched:
 
 
 class Drain:
-    """Sends outputs in order: from the main thread as long as it has time to look, else from a thread that waits."""
+    """Sends outputs in order: from the main thread as long as it has time to look, else from a
+    thread that waits."""
 
     def __init__(self, replies: RingWriter) -> None:
         self._replies = replies
@@ -195,7 +199,8 @@ def main(raw: bytes) -> None:
 
 
 def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
-    """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage before the last."""
+    """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage
+    before the last."""
     drain = Drain(replies)
     while True:
         wait_for_step(runner, steps, drain)
@@ -212,7 +217,8 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
 
 
 def receive_masks(runner: Runner, steps: RingReader, drain: Drain) -> StepMasks:
-    """The masks of the step that is being launched. They cannot come before the output of the step before has left."""
+    """The masks of the step that is being launched. They cannot come before the output of the step
+    before has left."""
     while (message := steps.receive()) is None:
         wait_for_step(runner, steps, drain)
     assert message[0] == Order.MASKS
@@ -220,8 +226,9 @@ def receive_masks(runner: Runner, steps: RingReader, drain: Drain) -> StepMasks:
 
 
 def wait_for_step(runner: Runner, steps: RingReader, drain: Drain) -> None:
-    """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in microseconds, where
-    waking a thread that waits takes tens of them, several times on the way from one step to the next."""
+    """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in
+    microseconds, where waking a thread that waits takes tens of them, several times on the way from
+    one step to the next."""
     until = time.perf_counter() + SPIN_S
     while SPIN_S and not steps.has_message:
         if drain.send_ready():

@@ -49,14 +49,15 @@ _ANSWER_S = 5.0
 
 
 class AsyncLLM(RefusesVllmMethods):
-    """An engine with an asyncio face. Several may live in one process; each belongs to one event loop.
+    """An engine with an asyncio face. Several may live in one process; each belongs to one event
+    loop.
 
     Starting blocks until the engine serves, and may happen outside any event loop.
     """
 
     def __init__(self, config: EngineConfig, invitation: Invitation | None = None) -> None:
-        """Starts an engine, or joins the one that sent an invitation. Raises EngineStartError, in one line, if it
-        cannot."""
+        """Starts an engine, or joins the one that sent an invitation. Raises EngineStartError, in
+        one line, if it cannot."""
         # Weak, so that an engine that is only forgotten can still be collected, and then shut down.
         self_ref = weakref.ref(self)
         self._config = config
@@ -93,14 +94,16 @@ class AsyncLLM(RefusesVllmMethods):
     @classmethod
     @takes_vllm_arguments
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine with these options. Raises ValidationError, which names the option, or EngineStartError."""
+        """An engine with these options. Raises ValidationError, which names the option, or
+        EngineStartError."""
         return cls(engine_args.create_engine_config())
 
     @classmethod
     def join(cls, invitation: str) -> Self:
-        """A further frontend of an engine that runs already, most often in another process; `invitation` is what
-        `invite` gave. Frontends take turns in the engine's queue. When one ends, its requests end, and no other's;
-        when the one that started the engine ends, the engine does. Raises ValidationError, EngineStartError."""
+        """A further frontend of an engine that runs already, most often in another process;
+        `invitation` is what `invite` gave. Frontends take turns in the engine's queue. When one
+        ends, its requests end, and no other's; when the one that started the engine ends, the
+        engine does. Raises ValidationError, EngineStartError."""
         invited = Invitation.decode(invitation)
         return cls(invited.config, invited)
 
@@ -139,14 +142,15 @@ class AsyncLLM(RefusesVllmMethods):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request, with all its choices.
 
-        `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or dropping the generator
-        ends the request and frees its memory. `priority` (lowest first) counts with scheduling_policy='priority';
-        requests share cached prefixes only with the same `cache_salt`, but for the full blocks of the prompt's first
-        `num_public_tokens`, which are shared as without a salt; after `deadline_s` seconds the request ends with
-        finish_reason 'abort' and stop_reason 'deadline'.
+        `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or
+        dropping the generator ends the request and frees its memory. `priority` (lowest first)
+        counts with scheduling_policy='priority'; requests share cached prefixes only with the same
+        `cache_salt`, but for the full blocks of the prompt's first `num_public_tokens`, which are
+        shared as without a salt; after `deadline_s` seconds the request ends with finish_reason
+        'abort' and stop_reason 'deadline'.
 
-        Raises ValidationError, which names the field; QueueFullError when too much waits already; RequestError when
-        the engine refuses it; EngineDeadError.
+        Raises ValidationError, which names the field; QueueFullError when too much waits already;
+        RequestError when the engine refuses it; EngineDeadError.
         """
         states = await self.start(
             prompt,
@@ -184,8 +188,8 @@ class AsyncLLM(RefusesVllmMethods):
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the answer to a conversation. ChatPrompt describes the template's arguments, `generate` the other
-        arguments and the errors."""
+        """Stream the answer to a conversation. ChatPrompt describes the template's arguments,
+        `generate` the other arguments and the errors."""
         prompt = ChatPrompt(
             messages=messages,
             tools=tools,
@@ -214,8 +218,9 @@ class AsyncLLM(RefusesVllmMethods):
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> BeamSearchOutput:
-        """The `beam_width` best continuations of a prompt. Cancelling the task ends the search; after `deadline_s`
-        seconds it gives what it has. Other arguments and errors as of `generate`."""
+        """The `beam_width` best continuations of a prompt. Cancelling the task ends the search;
+        after `deadline_s` seconds it gives what it has. Other arguments and errors as of
+        `generate`."""
         (state,) = await self.start(
             prompt,
             self._inputs.for_beam_search(params),
@@ -245,8 +250,9 @@ class AsyncLLM(RefusesVllmMethods):
         deadline_s: float | None = None,
         beam_search: BeamSearchParams | None = None,
     ) -> list[RequestState]:
-        """Sends a request whose choices are read one by one, each by its own reader: `next_output` of what this
-        returns. Whoever calls it must `leave` each of them in the end. Arguments and errors as of `generate`."""
+        """Sends a request whose choices are read one by one, each by its own reader: `next_output`
+        of what this returns. Whoever calls it must `leave` each of them in the end. Arguments and
+        errors as of `generate`."""
         self._replicas.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
@@ -299,7 +305,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     @takes_vllm_arguments
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended already."""
+        """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended
+        already."""
         self._home.check()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self._outputs.abort(ids)
@@ -315,16 +322,18 @@ class AsyncLLM(RefusesVllmMethods):
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False
     ) -> list[int]:
-        """Return the token ids of a text as `generate` would make them, without blocking the event loop on a long text.
+        """Return the token ids of a text as `generate` would make them, without blocking the event
+        loop on a long text.
 
-        Raises PromptTooLongError, before tokenising, for a text so long that it cannot fit the model; with `must_fit`,
-        for every text that leaves no room for output.
+        Raises PromptTooLongError, before tokenising, for a text so long that it cannot fit the
+        model; with `must_fit`, for every text that leaves no room for output.
         """
         self._home.check()
         return await self._inputs.tokenize(text, add_special_tokens, must_fit=must_fit)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Return whether a request of this frontend has been sent and the engine has not scheduled it yet."""
+        """Return whether a request of this frontend has been sent and the engine has not scheduled
+        it yet."""
         return self._outputs.is_waiting(request_id)
 
     @property
@@ -361,10 +370,12 @@ class AsyncLLM(RefusesVllmMethods):
         return dict(self._config.sampling_defaults)
 
     async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Return if the engine makes progress. One of several replicas is enough (`replicas` describes each).
+        """Return if the engine makes progress. One of several replicas is enough (`replicas`
+        describes each).
 
-        Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within `timeout_s`, or if
-        the steps in flight of all cores that answer have made no progress for `max_stall_s`.
+        Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within
+        `timeout_s`, or if the steps in flight of all cores that answer have made no progress for
+        `max_stall_s`.
         """
         answers = await self._replicas.ask_responsive(
             "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s
@@ -384,8 +395,8 @@ class AsyncLLM(RefusesVllmMethods):
         )
 
     async def wait_dead(self) -> EngineDeadError:
-        """Returns when the engine has died, with what it died of; never after a shutdown. With several replicas: when
-        all have."""
+        """Returns when the engine has died, with what it died of; never after a shutdown. With
+        several replicas: when all have."""
         return await self._replicas.wait_dead()
 
     @takes_vllm_arguments
@@ -395,9 +406,10 @@ class AsyncLLM(RefusesVllmMethods):
         return all((answer.result or {})["done"] for answer in answers.values())
 
     async def get_stats(self) -> dict[str, float]:
-        """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds by cause; see
-        engine_core.scheduler and engine_core.flight_recorder. With several replicas, return their sums, and the mean of
-        the KV cache's usage. Raises EngineStalledError if no core answers."""
+        """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds
+        by cause; see engine_core.scheduler and engine_core.flight_recorder. With several replicas,
+        return their sums, and the mean of the KV cache's usage. Raises EngineStalledError if no
+        core answers."""
         return sum_stats((await self.get_stats_by_replica()).values())
 
     async def get_stats_by_replica(self) -> dict[int, dict[str, float]]:
@@ -408,8 +420,8 @@ class AsyncLLM(RefusesVllmMethods):
         return {replica: answer.result or {} for replica, answer in answers.items()}
 
     async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
-        """The flight recorder of one replica: the last steps that have come back, from number `since` on, oldest first.
-        It holds some thousand; asking stops nothing."""
+        """The flight recorder of one replica: the last steps that have come back, from number
+        `since` on, oldest first. It holds some thousand; asking stops nothing."""
         return unpack_steps(
             (
                 await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
@@ -417,9 +429,9 @@ class AsyncLLM(RefusesVllmMethods):
         )
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not, and what each of them waits for;
-        replica by replica. With a limit at most so many of each that have ended, that run and that wait, which bounds
-        what asking costs."""
+        """The last requests that have ended, oldest first, then all that have not, and what each of
+        them waits for; replica by replica. With a limit at most so many of each that have ended,
+        that run and that wait, which bounds what asking costs."""
         answers = await self._replicas.ask_responsive(
             "request_records", limit=limit, timeout_s=_ANSWER_S
         )
@@ -434,8 +446,8 @@ class AsyncLLM(RefusesVllmMethods):
         return self._outputs.deliveries
 
     def shutdown(self) -> None:
-        """End the engine and every request. May be called twice; also happens when the program ends. Raises
-        SidestepError in a forked child."""
+        """End the engine and every request. May be called twice; also happens when the program
+        ends. Raises SidestepError in a forked child."""
         self._home.check()
         error = EngineDeadError("the engine has been shut down")
         self._outputs.fail_all(error)
@@ -512,8 +524,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids: this frontend's, the core's and each worker's. With several replicas the names of those begin
-        with 'replica_N_'."""
+        """Process ids: this frontend's, the core's and each worker's. With several replicas the
+        names of those begin with 'replica_N_'."""
         pids = {"frontend": os.getpid()}
         for status in self.replicas:
             if status.ready is not None:
@@ -543,8 +555,8 @@ class AsyncLLM(RefusesVllmMethods):
             )
 
     def _check_queue(self, num: int, num_tokens: int) -> None:
-        """Raises QueueFullError. A request that is larger than the limits by itself may wait alone, or it could never
-        run."""
+        """Raises QueueFullError. A request that is larger than the limits by itself may wait alone,
+        or it could never run."""
         most, most_tokens = self._limits.max_num_queued_reqs, self._limits.max_num_queued_tokens
         if most is not None and self.num_waiting and self.num_waiting + num > most:
             raise QueueFullError(

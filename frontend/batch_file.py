@@ -165,7 +165,8 @@ def _id_of(line: bytes) -> str | None:
 
 
 def read_output(file: BinaryIO) -> Written:
-    """What is there already. Raises ValidationError for a file that is something else: it is not to be touched."""
+    """What is there already. Raises ValidationError for a file that is something else: it is not to
+    be touched."""
     written, number = Written(), 0
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
@@ -181,7 +182,8 @@ def read_output(file: BinaryIO) -> Written:
         if result.response is None and result.error is None:
             raise _not_an_output(file, number)
         if result.error is not None:
-            # By its number rather than its custom_id, which it may lack, or share with another line.
+            # By its number rather than its custom_id, which it may lack, or share with another
+            # line.
             written.broken.add(result.error.line)
         elif result.custom_id is not None:
             written.succeeded[result.custom_id] = result.succeeded
@@ -197,7 +199,8 @@ def _not_an_output(file: BinaryIO, number: int) -> ValidationError:
 
 
 class OutputFile:
-    """The results, appended to what was there. Each line is whole in the file before the next one is written."""
+    """The results, appended to what was there. Each line is whole in the file before the next one
+    is written."""
 
     def __init__(self, path: str) -> None:
         """Raises ValidationError, and OSError."""

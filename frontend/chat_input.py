@@ -1,7 +1,7 @@
 """Read the messages of `sidestep chat`: from a person at a terminal, or from a pipe or file.
 
-prompt_toolkit reads the terminal, with line editing, history, and pasted text as one message. Only the terminal's
-reader imports it.
+prompt_toolkit reads the terminal, with line editing, history, and pasted text as one message. Only
+the terminal's reader imports it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def open_messages() -> Messages:
 
 
 class Terminal:
-    """A person at a terminal. Enter sends the message; Alt-Enter, and Enter after a backslash, begin a new line."""
+    """A person at a terminal. Enter sends the message; Alt-Enter, and Enter after a backslash,
+    begin a new line."""
 
     def __init__(self, state_folder: Path | None) -> None:
-        """state_folder: folder of the file with the history of messages; None keeps the history for this process
-        only."""
+        """state_folder: folder of the file with the history of messages; None keeps the history for
+        this process only."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.output import ColorDepth
         from prompt_toolkit.styles import Style
@@ -96,7 +97,8 @@ def _key_bindings() -> KeyBindings:
 
 
 def _open_history(folder: Path | None) -> History:
-    """Return the history in a file that only its owner can read, or in memory where such a file is not possible."""
+    """Return the history in a file that only its owner can read, or in memory where such a file is
+    not possible."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if folder is None:
@@ -115,8 +117,8 @@ def _open_history(folder: Path | None) -> History:
 
 
 class Lines:
-    """Lines of a pipe or file, read by the event loop. `input` would need a thread that Ctrl-C cannot end, or the main
-    thread, where a Ctrl-C that comes just before the wait is lost."""
+    """Lines of a pipe or file, read by the event loop. `input` would need a thread that Ctrl-C
+    cannot end, or the main thread, where a Ctrl-C that comes just before the wait is lost."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

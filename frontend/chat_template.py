@@ -1,7 +1,8 @@
-"""Chat templates: the jinja2 environment that templates on the hub are written for, and what is checked before it runs.
+"""Chat templates: the jinja2 environment that templates on the hub are written for, and what is
+checked before it runs.
 
-A template is a program that came with the model: it runs in jinja2's sandbox, and whatever it raises is said of the
-messages, not of the engine.
+A template is a program that came with the model: it runs in jinja2's sandbox, and whatever it
+raises is said of the messages, not of the engine.
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the conversation as a prompt. Raises ValidationError when the template refuses the conversation.
+        """Return the conversation as a prompt. Raises ValidationError when the template refuses the
+        conversation.
 
-        continue_final_message: end the prompt where the last message's text ends, for an output that continues it.
+        continue_final_message: end the prompt where the last message's text ends, for an output
+        that continues it.
         """
         checked = [_check_message(message) for message in messages]
         if not checked:
@@ -129,7 +132,8 @@ class ChatTemplate:
     def _render(
         self, checked: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        # Templates ask both `tools is defined` and `tools is not none`: the name must be there, and None.
+        # Templates ask both `tools is defined` and `tools is not none`: the name must be there, and
+        # None.
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(
@@ -140,7 +144,8 @@ class ChatTemplate:
 
 
 def _check_message(message: object) -> Message:
-    """A message as templates expect it. One without a role would be rendered as if it had an empty one."""
+    """A message as templates expect it. One without a role would be rendered as if it had an empty
+    one."""
     if not isinstance(message, Mapping):
         raise ValidationError(
             "messages", f"holds {type(message).__name__}, not a dict with role and content"

@@ -1,4 +1,5 @@
-"""The choices of one request, read as one stream: what the engine tells of each is put together again."""
+"""The choices of one request, read as one stream: what the engine tells of each is put together
+again."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Choices:
         return f"Choices({len(self._live)} of {len(self._states)} live)"
 
     async def next_output(self) -> RequestOutput:
-        """The next output, as soon as there is something new of any of them: with DELTA it holds those that have
-        something new, else all. Raises what the request failed with."""
+        """The next output, as soon as there is something new of any of them: with DELTA it holds
+        those that have something new, else all. Raises what the request failed with."""
         while not self._has_news():
             wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             for state in self._live:

@@ -1,7 +1,8 @@
-"""The flight recorder's records as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""The flight recorder's records as a Chrome trace, which Perfetto (ui.perfetto.dev) and
+chrome://tracing show.
 
-One track a process, and one for the device: a person sees step N+1 being scheduled and packed under step N. Requests
-are on a track of their own, each from its arrival to its end.
+One track a process, and one for the device: a person sees step N+1 being scheduled and packed under
+step N. Requests are on a track of their own, each from its arrival to its end.
 """
 
 from __future__ import annotations

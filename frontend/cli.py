@@ -111,7 +111,8 @@ def make_parser(version: str) -> OptionParser:
 
 
 def main(argv: Sequence[str] | None = None, version: str = "") -> int:
-    """Runs a command; returns its exit status. What the user can mend is one line on standard error."""
+    """Runs a command; returns its exit status. What the user can mend is one line on standard
+    error."""
     try:
         parser = make_parser(version)
         parsed = parser.parse_args(argv)
@@ -137,7 +138,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli_bench import run_bench as run
         return run(parsed)
     except BrokenPipeError:
-        # Whoever read the output has left (`sidestep generate | head`). What is still buffered must not fail at exit.
+        # Whoever read the output has left (`sidestep generate | head`). What is still buffered must
+        # not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (SidestepError, OSError) as error:

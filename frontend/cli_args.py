@@ -70,8 +70,8 @@ def add_engine_flags(
 ) -> None:
     """Add a flag for every field of EngineArgs.
 
-    positional_model: the command takes the model as a positional argument too. samples: the command has
-    flags for the sampling parameters, and `--seed` is one of them.
+    positional_model: the command takes the model as a positional argument too. samples: the command
+    has flags for the sampling parameters, and `--seed` is one of them.
     """
     group = parser.add_argument_group("engine options")
     if positional_model:
@@ -100,7 +100,8 @@ def server_args(parsed: argparse.Namespace) -> ServerArgs:
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """The files of `sidestep run-batch`, and those of the server's options that have a meaning without a socket."""
+    """The files of `sidestep run-batch`, and those of the server's options that have a meaning
+    without a socket."""
     parser.add_argument(
         "-i",
         "--input-file",
@@ -281,7 +282,8 @@ def _add_flag(
     parse: Parser | None = None,
     dest: str | None = None,
 ) -> None:
-    # SUPPRESS: only flags that were given appear in the result, so defaults stay with the classes that declare them.
+    # SUPPRESS: only flags that were given appear in the result, so defaults stay with the classes
+    # that declare them.
     common: dict[str, Any] = {
         "dest": dest or name,
         "default": argparse.SUPPRESS,
@@ -290,7 +292,8 @@ def _add_flag(
     if kind is bool:
         group.add_argument(*flag_names(name), action=argparse.BooleanOptionalAction, **common)
     elif typing.get_origin(kind) is list and parse is None:
-        # One value a flag, given as often as needed: a flag that takes several would take the prompts that follow, too.
+        # One value a flag, given as often as needed: a flag that takes several would take the
+        # prompts that follow, too.
         common["help"] += "; may be given several times"
         (item,) = typing.get_args(kind)
         group.add_argument(
@@ -326,8 +329,8 @@ def telling(parse: Parser) -> Parser:
 
 
 def _flag_type(kinds: tuple[Any, ...]) -> Any:
-    """Return the type of one value on the command line: a list if there is one, else the first type that is not
-    None."""
+    """Return the type of one value on the command line: a list if there is one, else the first type
+    that is not None."""
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
     return (lists or [kind for kind in kinds if kind is not type(None)])[0]
 

@@ -1,4 +1,5 @@
-"""`sidestep bench serve`: a stream of requests, as users send them, and what they and the machine saw of it."""
+"""`sidestep bench serve`: a stream of requests, as users send them, and what they and the machine
+saw of it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def run_bench_serve(parsed: argparse.Namespace) -> int:
 
 
 def server_at(url: str, api_key: str | None) -> HttpServer:
-    """The server at a URL. Raises ValidationError, and SidestepError without the server's libraries."""
+    """The server at a URL. Raises ValidationError, and SidestepError without the server's
+    libraries."""
     with needs_extra("server"):
         from sidestep.frontend.http_stream import HttpServer
         from sidestep.frontend.load_http import HttpTarget  # noqa: F401

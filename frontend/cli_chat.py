@@ -69,7 +69,8 @@ def _check_template(arguments: EngineArgs) -> None:
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C during the moment that leaving takes. A second Ctrl-C could only break it off."""
+    """Ignore Ctrl-C during the moment that leaving takes. A second Ctrl-C could only break it
+    off."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -86,10 +87,11 @@ async def _ask(
 
 
 def converse(ask: Ask, system: str | None, runner: asyncio.Runner, status: StatusLine) -> None:
-    """Read messages and stream answers until the user leaves. Raises KeyboardInterrupt for Ctrl-C at the prompt.
+    """Read messages and stream answers until the user leaves. Raises KeyboardInterrupt for Ctrl-C
+    at the prompt.
 
-    Reading a message and streaming an answer are two runs of the event loop, so that each handles Ctrl-C in its own
-    way: at the prompt it leaves the chat, during an answer it stops the answer.
+    Reading a message and streaming an answer are two runs of the event loop, so that each handles
+    Ctrl-C in its own way: at the prompt it leaves the chat, during an answer it stops the answer.
     """
     incoming, conversation = open_messages(), Conversation(system)
     tell(HINT)
@@ -157,7 +159,8 @@ def _answer(
 def stream_answer(
     ask: Callable[[], AsyncGenerator[str, None]], runner: asyncio.Runner, status: StatusLine
 ) -> str:
-    """Print an answer as it comes, and return it. Ctrl-C stops the answer; the part that has come is kept."""
+    """Print an answer as it comes, and return it. Ctrl-C stops the answer; the part that has come
+    is kept."""
     answer = ""
 
     async def stream() -> None:

@@ -1,6 +1,7 @@
 """`sidestep generate`: complete prompts, and print tokens as they come.
 
-Standard output holds the prompts with their completions and nothing else. Headings and figures go to standard error.
+Standard output holds the prompts with their completions and nothing else. Headings and figures go
+to standard error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Printer:
-    """Prints several streams one after the other: the first as it comes, the others when it is their turn."""
+    """Prints several streams one after the other: the first as it comes, the others when it is
+    their turn."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self._prompts = prompts

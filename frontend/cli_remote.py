@@ -1,4 +1,5 @@
-"""`sidestep chat` and `sidestep generate` with --url: the same commands, with a model that runs elsewhere."""
+"""`sidestep chat` and `sidestep generate` with --url: the same commands, with a model that runs
+elsewhere."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from sidestep.ipc.logs import tell
 
 
 def run_run_batch(parsed: argparse.Namespace) -> int:
-    """The command. The exit status is 0 when every line of the input has a good answer in the output."""
+    """The command. The exit status is 0 when every line of the input has a good answer in the
+    output."""
     args, arguments = ServerArgs(**option_values(parsed, ServerArgs)), engine_args(parsed)
     _check(parsed, arguments)
     # The input first: a wrong name must not leave an empty output behind.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 MOST_QUEUED = 4096
-"""Default limit of requests that wait to be scheduled. Requests beyond it would wait for minutes; a load balancer can
-send them to another server."""
+"""Default limit of requests that wait to be scheduled. Requests beyond it would wait for minutes; a
+load balancer can send them to another server."""
 _OPEN = """\
 *** WARNING: this server listens beyond this machine and has no keys: whoever reaches it can use it and see
 *** everyone's figures. Give keys by --api-key-file or SIDESTEP_API_KEYS, or listen at 127.0.0.1 (--host)."""
@@ -76,8 +76,9 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
 
 @contextmanager
 def ends_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the program as Ctrl-C does inside this block, also while the engine starts, so that no process or
-    file is left behind. The server has handlers of its own while it serves."""
+    """Let SIGTERM end the program as Ctrl-C does inside this block, also while the engine starts,
+    so that no process or file is left behind. The server has handlers of its own while it
+    serves."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -105,7 +106,8 @@ def with_queue_limit(arguments: EngineArgs) -> EngineArgs:
 
 
 def share_queue(arguments: EngineArgs, count: int) -> EngineArgs:
-    """The same with the queue's limits divided among `count` API processes, each of which counts its own requests."""
+    """The same with the queue's limits divided among `count` API processes, each of which counts
+    its own requests."""
 
     def share(limit: int | None) -> int | None:
         return None if limit is None else -(-limit // count)
@@ -127,7 +129,8 @@ def make_tracing(endpoint: str | None, version: str) -> Tracing | None:
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Around the import of what needs an extra's libraries: one line says how to get those that are missing."""
+    """Around the import of what needs an extra's libraries: one line says how to get those that are
+    missing."""
     try:
         yield
     except ModuleNotFoundError as error:

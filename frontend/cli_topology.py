@@ -1,4 +1,5 @@
-"""`sidestep topology`: what the machine has, and which parallel sizes fit a model, before anything is started."""
+"""`sidestep topology`: what the machine has, and which parallel sizes fit a model, before anything
+is started."""
 
 from __future__ import annotations
 

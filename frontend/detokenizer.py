@@ -1,8 +1,9 @@
 """Tokens to text, one at a time: never half a character, never text that is taken back later.
 
-Two things can change what a token's text is after it has come: bytes that are only the beginning of a character, and a
-stop string that begins in one token and ends in another. The first waits inside the tokenizers library's DecodeStream
-(`TokenStream`); the second is held back here, as many characters as could still become a stop string (`Detokenizer`).
+Two things can change what a token's text is after it has come: bytes that are only the beginning of
+a character, and a stop string that begins in one token and ends in another. The first waits inside
+the tokenizers library's DecodeStream (`TokenStream`); the second is held back here, as many
+characters as could still become a stop string (`Detokenizer`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from tokenizers.decoders import DecodeStream
 from sidestep.frontend.tokenizer import Tokenizer
 
 _CONTEXT = 10
-"""Prompt tokens that the stream begins with, so that a first token that continues a word is decoded as one; with room
-to leave out those of a character that is cut at either end."""
+"""Prompt tokens that the stream begins with, so that a first token that continues a word is decoded
+as one; with room to leave out those of a character that is cut at either end."""
 _MAX_PENDING = 32
-"""Tokens that may wait for the rest of a character. No character needs more than 4; the library decodes all that wait
-again with each token, so a model that emits stray bytes without end would cost ever more."""
+"""Tokens that may wait for the rest of a character. No character needs more than 4; the library
+decodes all that wait again with each token, so a model that emits stray bytes without end would
+cost ever more."""
 _MAX_CHARACTER = 4
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
@@ -32,8 +34,8 @@ class TokenStream:
     ) -> None:
         self._fast = tokenizer.fast
         self._skip_special = skip_special_tokens
-        # The library would keep and decode again all skipped tokens that come in a row: a model that goes on after its
-        # end of sequence gives many.
+        # The library would keep and decode again all skipped tokens that come in a row: a model
+        # that goes on after its end of sequence gives many.
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         tail = [token for token in prompt_token_ids[-_CONTEXT:] if token not in self._skipped]
         context, rest = self._split_at_character(tail)
@@ -65,8 +67,9 @@ class TokenStream:
         except Exception as error:  # the library's own type is a bare Exception
             if "prefix" not in str(error).lower():
                 raise
-            # The token changed the text of those before it (byte-fallback vocabularies do so when a character turns
-            # out not to be one). What has been given out stays; what follows is decoded from here.
+            # The token changed the text of those before it (byte-fallback vocabularies do so when a
+            # character turns out not to be one). What has been given out stays; what follows is
+            # decoded from here.
             piece = self._decode([*self._pending, token])
             self._restart([token])
             return piece or None
@@ -83,7 +86,8 @@ class TokenStream:
         return piece[same:]
 
     def _give_up(self) -> str | None:
-        """Gives out what can be no character any more, and keeps what may be the beginning of one."""
+        """Gives out what can be no character any more, and keeps what may be the beginning of
+        one."""
         everything = self._text_of_pending(self._pending)
         head, rest = self._pending, list[int]()
         for size in range(1, _MAX_CHARACTER):
@@ -104,7 +108,8 @@ class TokenStream:
         self._pending: list[int] = []
 
     def _text_of_pending(self, pending: list[int]) -> str:
-        """Decoded after the tokens that came before, which decide on such things as a leading space."""
+        """Decoded after the tokens that came before, which decide on such things as a leading
+        space."""
         if not pending:
             return ""
         return self._decode(self._last + pending)[len(self._decode(self._last)) :]
@@ -147,7 +152,8 @@ class Detokenizer:
         """Text that will not change."""
 
     def add(self, token: int) -> str | None:
-        """One more token. Returns the stop string that it completes, if any; `text` then ends before or with it."""
+        """One more token. Returns the stop string that it completes, if any; `text` then ends
+        before or with it."""
         piece = self._stream.step(token)
         if not self._stop:
             if piece:
@@ -156,8 +162,8 @@ class Detokenizer:
         return self._add_checked(piece or "")
 
     def finish(self) -> str | None:
-        """The end: what was held back belongs to the text after all. May still complete a stop string, with the bytes
-        of a character that was cut off."""
+        """The end: what was held back belongs to the text after all. May still complete a stop
+        string, with the bytes of a character that was cut off."""
         tail = self._stream.flush()
         stop = self._add_checked(tail) if self._stop else None
         if stop is None:
@@ -177,7 +183,8 @@ class Detokenizer:
         return stop
 
     def _find_stop(self, before: int) -> str | None:
-        """The stop string that ends first, of those that end after the first `before` characters; cuts the text there."""
+        """The stop string that ends first, of those that end after the first `before` characters;
+        cuts the text there."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             at = self._all.find(stop, max(0, before - len(stop) + 1))

@@ -1,8 +1,9 @@
-"""The frontend's hold on one engine core: starts it, talks to it, and notices when it dies. An engine has one for each
-replica; see replica_set.py.
+"""The frontend's hold on one engine core: starts it, talks to it, and notices when it dies. An
+engine has one for each replica; see replica_set.py.
 
-Messages from the core are handled in one callback of the event loop, which reads all that are there. The loop is the
-one that first uses the engine: the engine itself can be started outside any loop.
+Messages from the core are handled in one callback of the event loop, which reads all that are
+there. The loop is the one that first uses the engine: the engine itself can be started outside any
+loop.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Channel(Protocol):
 
 
 class EngineClient:
-    """One engine core and the way to it. All methods but `start_core` belong to the event loop's thread."""
+    """One engine core and the way to it. All methods but `start_core` belong to the event loop's
+    thread."""
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class EngineClient:
         on_death: Callable[[EngineDeadError], None],
         client: int = _OWNER,
     ) -> None:
-        """on_outputs: takes a step's tokens, and whether another's follow at once. client: this frontend's number at
-        the core."""
+        """on_outputs: takes a step's tokens, and whether another's follow at once. client: this
+        frontend's number at the core."""
         self.client = client
         self._dead_error: EngineDeadError | None = None
         self._channel = channel
@@ -78,7 +80,8 @@ class EngineClient:
         )
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
-        """Waits so long for the core to serve. Raises EngineStartError with the cause if it cannot."""
+        """Waits so long for the core to serve. Raises EngineStartError with the cause if it
+        cannot."""
         if self._joined_by is None:
             self._joined_by = time.monotonic() + _JOIN_S
         message = self._channel.wait_message(timeout_s)
@@ -119,7 +122,8 @@ class EngineClient:
     # Talking.
 
     def attach(self) -> None:
-        """Binds the engine to the running event loop, at its first use there. Raises EngineDeadError."""
+        """Binds the engine to the running event loop, at its first use there. Raises
+        EngineDeadError."""
         if (error := self.dead_error) is not None:
             raise EngineDeadError(
                 *error.args
@@ -180,7 +184,8 @@ class EngineClient:
         return int(answer.result["client"])
 
     def ping(self) -> asyncio.Future[Answer]:
-        """Ask the busy loop for an answer, without waiting. Cancel the future to forget the question."""
+        """Ask the busy loop for an answer, without waiting. Cancel the future to forget the
+        question."""
         return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
 
     def _call(self, make: Callable[[int], Call | Connect]) -> asyncio.Future[Answer]:

@@ -1,6 +1,8 @@
-"""A client of HTTP for loads: what a client costs for each event must be far below what the server costs.
+"""A client of HTTP for loads: what a client costs for each event must be far below what the server
+costs.
 
-httpx2 took 180 us an event, this one takes 20 (docs/performance.md). Each request has a connection of its own.
+httpx2 took 180 us an event, this one takes 20 (docs/performance.md). Each request has a connection
+of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class HttpServer:
     async def request(
         self, method: str, path: str, body: bytes, receive: Callable[[bytes], None]
     ) -> None:
-        """Sends `body`, which is JSON, and gives the answer's body to `receive`, in parts as they come.
+        """Sends `body`, which is JSON, and gives the answer's body to `receive`, in parts as they
+        come.
 
         Raises RequestError for an answer that is not 200 or breaks off; and what `receive` raises.
         """
@@ -85,8 +88,8 @@ class HttpServer:
 
 
 class _Answer(asyncio.Protocol):
-    """What comes of an answer. It is taken where it is read: waking a task for each event would cost as much again. The
-    parser calls the methods that begin with on_."""
+    """What comes of an answer. It is taken where it is read: waking a task for each event would
+    cost as much again. The parser calls the methods that begin with on_."""
 
     def __init__(self, receive: Callable[[bytes], None]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

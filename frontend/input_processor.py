@@ -1,5 +1,5 @@
-"""From a call's arguments to a request that is known to be right. What is wrong raises here, with the field's name, and
-nothing has been sent."""
+"""From a call's arguments to a request that is known to be right. What is wrong raises here, with
+the field's name, and nothing has been sent."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from sidestep.ipc.sampling_params import MAX_SEED, RequestOutputKind, SamplingPa
 from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams
 
 _VERY_LONG_TEXT = 256 << 10
-"""Characters from which texts are tokenised one at a time. Tokenising such a text takes seconds of a core and much
-memory."""
+"""Characters from which texts are tokenised one at a time. Tokenising such a text takes seconds of
+a core and much memory."""
 _MANY_MESSAGES = 64
 _MAX_PRIORITY = 2**31 - 1
 _LOWEST_TEMPERATURE = 0.01
@@ -75,8 +75,9 @@ class InputProcessor:
         defaults: Mapping[str, Any] | None = None,
         seed: str | None = None,
     ) -> None:
-        """processors: names of the engine's logits processors. defaults: sampling parameters that the model's makers
-        set. seed: text from which the seeds of requests without a seed are derived; None draws each seed at random."""
+        """processors: names of the engine's logits processors. defaults: sampling parameters that
+        the model's makers set. seed: text from which the seeds of requests without a seed are
+        derived; None draws each seed at random."""
         self.default_sampling = SamplingParams(**(defaults or {}))
         """Sampling parameters of a request that brings none."""
         self._tokenizer = tokenizer
@@ -97,7 +98,8 @@ class InputProcessor:
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> ProcessedRequest:
-        """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes on."""
+        """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes
+        on."""
         arrival = time.monotonic()
         sampling = (
             self.default_sampling
@@ -173,10 +175,11 @@ class InputProcessor:
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, *, must_fit: bool = False
     ) -> list[int]:
-        """Return the token ids of a text; a long text is tokenised in a thread. Raises ValidationError.
+        """Return the token ids of a text; a long text is tokenised in a thread. Raises
+        ValidationError.
 
-        Refuse a text before it is tokenised if its length shows that it cannot fit. With `must_fit`, refuse it too if
-        its tokens turn out to be too many.
+        Refuse a text before it is tokenised if its length shows that it cannot fit. With
+        `must_fit`, refuse it too if its tokens turn out to be too many.
         """
         if not self._tokenizer.has_texts:
             refuse("prompt", "is text; give token ids")
@@ -233,8 +236,8 @@ class InputProcessor:
         self._tokenizer.check_sampling(sampling)
 
     def _complete(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Fills in what was left open, and brings what has no effect beyond a limit within it: the engine's columns
-        hold 32-bit numbers."""
+        """Fills in what was left open, and brings what has no effect beyond a limit within it: the
+        engine's columns hold 32-bit numbers."""
         room = self._max_model_len - num_prompt
         if sampling.min_tokens > room:
             raise ValidationError(
@@ -277,7 +280,8 @@ def as_sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingPar
 
 
 def _is_long_chat(prompt: object) -> bool:
-    """Return whether rendering a conversation takes long enough to delay the other streams of the event loop."""
+    """Return whether rendering a conversation takes long enough to delay the other streams of the
+    event loop."""
     messages = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
     if (
         not isinstance(messages, Sequence)

@@ -40,19 +40,22 @@ _OF_A_PROMPT = ("prompt", "prompt_token_ids", "messages")
 
 
 class LLM(RefusesVllmMethods):
-    """An engine for whole batches: each call returns when all of its requests have ended, in the order given.
+    """An engine for whole batches: each call returns when all of its requests have ended, in the
+    order given.
 
-    Runs an AsyncLLM on an event loop in a thread of its own, so it works where a loop runs already (a notebook).
+    Runs an AsyncLLM on an event loop in a thread of its own, so it works where a loop runs already
+    (a notebook).
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        """`options` are the options of EngineArgs. Raises ValidationError, which names an unknown or wrong option, or
-        EngineStartError."""
+        """`options` are the options of EngineArgs. Raises ValidationError, which names an unknown
+        or wrong option, or EngineStartError."""
         self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
         self._thread.start()
-        # Runs before the AsyncLLM's own finalizer, which must not meet a running loop of another thread.
+        # Runs before the AsyncLLM's own finalizer, which must not meet a running loop of another
+        # thread.
         self._home = Home()
         self._finalizer = weakref.finalize(
             self, _shut_down, self._home, self._llm, self._loop, self._thread
@@ -72,8 +75,8 @@ class LLM(RefusesVllmMethods):
         *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many. `sampling_params` and `priority` hold for all prompts, or are lists with one for
-        each."""
+        """Complete one prompt or many. `sampling_params` and `priority` hold for all prompts, or
+        are lists with one for each."""
         return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm, priority)
 
     @takes_vllm_arguments
@@ -163,8 +166,8 @@ class LLM(RefusesVllmMethods):
         return self._llm.pids
 
     def shutdown(self) -> None:
-        """End the engine. May be called twice; also happens when the program ends. Raises SidestepError in a forked
-        child."""
+        """End the engine. May be called twice; also happens when the program ends. Raises
+        SidestepError in a forked child."""
         self._home.check()
         self._finalizer()
 
@@ -205,7 +208,8 @@ class LLM(RefusesVllmMethods):
         use_tqdm: Bar,
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
-        """Run the prompts. `params` and `priority` hold for all prompts, or are lists with one for each."""
+        """Run the prompts. `params` and `priority` hold for all prompts, or are lists with one for
+        each."""
         each = (
             [params] * len(prompts)
             if params is None or isinstance(params, SamplingParams | Mapping)
@@ -248,8 +252,8 @@ class LLM(RefusesVllmMethods):
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results, one for each prompt. The first failure ends the other requests and is raised; with several
-    prompts, the error names the index of the prompt."""
+    """Return all results, one for each prompt. The first failure ends the other requests and is
+    raised; with several prompts, the error names the index of the prompt."""
     tasks = list[asyncio.Task[T]]()
     try:
         async with asyncio.TaskGroup() as group:
@@ -270,7 +274,8 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def _shut_down(
     home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
-    """End the engine on its own thread, then the thread. In a forked child, which has no such thread, do nothing."""
+    """End the engine on its own thread, then the thread. In a forked child, which has no such
+    thread, do nothing."""
     if not home.is_here:
         return
 

@@ -1,4 +1,5 @@
-"""A load for `sidestep bench serve`: what is asked for, and when. The same seed gives the same load."""
+"""A load for `sidestep bench serve`: what is asked for, and when. The same seed gives the same
+load."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def random_requests(
 
 
 def read_requests(path: str, count: int) -> list[tuple[str | list[int], int]]:
-    """The first `count` lines of a file, each a JSON object: {"prompt": text or token ids, "output_len": tokens}.
+    """The first `count` lines of a file, each a JSON object: {"prompt": text or token ids,
+    "output_len": tokens}.
 
     Raises ValidationError with the number of a line that is something else; OSError.
     """
@@ -86,8 +88,8 @@ def read_requests(path: str, count: int) -> list[tuple[str | list[int], int]]:
 
 
 def arrivals(rate: float, poisson: bool, seed: int) -> Iterator[float]:
-    """Seconds at which requests come, `rate` a second: at random (exponential gaps) or one like the other. All at once
-    if the rate is infinite."""
+    """Seconds at which requests come, `rate` a second: at random (exponential gaps) or one like the
+    other. All at once if the rate is infinite."""
     rng, now = random.Random(seed), 0.0
     while True:
         yield now

@@ -1,4 +1,5 @@
-"""What a load showed: latencies as their receivers saw them, throughput, goodput, and what host and device did."""
+"""What a load showed: latencies as their receivers saw them, throughput, goodput, and what host and
+device did."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Sample:
 
 
 def meets(sample: Sample, goals: dict[str, float]) -> bool:
-    """Whether a request kept to goals in milliseconds: ttft, tpot, e2e, and itl, which counts for its slowest."""
+    """Whether a request kept to goals in milliseconds: ttft, tpot, e2e, and itl, which counts for
+    its slowest."""
     if sample.error is not None:
         return False
     slowest = {
@@ -83,7 +85,8 @@ def make_report(samples: Sequence[Sample], begin: float, goals: dict[str, float]
         "requests_per_s": len(done) / seconds,
         "output_tokens_per_s": tokens / seconds,
         "total_tokens_per_s": (tokens + sum(s.num_input_tokens for s in done)) / seconds,
-        # How far the load itself fell behind its plan, and how long the last request took after it was sent.
+        # How far the load itself fell behind its plan, and how long the last request took after it
+        # was sent.
         "send_lag_ms_p99": percentile([s.sent - s.planned for s in samples], 99) * 1e3,
         "drain_s": end - max(s.sent for s in done),
     }

@@ -21,12 +21,12 @@ class Target(Protocol):
     """What requests are sent to."""
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
-        """One request to its end, noted in `sample`. Raises RequestError, ValidationError or QueueFullError for one
-        that cannot be served; any other exception ends the load."""
+        """One request to its end, noted in `sample`. Raises RequestError, ValidationError or
+        QueueFullError for one that cannot be served; any other exception ends the load."""
 
     async def figures(self) -> dict[str, float]:
-        """What host and device have spent so far, of what can be known: device_busy_s, device_idle_s and its causes,
-        and cpu_s_NAME for processes."""
+        """What host and device have spent so far, of what can be known: device_busy_s,
+        device_idle_s and its causes, and cpu_s_NAME for processes."""
 
 
 class EngineTarget:
@@ -68,7 +68,8 @@ async def send_all(
     max_concurrency: int | None,
     on_end: Callable[[], object] = lambda: None,
 ) -> list[Sample]:
-    """Send each request at its time, or as soon after as `max_concurrency` allows. Call `on_end` at the end of each."""
+    """Send each request at its time, or as soon after as `max_concurrency` allows. Call `on_end` at
+    the end of each."""
     room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
     running: list[asyncio.Task[Sample]] = []
     for request in load:

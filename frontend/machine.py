@@ -1,5 +1,5 @@
-"""What a machine has: GPUs with their memory, bandwidth and links, cores and memory. Found without CUDA: by nvidia-smi,
-which answers in a moment and holds no GPU."""
+"""What a machine has: GPUs with their memory, bandwidth and links, cores and memory. Found without
+CUDA: by nvidia-smi, which answers in a moment and holds no GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ BANDWIDTHS = {
     "RTX A6000": 768,
     "RTX 6000 Ada": 960,
 }
-"""GB/s of a GPU's memory as its maker states it, by a part of its name; the first that fits counts."""
+"""GB/s of a GPU's memory as its maker states it, by a part of its name; the first that fits
+counts."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -94,7 +95,8 @@ def bandwidth_of(name: str) -> float | None:
 
 
 def count_links(matrix: str, gpus: Sequence[int]) -> dict[str, int]:
-    """Of `nvidia-smi topo -m`: the kinds of links between these GPUs, and how many pairs have each."""
+    """Of `nvidia-smi topo -m`: the kinds of links between these GPUs, and how many pairs have
+    each."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
     counts: dict[str, int] = {}
     columns = next(

@@ -1,4 +1,5 @@
-"""The tokenizer of an engine with skip_tokenizer_init: it knows the number of tokens, and no texts."""
+"""The tokenizer of an engine with skip_tokenizer_init: it knows the number of tokens, and no
+texts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The parser of the command line: each option is also a key of a YAML file and a variable of the environment.
+"""The parser of the command line: each option is also a key of a YAML file and a variable of the
+environment.
 
-ConfigArgParse does the work: a flag overrides the environment, and the environment overrides the file. This module adds
-Python's names with underscores, errors of one line that say where a wrong value came from, and suggestions.
+ConfigArgParse does the work: a flag overrides the environment, and the environment overrides the
+file. This module adds Python's names with underscores, errors of one line that say where a wrong
+value came from, and suggestions.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from sidestep.ipc.config import ENVIRONMENT_PREFIX, environment_options
 from sidestep.ipc.options import did_you_mean, not_a_choice
 
 SOURCES = "option_sources"
-"""Attribute of a parsed command line: for each option that no flag has set, the place it came from, for error
-messages."""
+"""Attribute of a parsed command line: for each option that no flag has set, the place it came from,
+for error messages."""
 _FROM_ENVIRONMENT = "from the environment variable"
 _HINT = (
     "Each option is also a variable of the environment (--max-num-seqs: SIDESTEP_MAX_NUM_SEQS) and a key of the "
@@ -30,8 +32,8 @@ _HINT = (
 
 
 class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the library has no types
-    """A command's parser. takes_options: the command reads the environment and a file too; otherwise it has only
-    subcommands."""
+    """A command's parser. takes_options: the command reads the environment and a file too;
+    otherwise it has only subcommands."""
 
     def __init__(self, *, takes_options: bool = True, **options: Any) -> None:
         super().__init__(
@@ -54,8 +56,8 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Any = None, **_options: Any
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as the base class does, but make an unknown option an error of this command, which can suggest a known
-        one."""
+        """Parse as the base class does, but make an unknown option an error of this command, which
+        can suggest a known one."""
         words = with_dashes(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace, env_vars=environment_options())
         for word in unknown:
@@ -70,7 +72,8 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         return parsed, unknown
 
     def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
-        """Return the names of an option in a file, beginning with the name that its environment variable has."""
+        """Return the names of an option in a file, beginning with the name that its environment
+        variable has."""
         flag = next((flag for flag in action.option_strings if flag.startswith("--")), "")
         return [flag[2:].replace("-", "_"), flag[2:]] if flag else []
 
@@ -82,7 +85,8 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         return names
 
     def error(self, message: str) -> NoReturn:
-        """Exit with one line: the problem, the place of the wrong value, and the command that lists the options."""
+        """Exit with one line: the problem, the place of the wrong value, and the command that lists
+        the options."""
         named = re.match(r"argument ([^:\s]+): ", message)
         action = self._option_string_actions.get(named[1].split("/")[0]) if named else None
         source = self._sources().get(action.dest) if action else None
@@ -160,8 +164,8 @@ def _as_text(value: Any) -> str | list[str]:
 
 
 def check_variables(parser: OptionParser) -> None:
-    """Exit with one line if the environment has a variable that begins like an option but is no option of any
-    command."""
+    """Exit with one line if the environment has a variable that begins like an option but is no
+    option of any command."""
     known = [f"{ENVIRONMENT_PREFIX}{name}".upper() for name in parser.option_names()]
     for variable in environment_options():
         if variable not in known:
@@ -175,6 +179,6 @@ def source_of(parsed: argparse.Namespace, name: str) -> str | None:
 
 
 def is_of_environment(parsed: argparse.Namespace, name: str) -> bool:
-    """Return whether an option came from the environment alone. Commands share the environment, so an option that has
-    no meaning for a command is no error there."""
+    """Return whether an option came from the environment alone. Commands share the environment, so
+    an option that has no meaning for a command is no error there."""
     return (source_of(parsed, name) or "").startswith(_FROM_ENVIRONMENT)

@@ -1,4 +1,5 @@
-"""From the core's columns to each request's outputs: one pass over a step, then each reader is told once."""
+"""From the core's columns to each request's outputs: one pass over a step, then each reader is told
+once."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _REREAD_S = 0.02
 
 
 def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
-    """Key, position, rank, token ids and log-probabilities of each token of packed LogprobColumns, if there are any."""
+    """Key, position, rank, token ids and log-probabilities of each token of packed LogprobColumns,
+    if there are any."""
     if not column:
         return
     columns = LogprobColumns.unpack(column)
@@ -88,8 +90,9 @@ class OutputProcessor:
         self.num_waiting_tokens += state.num_prompt_tokens
 
     def handle(self, outputs: Outputs, more: bool = False) -> None:
-        """One step's news for all requests. Tokens for requests that have ended here are dropped. more: another step's
-        follow at once; readers are told of both together, so that a frontend that is late tells less often."""
+        """One step's news for all requests. Tokens for requests that have ended here are dropped.
+        more: another step's follow at once; readers are told of both together, so that a frontend
+        that is late tells less often."""
         begin = time.monotonic_ns()
         self._handle_started(outputs.started)
         if outputs.logprobs or outputs.prompt_logprobs:
@@ -180,7 +183,8 @@ class OutputProcessor:
         return list(self._deliveries)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Ends requests by their ids; unknown ones have ended already. Their readers get what there is."""
+        """Ends requests by their ids; unknown ones have ended already. Their readers get what there
+        is."""
         states = [state for i in request_ids for state in self._by_id.get(i, ())]
         for state in states:
             self.remove(state)
@@ -189,7 +193,8 @@ class OutputProcessor:
             self._abort_at_core([state.handle for state in states])
 
     def end_at(self, state: RequestState, deadline: float) -> None:
-        """End a request at `deadline` (time.monotonic()) if its core has not ended it: the core may hang or be dead."""
+        """End a request at `deadline` (time.monotonic()) if its core has not ended it: the core may
+        hang or be dead."""
         loop = asyncio.get_running_loop()
 
         def end() -> None:
@@ -199,8 +204,8 @@ class OutputProcessor:
                 self._abort_at_core([state.handle])
 
         def reread() -> None:
-            # A loop that was delayed may run this timer before it reads what the core sent in time, so it reads that
-            # first.
+            # A loop that was delayed may run this timer before it reads what the core sent in time,
+            # so it reads that first.
             state.timer = loop.call_later(_REREAD_S, end)
 
         state.timer = loop.call_later(max(0.0, deadline - time.monotonic()), reread)
@@ -226,7 +231,8 @@ class OutputProcessor:
         """The readers of these, which have not ended, get one."""
         for state in [self._states[handle] for handle in handles]:
             self.remove(state)
-            # One each: an exception that is raised many times collects the frames of all who raised it.
+            # One each: an exception that is raised many times collects the frames of all who raised
+            # it.
             state.fail(type(error)(*error.args))
 
     def remove(self, state: RequestState) -> None:

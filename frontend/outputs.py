@@ -28,7 +28,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class Logprob:
-    """How probable the model itself found a token: before penalties, masks, temperature and filters."""
+    """How probable the model itself found a token: before penalties, masks, temperature and
+    filters."""
 
     logprob: float
     """Natural logarithm."""
@@ -48,9 +49,11 @@ class CompletionOutput:
     finish_reason: str | None = None
     """'stop', 'length', 'repetition' or 'abort'; None while it goes on."""
     stop_reason: int | str | None = None
-    """The stop token's id or the stop text; None for end of sequence; 'deadline' where that ended it."""
+    """The stop token's id or the stop text; None for end of sequence; 'deadline' where that ended
+    it."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """With `logprobs`: for each of `token_ids` a dict by token id, itself first, then the most probable ones."""
+    """With `logprobs`: for each of `token_ids` a dict by token id, itself first, then the most
+    probable ones."""
     cumulative_logprob: float | None = None
     """With `logprobs`: the sum over all tokens so far."""
 
@@ -72,8 +75,8 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the prefix cache; None before it is known."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """With `prompt_logprobs`: as `logprobs`, for each token of the prompt; None for the first, which nothing comes
-    before. A DELTA stream has them in its first output alone."""
+    """With `prompt_logprobs`: as `logprobs`, for each token of the prompt; None for the first,
+    which nothing comes before. A DELTA stream has them in its first output alone."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""The forms of a prompt: text, token ids, chat messages, or a dict with one of these and its options."""
+"""The forms of a prompt: text, token ids, chat messages, or a dict with one of these and its
+options."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ _CHAT_KEYS = ChatPrompt.__annotations__.keys() - {"messages", "cache_salt"}
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt as it is sent: its text, its token ids, or both. If both are there, the ids are computed."""
+    """A prompt as it is sent: its text, its token ids, or both. If both are there, the ids are
+    computed."""
 
     text: str | None = None
     ids: list[int] | None = None

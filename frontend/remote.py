@@ -86,7 +86,8 @@ class RemoteModel:
     def __init__(
         self, url: str, key: str | None, model: str | None, sampling: Mapping[str, Any]
     ) -> None:
-        """model: its name there; the server's first one if not given. sampling: fields of every request."""
+        """model: its name there; the server's first one if not given. sampling: fields of every
+        request."""
         self._url = base_url(url)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         try:
@@ -96,7 +97,8 @@ class RemoteModel:
         self._model = model
         self._sampling = dict(sampling)
         self.on_queue: Callable[[QueuePlace], None] | None = None
-        """Called while a chat waits in the server's queue, if the server reports the place in it."""
+        """Called while a chat waits in the server's queue, if the server reports the place in
+        it."""
 
     async def connect(self) -> str:
         """Finds the server; the model's name there."""

@@ -1,12 +1,14 @@
-"""The replicas of one engine as one: requests are routed to them, and outlive the one that they ran on.
+"""The replicas of one engine as one: requests are routed to them, and outlive the one that they ran
+on.
 
-Each replica is an engine core with its workers. Handles are this frontend's and unique over all replicas, so whoever
-takes the outputs need not know where they come from.
+Each replica is an engine core with its workers. Handles are this frontend's and unique over all
+replicas, so whoever takes the outputs need not know where they come from.
 
-When a replica dies, the last of what it has said is read first. Then each of its requests goes to another one, with
-the tokens that it has given: it enters there as a preempted request enters again, so its reader sees a pause and the
-same tokens. From then on nothing is heard of the dead one, whatever of it still arrives. A request that has run on
-`_MOST_DEATHS` replicas when they died ends with the error instead: it may be what they died of, and must not end all.
+When a replica dies, the last of what it has said is read first. Then each of its requests goes to
+another one, with the tokens that it has given: it enters there as a preempted request enters again,
+so its reader sees a pause and the same tokens. From then on nothing is heard of the dead one,
+whatever of it still arrives. A request that has run on `_MOST_DEATHS` replicas when they died ends
+with the error instead: it may be what they died of, and must not end all.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 """For the first word of all replicas together."""
 _OTHERS_S = 5.0
-"""For the first word of the other replicas to a frontend that joins: they run already, but one may have died."""
+"""For the first word of the other replicas to a frontend that joins: they run already, but one may
+have died."""
 _MOST_DEATHS = 2
 _SPARE_S = 0.3
 """Seconds that the other replicas have for an answer after the first good answer."""
@@ -75,7 +78,8 @@ class _Sent:
 
 
 class ReplicaSet:
-    """All replicas of one engine. Methods belong to the event loop's thread, but those that start and end."""
+    """All replicas of one engine. Methods belong to the event loop's thread, but those that start
+    and end."""
 
     def __init__(
         self,
@@ -85,8 +89,8 @@ class ReplicaSet:
         *,
         joins: bool = False,
     ) -> None:
-        """outputs: where everything goes. channels: to the replicas that live, by their numbers, each with this
-        frontend's number there. joins: the engine is another frontend's."""
+        """outputs: where everything goes. channels: to the replicas that live, by their numbers,
+        each with this frontend's number there. joins: the engine is another frontend's."""
         self.home = Home()
         self._config = config
         self._outputs = outputs
@@ -132,8 +136,8 @@ class ReplicaSet:
             client.start_core(self._config, replica)
 
     def wait_ready(self) -> None:
-        """Waits until all replicas serve. Raises EngineStartError with the cause if one cannot; whoever joins does
-        without those that have died meanwhile."""
+        """Waits until all replicas serve. Raises EngineStartError with the cause if one cannot;
+        whoever joins does without those that have died meanwhile."""
         waiting, failed, until = dict(self._clients), list[EngineStartError](), math.inf
         while waiting and time.monotonic() < until:
             for replica, client in list(waiting.items()):
@@ -220,8 +224,8 @@ class ReplicaSet:
     # Requests.
 
     def attach(self) -> None:
-        """Bind the engine to the running event loop, at its first use there. Raises EngineDeadError, and SidestepError
-        in a forked child."""
+        """Bind the engine to the running event loop, at its first use there. Raises
+        EngineDeadError, and SidestepError in a forked child."""
         self.home.check()
         if self._error is not None:
             raise EngineDeadError(
@@ -243,7 +247,8 @@ class ReplicaSet:
         self._loop = loop
 
     def add(self, message: AddRequest) -> None:
-        """Sends a request to the replica that the router chooses. Nothing happens once all are dead, or closed."""
+        """Sends a request to the replica that the router chooses. Nothing happens once all are
+        dead, or closed."""
         num = message.sampling.n if message.beam_search is None else 1
         self._send(_Sent(message, -1, set(range(message.handle, message.handle + num))))
 
@@ -290,8 +295,8 @@ class ReplicaSet:
     # Questions.
 
     async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
-        """Ask the busy loop of one replica. Raises ValidationError if there is no such replica, EngineDeadError, and
-        EngineStalledError if it does not answer in time."""
+        """Ask the busy loop of one replica. Raises ValidationError if there is no such replica,
+        EngineDeadError, and EngineStalledError if it does not answer in time."""
         self.attach()
         if not 0 <= replica < self._size:
             raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
@@ -310,8 +315,8 @@ class ReplicaSet:
     async def ask_all(
         self, method: str, *, limit: int | None = None, timeout_s: float | None = None
     ) -> dict[int, Answer]:
-        """Asks the busy loops of all that live. One that dies meanwhile is left out. Raises EngineDeadError if all
-        have; TimeoutError, which names the replica."""
+        """Asks the busy loops of all that live. One that dies meanwhile is left out. Raises
+        EngineDeadError if all have; TimeoutError, which names the replica."""
         self.attach()
         asked = self._alive.copy()
         answers = await asyncio.gather(
@@ -344,10 +349,11 @@ class ReplicaSet:
         timeout_s: float,
         is_good: Callable[[Answer], bool] = lambda answer: True,
     ) -> dict[int, Answer]:
-        """Ask the busy loops of all live replicas, and return the answers that came in time, by replica.
+        """Ask the busy loops of all live replicas, and return the answers that came in time, by
+        replica.
 
-        After the first good answer the others have `_SPARE_S` seconds, so one replica that hangs delays no call for
-        longer. Raises EngineDeadError if all have died.
+        After the first good answer the others have `_SPARE_S` seconds, so one replica that hangs
+        delays no call for longer. Raises EngineDeadError if all have died.
         """
         self.attach()
         loop = asyncio.get_running_loop()
@@ -391,8 +397,8 @@ class ReplicaSet:
         return found
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
-        """Has the replicas serve another frontend too, which will listen there; those that die meanwhile are left
-        out. Raises EngineDeadError if all have."""
+        """Has the replicas serve another frontend too, which will listen there; those that die
+        meanwhile are left out. Raises EngineDeadError if all have."""
         numbers = await asyncio.gather(
             *(self._clients[replica].connect(address) for replica, address in addresses.items()),
             return_exceptions=True,
@@ -501,11 +507,12 @@ class ReplicaSet:
 def continued(
     message: AddRequest, tokens: Mapping[int, list[int]]
 ) -> list[tuple[AddRequest, set[int]]]:
-    """What has another replica go on with a request, and the handles of each. tokens: what has come for those of its
-    choices that have not ended, by handle.
+    """What has another replica go on with a request, and the handles of each. tokens: what has come
+    for those of its choices that have not ended, by handle.
 
-    Nothing has come of a beam search before its end; and choices that have all given nothing share the computation of
-    their prompt again. Otherwise each goes on by itself, with the seed that it has.
+    Nothing has come of a beam search before its end; and choices that have all given nothing share
+    the computation of their prompt again. Otherwise each goes on by itself, with the seed that it
+    has.
     """
     whole = message.beam_search is not None or (
         len(tokens) == message.sampling.n and not any(tokens.values())

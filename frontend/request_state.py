@@ -1,9 +1,9 @@
 """One request as its frontend knows it: its text so far, and the mailbox of its one reader.
 
-The mailbox holds what the reader has not taken yet; tokens that come meanwhile are merged into it. So a slow reader
-costs neither memory nor wake-ups, and a fast one gets every token as it comes. A FINAL_ONLY request wakes nobody until
-it ends. A reader that only writes on what it gets can have its outputs pushed (`RequestState.push`): then no task is
-woken for a token.
+The mailbox holds what the reader has not taken yet; tokens that come meanwhile are merged into it.
+So a slow reader costs neither memory nor wake-ups, and a fast one gets every token as it comes. A
+FINAL_ONLY request wakes nobody until it ends. A reader that only writes on what it gets can have
+its outputs pushed (`RequestState.push`): then no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class RequestState:
         stream_interval: int = 1,
         index: int = 0,
     ) -> None:
-        """stream_interval: tokens that must be new before the reader is told, but for the first and the last. index:
-        which of the request's choices it is."""
+        """stream_interval: tokens that must be new before the reader is told, but for the first and
+        the last. index: which of the request's choices it is."""
         self.handle = handle
         self.index = index
         self._interval = stream_interval
@@ -125,9 +125,9 @@ class RequestState:
         self.metrics.scheduled_ts = message.scheduled
 
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
-        """One more token. True if there is something to tell: enough are new, or its text completes a stop string,
-        which ends the request here. `hidden`: it is a stop token, which ends the output without being part of its
-        text."""
+        """One more token. True if there is something to tell: enough are new, or its text completes
+        a stop string, which ends the request here. `hidden`: it is a stop token, which ends the
+        output without being part of its text."""
         self._token_ids.append(token)
         metrics = self.metrics
         metrics.last_token_ts = now
@@ -170,7 +170,8 @@ class RequestState:
         self._wake_reader()
 
     def abort(self, why: str | None = None) -> None:
-        """End the request here: the user has aborted it, or its deadline has passed. why: the stop reason."""
+        """End the request here: the user has aborted it, or its deadline has passed. why: the stop
+        reason."""
         self.finished(Finished(handle=self.handle, reason=FinishReason.ABORT, stop_reason=why))
 
     def fail(self, error: Exception) -> None:
@@ -205,14 +206,16 @@ class RequestState:
     # What its reader does.
 
     async def next_output(self) -> RequestOutput:
-        """The next output, as soon as there is something new. Raises what the request failed with."""
+        """The next output, as soon as there is something new. Raises what the request failed
+        with."""
         while not self.has_news():
             await self._news()
         return self.take()
 
     async def push(self, sink: Sink) -> None:
-        """Has outputs pushed to `sink` from now on, in the callback in which they come; `next_output` has what did not
-        go that way. Returns when the sink is not ready for one, or the request has ended."""
+        """Has outputs pushed to `sink` from now on, in the callback in which they come;
+        `next_output` has what did not go that way. Returns when the sink is not ready for one, or
+        the request has ended."""
         if self.has_news():
             return
         self._sink = sink
@@ -229,7 +232,8 @@ class RequestState:
             self._wake = None
 
     def wake_on(self, wake: asyncio.Future[None] | None) -> None:
-        """In the place of `next_output`, for a reader of several: this is done when there is something new."""
+        """In the place of `next_output`, for a reader of several: this is done when there is
+        something new."""
         self._wake = wake
 
     def has_news(self) -> bool:
@@ -265,7 +269,8 @@ class RequestState:
     def request_output(
         self, completions: list[CompletionOutput], *, is_first: bool
     ) -> RequestOutput:
-        """What its reader gets, around these. is_first: the reader has not been told of the prompt."""
+        """What its reader gets, around these. is_first: the reader has not been told of the
+        prompt."""
         output = RequestOutput(
             self.request_id,
             self._request.prompt,

@@ -1,7 +1,9 @@
-"""Better answers for more computation: three ways to spend tokens when a request is served, as plain functions.
+"""Better answers for more computation: three ways to spend tokens when a request is served, as
+plain functions.
 
-All completions of one call are choices of one request, so its prompt is computed once and its blocks are shared. Where
-one call follows another, its prompt begins with the last one's, so that the prefix cache has it.
+All completions of one call are choices of one request, so its prompt is computed once and its
+blocks are shared. Where one call follows another, its prompt begins with the last one's, so that
+the prefix cache has it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ async def best_of_n(
     score: Score,
     sampling_params: SamplingParams | None = None,
 ) -> BestOfN:
-    """The one of `n` completions that `score` rates highest; of equals the first. `score` may be a coroutine function,
-    for tests that run or another model that judges. Pays where a good answer is easier to recognise than to give.
+    """The one of `n` completions that `score` rates highest; of equals the first. `score` may be a
+    coroutine function, for tests that run or another model that judges. Pays where a good answer is
+    easier to recognise than to give.
 
     Raises what `score` and AsyncLLM.generate raise.
     """
@@ -73,9 +76,10 @@ async def self_consistency(
     answer_of: Callable[[str], Hashable],
     sampling_params: SamplingParams | None = None,
 ) -> Vote:
-    """The answer that most of `n` completions end with (Wang et al. 2022). `answer_of` reads it from a completion's
-    text; None for none, which counts for nobody. What is still running when no other answer can win is ended. Pays
-    where many ways lead to one short answer; of equals, the first to have come wins.
+    """The answer that most of `n` completions end with (Wang et al. 2022). `answer_of` reads it
+    from a completion's text; None for none, which counts for nobody. What is still running when no
+    other answer can win is ended. Pays where many ways lead to one short answer; of equals, the
+    first to have come wins.
 
     Raises what `answer_of` and AsyncLLM.generate raise.
     """
@@ -126,9 +130,10 @@ async def critique_and_revise(
     revise: str = "Write the answer again, without them.",
     sampling_params: SamplingParams | None = None,
 ) -> Revision:
-    """Lets the model criticise its answer to a conversation and write it again, up to `rounds` times (Madaan et al.
-    2023). A critique that `is_good` takes to find nothing ends it. Each turn continues the conversation, so only what
-    is new of it is computed. Pays where the model sees its mistakes; needs one that follows instructions.
+    """Lets the model criticise its answer to a conversation and write it again, up to `rounds`
+    times (Madaan et al. 2023). A critique that `is_good` takes to find nothing ends it. Each turn
+    continues the conversation, so only what is new of it is computed. Pays where the model sees its
+    mistakes; needs one that follows instructions.
 
     Raises ValidationError, and what AsyncLLM.generate raises.
     """

@@ -1,8 +1,10 @@
-"""Notice replicas that make no progress while requests wait for them: a hung core, or a hung worker.
+"""Notice replicas that make no progress while requests wait for them: a hung core, or a hung
+worker.
 
-A replica that sends tokens makes progress. The watch asks a silent replica: its core answers in microseconds, with the
-time for which its steps in flight have had no output. The watch counts its own turns and not seconds, and each turn of
-the event loop reads the answers that have arrived. So a frontend that was delayed itself suspects no replica.
+A replica that sends tokens makes progress. The watch asks a silent replica: its core answers in
+microseconds, with the time for which its steps in flight have had no output. The watch counts its
+own turns and not seconds, and each turn of the event loop reads the answers that have arrived. So a
+frontend that was delayed itself suspects no replica.
 
 The watch asks nothing of an engine without requests, so such an engine stays asleep.
 """
@@ -18,11 +20,12 @@ from sidestep.ipc.messages import Answer
 TURN_S = 0.5
 """Seconds between two turns of the watch."""
 STALL_S = 2.0
-"""Seconds without an answer, or without an output of a step in flight, after which a replica counts as stalled."""
+"""Seconds without an answer, or without an output of a step in flight, after which a replica counts
+as stalled."""
 _MOST_TURNS = int(STALL_S / TURN_S)
 _MOST_PATIENCE_S = 64.0
-"""Largest limit, in seconds, for a step without an output. A replica's limit doubles, up to this, each time that it
-turns out to be slow and not stalled."""
+"""Largest limit, in seconds, for a step without an output. A replica's limit doubles, up to this,
+each time that it turns out to be slow and not stalled."""
 _NO_PROGRESS = "the steps in flight make no progress"
 
 
@@ -48,8 +51,8 @@ class StallWatch:
         busy: Callable[[], Iterable[int]],
         on_change: Callable[[int, str | None], None],
     ) -> None:
-        """ping: asks a replica. busy: returns the replicas with requests in flight. on_change: called with the reason
-        when a replica stalls, and with None when it makes progress again."""
+        """ping: asks a replica. busy: returns the replicas with requests in flight. on_change:
+        called with the reason when a replica stalls, and with None when it makes progress again."""
         self._ping = ping
         self._busy = busy
         self._on_change = on_change
@@ -76,7 +79,8 @@ class StallWatch:
             self._timer = loop.call_later(TURN_S, self._turn)
 
     def suspect(self, replica: int) -> None:
-        """Watch a replica, also without requests, because it has not answered a question in time."""
+        """Watch a replica, also without requests, because it has not answered a question in
+        time."""
         look = self._looks.setdefault(replica, _Look())
         if look.asked is None:
             look.asked, look.turns = self._ping(replica), 0

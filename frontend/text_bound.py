@@ -1,8 +1,8 @@
 """Bounds on the text of one token, so that a text that cannot fit is refused by its length.
 
-A bound must hold for every text: a text that fits must not be refused. So the bound follows from what each part of a
-tokenizer may do to a text. Where a part may drop text, or join text of any length into one token, there is no bound,
-and the text is tokenised to be counted.
+A bound must hold for every text: a text that fits must not be refused. So the bound follows from
+what each part of a tokenizer may do to a text. Where a part may drop text, or join text of any
+length into one token, there is no bound, and the text is tokenised to be counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class TextBound:
         self._absorbing = [token.content for token in absorbing]
         self.characters: int | None = None
         """Largest number of characters of a text that one token stands for; None: any number."""
-        # An added token that absorbs whitespace matches only its own text if there is no normalizer.
+        # An added token that absorbs whitespace matches only its own text if there is no
+        # normalizer.
         if all(map(_keeps_all, cutters)) and not (
             normalizers and any(t.normalized for t in absorbing)
         ):
@@ -67,8 +68,9 @@ class TextBound:
         return -(-len(text) // self.characters)
 
     def counted_least_tokens(self, text: str) -> int:
-        """Return a lower bound from the text's bytes: each byte counts as its share of the longest token that contains
-        it. Takes some 30 ns a byte, and lets other threads run. Raises UnicodeEncodeError for lone surrogates."""
+        """Return a lower bound from the text's bytes: each byte counts as its share of the longest
+        token that contains it. Takes some 30 ns a byte, and lets other threads run. Raises
+        UnicodeEncodeError for lone surrogates."""
         if self.characters is None or not self._is_plain or self._may_absorb(text):
             return 0
         data, counts = text.encode(), Counter[int]()
@@ -96,7 +98,8 @@ class TextBound:
 
     @cached_property
     def _longest(self) -> list[int]:
-        """For each byte, the length in bytes of the longest token that contains it; for a byte-level vocabulary."""
+        """For each byte, the length in bytes of the longest token that contains it; for a
+        byte-level vocabulary."""
         alphabet = byte_characters()
         tokens = {
             bytes(alphabet[character] for character in token)
@@ -114,7 +117,8 @@ class TextBound:
 
 
 def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a normalizer or pre-tokenizer, or of each in a sequence, as a tokenizer's file has them."""
+    """Yield the settings of a normalizer or pre-tokenizer, or of each in a sequence, as a
+    tokenizer's file has them."""
     if part is not None:
         yield from _flat(json.loads(part.__getstate__()), key)
 
@@ -128,7 +132,8 @@ def _flat(state: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrinkage(part: dict[str, Any]) -> int | None:
-    """Return the largest number of characters that a normalizer makes into one; None: any number, or it drops some."""
+    """Return the largest number of characters that a normalizer makes into one; None: any number,
+    or it drops some."""
     if part["type"] == "Replace":
         found, made = part["pattern"].get("String"), part["content"]
         return None if not found or not made else -(-len(found) // len(made))
@@ -143,8 +148,8 @@ def _keeps_all(part: dict[str, Any]) -> bool:
 
 
 def _knows_all(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
-    """Return whether each character that the vocabulary lacks costs at least one token: it is neither dropped nor
-    joined with others into one unknown token."""
+    """Return whether each character that the vocabulary lacks costs at least one token: it is
+    neither dropped nor joined with others into one unknown token."""
     if isinstance(model, BPE):
         if is_byte_level and all(byte in vocabulary for byte in byte_characters()):
             return True

@@ -1,6 +1,7 @@
 """Text to tokens and back, and chat templates, from a Hugging Face folder's own files.
 
-Uses the `tokenizers` and `jinja2` libraries directly: transformers would bring torch into the frontend.
+Uses the `tokenizers` and `jinja2` libraries directly: transformers would bring torch into the
+frontend.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from sidestep.ipc.errors import EngineStartError, PromptTooLongError, Validation
 from sidestep.ipc.sampling_params import SamplingParams
 
 LONG_TEXT = 2048
-"""Characters from which tokenising (up to 1 us each) would noticeably delay the other streams of the event loop."""
+"""Characters from which tokenising (up to 1 us each) would noticeably delay the other streams of
+the event loop."""
 _HUGE_TEXT = 1 << 20
 """Characters from which the library's memory (about 150 bytes each) is returned to the system."""
 _SPECIAL = (
@@ -39,13 +41,15 @@ _MAX_TEMPLATES = 32
 
 
 class Tokenizer(TokenizerMethods):
-    """A model's tokenizer. Thread-safe; tokenising long texts and decoding release the interpreter lock."""
+    """A model's tokenizer. Thread-safe; tokenising long texts and decoding release the interpreter
+    lock."""
 
     has_texts = True
     """Whether tokens can be converted to text, and text to tokens."""
 
     def __init__(self, folder: str) -> None:
-        """Raises EngineStartError, in one line, if the folder's files are missing or cannot be read."""
+        """Raises EngineStartError, in one line, if the folder's files are missing or cannot be
+        read."""
         self.fast = _load(Path(folder))
         # A file may carry the settings of its training, which would cut prompts without a word.
         self.fast.no_truncation()
@@ -94,7 +98,8 @@ class Tokenizer(TokenizerMethods):
         self._compiled = {}
 
     def template_for(self, tools: object) -> str | None:
-        """Return the source of the template for a conversation with these tools, or without any (None)."""
+        """Return the source of the template for a conversation with these tools, or without any
+        (None)."""
         return self._templates.get(self._template_name(tools))
 
     def _template_name(self, tools: object) -> str:
@@ -107,14 +112,17 @@ class Tokenizer(TokenizerMethods):
     def encode(
         self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. By default, add the special tokens that the model puts around every text.
+        """Return the token ids of a text. By default, add the special tokens that the model puts
+        around every text.
 
-        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold, and
-        PromptTooLongError for a text that leaves no room for output in a model of length `max_model_len`.
+        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold,
+        and PromptTooLongError for a text that leaves no room for output in a model of length
+        `max_model_len`.
         """
         try:
-            # For a single text the library releases the interpreter lock only in `encode_batch`. It then notes that it
-            # may have used threads, and warns programs that fork later, so short texts take the other way.
+            # For a single text the library releases the interpreter lock only in `encode_batch`. It
+            # then notes that it may have used threads, and warns programs that fork later, so short
+            # texts take the other way.
             encoding = (
                 self.fast.encode(text, add_special_tokens=add_special_tokens)
                 if len(text) <= LONG_TEXT
@@ -169,19 +177,20 @@ class Tokenizer(TokenizerMethods):
     ) -> str:
         """Return the prompt of a conversation as text, with its special tokens.
 
-        chat_template: a template instead of the model's own. The template gets `variables`. Raises ValidationError when
-        there is no template or it refuses the messages.
+        chat_template: a template instead of the model's own. The template gets `variables`. Raises
+        ValidationError when there is no template or it refuses the messages.
         """
         template = self._template(chat_template, variables.get("tools"))
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def template_variables(self, tools: object) -> frozenset[str]:
-        """Return the names of the variables that the template for these tools reads. Raises ValidationError like
-        `render_chat`."""
+        """Return the names of the variables that the template for these tools reads. Raises
+        ValidationError like `render_chat`."""
         return self._template(None, tools).variables
 
     def _template(self, source: str | None, tools: object) -> ChatTemplate:
-        """Return the template `source`, or without it the model's own for a conversation with these tools."""
+        """Return the template `source`, or without it the model's own for a conversation with these
+        tools."""
         if source is None:
             source = self.template_for(tools)
         elif not isinstance(source, str):

@@ -13,8 +13,8 @@ from sidestep.frontend.vllm_names import RefusesTokenizerMethods, takes_vllm_arg
 
 
 class Encoding(dict[str, Any]):
-    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as items and as attributes; lists of lists
-    for several texts."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as items and as
+    attributes; lists of lists for several texts."""
 
     @property
     def input_ids(self) -> Any:
@@ -28,8 +28,8 @@ class Encoding(dict[str, Any]):
 
 
 class TokenizerMethods(RefusesTokenizerMethods):
-    """Methods that need only a tokenizer's `encode`, `decode` and `render_chat`. Names and defaults are
-    transformers'."""
+    """Methods that need only a tokenizer's `encode`, `decode` and `render_chat`. Names and defaults
+    are transformers'."""
 
     fast: FastTokenizer
     _special_tokens: Mapping[str, str]
@@ -150,10 +150,11 @@ class TokenizerMethods(RefusesTokenizerMethods):
         return_dict: bool = False,
         **variables: Any,
     ) -> str | list[int] | Encoding:
-        """Return the prompt of a conversation: its token ids, an Encoding of them (return_dict), or its text.
+        """Return the prompt of a conversation: its token ids, an Encoding of them (return_dict), or
+        its text.
 
-        The template gets the other `variables`. Raises ValidationError when the model has no template or the template
-        refuses the messages.
+        The template gets the other `variables`. Raises ValidationError when the model has no
+        template or the template refuses the messages.
         """
         text = self.render_chat(conversation, **{"add_generation_prompt": False, **variables})
         if not tokenize:

@@ -1,7 +1,9 @@
-"""Which parallel sizes fit a model on a machine: weights of a rank, tokens in the cache, and the least time of a step.
+"""Which parallel sizes fit a model on a machine: weights of a rank, tokens in the cache, and the
+least time of a step.
 
-All by arithmetic on the model's shape: nothing is loaded and no GPU is asked. Times are floors: what must be read from
-memory, by the memory's bandwidth; launches, communication and arithmetic come on top.
+All by arithmetic on the model's shape: nothing is loaded and no GPU is asked. Times are floors:
+what must be read from memory, by the memory's bandwidth; launches, communication and arithmetic
+come on top.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _GPU_BLOCK, _CPU_BLOCK = 64, 16
 _MARGIN = 512 << 20
 """What the engine leaves free on a GPU beside the largest step; see executor/gpu_runner.py."""
 _CPU_CACHE_BYTES = 2 << 30
-"""Most that the engine takes for the cache on a CPU unless told otherwise; see executor/kv_cache_size.py."""
+"""Most that the engine takes for the cache on a CPU unless told otherwise; see
+executor/kv_cache_size.py."""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +56,8 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 def sizes(
     spec: ModelSpec, machine: Machine, *, dtype: str, max_model_len: int, cache: CacheConfig
 ) -> list[Size]:
-    """Every size of a replica that the model and the machine allow, with as many replicas as there is room for."""
+    """Every size of a replica that the model and the machine allow, with as many replicas as there
+    is room for."""
     num_devices = max(1, len(machine.gpus))
     return [
         _size(
@@ -158,8 +162,8 @@ def _room(machine: Machine, cache: CacheConfig) -> int:
 
 
 def _working_bytes(spec: ModelSpec, tp: int, item: int) -> int:
-    """An estimate of what the largest step takes on a GPU: the MLP's and the stream's activations and the logits, once
-    outside of graphs and once in them. The engine measures it at its start."""
+    """An estimate of what the largest step takes on a GPU: the MLP's and the stream's activations
+    and the logits, once outside of graphs and once in them. The engine measures it at its start."""
     limits = SchedulerConfig().limits("cuda")
     step = (
         limits.max_num_batched_tokens

@@ -1,4 +1,5 @@
-"""vLLM's names on LLM and AsyncLLM: arguments that ask for nothing are accepted, all other names are refused.
+"""vLLM's names on LLM and AsyncLLM: arguments that ask for nothing are accepted, all other names
+are refused.
 
 The tables are in ipc/vllm. Type checkers see only the names that exist here.
 """
@@ -19,7 +20,8 @@ R = TypeVar("R")
 
 
 def takes_vllm_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function be called with vLLM's arguments that ask for nothing; others raise ValidationError.
+    """Let a function be called with vLLM's arguments that ask for nothing; others raise
+    ValidationError.
 
     The decorated function keeps its name and signature.
     """
@@ -50,7 +52,8 @@ class _Refusing:
 
 
 class RefusesVllmMethods(_Refusing):
-    """Refuse the methods of vLLM's engines: `hasattr` is false of them, and calling them raises UnsupportedError."""
+    """Refuse the methods of vLLM's engines: `hasattr` is false of them, and calling them raises
+    UnsupportedError."""
 
     _INSTEAD = METHODS
 

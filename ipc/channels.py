@@ -1,8 +1,8 @@
 """ZeroMQ between frontends and the core: one PUSH/PULL pair a frontend, bound by the frontend.
 
-Sending never waits (ZeroMQ's own threads do the I/O), receiving drains what is there. Both ends expose a descriptor to
-wait on. ZeroMQ's descriptor is edge-triggered: after it fires, and before waiting on it again, a socket must be read
-until it is empty; `receive` always does.
+Sending never waits (ZeroMQ's own threads do the I/O), receiving drains what is there. Both ends
+expose a descriptor to wait on. ZeroMQ's descriptor is edge-triggered: after it fires, and before
+waiting on it again, a socket must be read until it is empty; `receive` always does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _CONNECT_MS = 10_000
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    # No high-water mark: dropping or waiting would both break the engine. The queue is bounded by admission.
+    # No high-water mark: dropping or waiting would both break the engine. The queue is bounded by
+    # admission.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket
@@ -58,7 +59,8 @@ def remove_address(address: ClientAddress) -> None:
 
 
 def _watch(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A socket that has something to read once the other end's process has closed its end, or has ended."""
+    """A socket that has something to read once the other end's process has closed its end, or has
+    ended."""
     return socket.get_monitor_socket(zmq.Event.DISCONNECTED)
 
 
@@ -66,8 +68,8 @@ class FrontendChannel:
     """A frontend's end. Not thread-safe: one thread sends and receives."""
 
     def __init__(self, address: ClientAddress | None = None) -> None:
-        """Listens at an address that the core knows, or at a new one. Raises EngineStartError if that address has been
-        taken back."""
+        """Listens at an address that the core knows, or at a new one. Raises EngineStartError if
+        that address has been taken back."""
         self.address = address if address is not None else new_address()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._out, self._in = _open(self._context, zmq.PUSH), _open(self._context, zmq.PULL)
@@ -91,22 +93,25 @@ class FrontendChannel:
         return decode_to_frontend(self._in.recv())
 
     def seal(self) -> None:
-        """Removes the socket files, once the core has connected: from then on nothing can be left behind."""
-        # It has connected to one end if it has sent something, but perhaps not to the other, which it tries again and
-        # again. A PUSH socket without a peer cannot be written to.
+        """Removes the socket files, once the core has connected: from then on nothing can be left
+        behind."""
+        # It has connected to one end if it has sent something, but perhaps not to the other, which
+        # it tries again and again. A PUSH socket without a peer cannot be written to.
         self._out.poll(_CONNECT_MS, zmq.POLLOUT)
         self._is_sealed = True
         remove_address(self.address)
 
     def send(self, message: ToCore) -> None:
-        """Queue a message. Never waits, once `seal` has seen the core connect. A message to a core that has ended is
-        lost; the core's end is reported separately. A forked child sends nothing."""
+        """Queue a message. Never waits, once `seal` has seen the core connect. A message to a core
+        that has ended is lost; the core's end is reported separately. A forked child sends
+        nothing."""
         if not self._is_ours:
             return
         try:
             self._out.send(encode(message), zmq.NOBLOCK if self._is_sealed else 0)
         except zmq.Again:
-            # Without a peer the socket would wait for one, on the thread that is to hear that there is none any more.
+            # Without a peer the socket would wait for one, on the thread that is to hear that there
+            # is none any more.
             pass
 
     def fileno(self) -> int:
@@ -114,7 +119,8 @@ class FrontendChannel:
         return int(self._in.getsockopt(zmq.FD))
 
     def receive(self) -> list[ToFrontend]:
-        """Return all messages that have arrived; none in a forked child, where ZeroMQ would try again for ever."""
+        """Return all messages that have arrived; none in a forked child, where ZeroMQ would try
+        again for ever."""
         if not self._is_ours:
             return []
         return [decode_to_frontend(frame) for frame in _drain(self._in)]
@@ -128,8 +134,8 @@ class FrontendChannel:
         return self._is_ours and bool(_drain(self._gone))
 
     def leave_to_parent(self) -> None:
-        """Close a forked process's copies of the connections. With them open, the core would not see this frontend's
-        end."""
+        """Close a forked process's copies of the connections. With them open, the core would not
+        see this frontend's end."""
         self._is_ours = False
         close_sockets_of(
             {path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)}
@@ -161,7 +167,8 @@ class CoreChannel:
     def connect(self, address: ClientAddress) -> int:
         """Serves another frontend, which may begin to listen later; its number.
 
-        This and `take_gone` may use up the descriptor's news of a message, so `receive` must follow before a wait.
+        This and `take_gone` may use up the descriptor's news of a message, so `receive` must follow
+        before a wait.
         """
         client = len(self._addresses)
         self._addresses.append(address)
@@ -174,7 +181,8 @@ class CoreChannel:
         return client
 
     def take_gone(self) -> list[int]:
-        """Frontends whose processes have left since this was last asked. Nothing more is sent to them."""
+        """Frontends whose processes have left since this was last asked. Nothing more is sent to
+        them."""
         gone = [client for client, monitor in self._gone.items() if _drain(monitor)]
         for client in gone:
             self._in.disconnect(self._addresses[client].to_core)
@@ -186,7 +194,8 @@ class CoreChannel:
         return gone
 
     def receive(self) -> list[ToCore]:
-        """All messages that are there. One that cannot be read is logged and dropped: it must not end the engine."""
+        """All messages that are there. One that cannot be read is logged and dropped: it must not
+        end the engine."""
         messages: list[ToCore] = []
         for frame in _drain(self._in):
             try:

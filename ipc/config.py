@@ -1,8 +1,9 @@
 """Configuration: frozen sections, one place where each option is declared, described and checked.
 
-`EngineArgs` is the flat form that users and the command line see: it inherits the fields of every section, so an
-option is written once. `EngineArgs.create_engine_config()` splits it into `EngineConfig`; each component is handed
-only its own section. Nothing here starts a process: an impossible combination fails before there is one.
+`EngineArgs` is the flat form that users and the command line see: it inherits the fields of every
+section, so an option is written once. `EngineArgs.create_engine_config()` splits it into
+`EngineConfig`; each component is handed only its own section. Nothing here starts a process: an
+impossible combination fails before there is one.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class ModelConfig(Options):
     )
 
     def read_generation_config(self, path: str) -> GenerationConfig:
-        """Return the settings for generating with the model in this folder. Raises EngineStartError."""
+        """Return the settings for generating with the model in this folder. Raises
+        EngineStartError."""
         if self.generation_config == "auto":
             return read_generation_config(path)
         if self.generation_config in ("vllm", "none"):
@@ -186,22 +188,25 @@ class StepLimits:
     num_slots: int
     """Rows of a worker's tables."""
     target_itl_s: float
-    """Seconds that a step with decodes should last at most, prompts permitting; 0: any. A stage's part of it, in a
-    pipeline."""
+    """Seconds that a step with decodes should last at most, prompts permitting; 0: any. A stage's
+    part of it, in a pipeline."""
     num_stages: int
-    """Stages of the pipeline: a token is known to the first one when so many further steps have begun."""
+    """Stages of the pipeline: a token is known to the first one when so many further steps have
+    begun."""
     max_steps_in_flight: int
     """Each stage has one; with overlap, one more is queued."""
 
     @property
     def num_masks(self) -> int:
-        """Masks of grammars that a worker keeps: some grammars' worth, and those of any two steps."""
+        """Masks of grammars that a worker keeps: some grammars' worth, and those of any two
+        steps."""
         return max(1024, 2 * self.max_num_seqs)
 
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
-"""Default max_num_seqs and max_num_batched_tokens. 33 tiles of 256 tokens: then the tiles of a large product are most
-often a multiple of the 132 processors of an H100 or H200, and none of those waits in the last turn."""
+"""Default max_num_seqs and max_num_batched_tokens. 33 tiles of 256 tokens: then the tiles of a
+large product are most often a multiple of the 132 processors of an H100 or H200, and none of those
+waits in the last turn."""
 _GPU_TARGET_ITL_MS = 27.0
 
 
@@ -247,8 +252,9 @@ class SchedulerConfig(Options):
         )
 
     def limits(self, device: str, num_stages: int = 1) -> StepLimits:
-        """What was asked for, filled up with the defaults of a device ('cuda', 'cpu' or 'fake'). One default gives way
-        to a limit that was asked for: a decode step of all running requests fits in any case."""
+        """What was asked for, filled up with the defaults of a device ('cuda', 'cpu' or 'fake').
+        One default gives way to a limit that was asked for: a decode step of all running requests
+        fits in any case."""
         default = _GPU_LIMITS if device == "cuda" else _LIMITS
         seqs = self.max_num_seqs or min(default[0], self.max_num_batched_tokens or default[0])
         tokens = self.max_num_batched_tokens or max(default[1], seqs)
@@ -258,8 +264,8 @@ class SchedulerConfig(Options):
             else _GPU_TARGET_ITL_MS * (device == "cuda")
         )
         steps = num_stages + self.async_scheduling
-        # A slot is reused only after the last step that touches it has come back, so with overlap a full batch may end
-        # while another full batch enters.
+        # A slot is reused only after the last step that touches it has come back, so with overlap a
+        # full batch may end while another full batch enters.
         return StepLimits(
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
@@ -347,7 +353,8 @@ class ParallelConfig(Options):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the model, or of each replica. Those of one stage come one after the other."""
+        """Processes of the model, or of each replica. Those of one stage come one after the
+        other."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def rank_name(self, rank: int) -> str:
@@ -478,13 +485,15 @@ class EngineConfig:
 class EngineArgs(
     LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig
 ):
-    """Every option of the engine as one flat set of keyword arguments; each is also a command-line flag."""
+    """Every option of the engine as one flat set of keyword arguments; each is also a command-line
+    flag."""
 
     def _section(self, cls: type[T]) -> T:
         return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})  # type: ignore[arg-type]
 
     def create_engine_config(self) -> EngineConfig:
-        """Finds and reads the model's config.json and checks everything. Raises ValidationError or EngineStartError."""
+        """Finds and reads the model's config.json and checks everything. Raises ValidationError or
+        EngineStartError."""
         path = resolve_model_path(self.model, self.revision)
         tokenizer_path = self._tokenizer_path(path)
         generation = self.read_generation_config(path)
@@ -542,7 +551,8 @@ def environment_options() -> dict[str, str]:
 def keys_of_environment(variable: str) -> list[str]:
     """Return the server's keys in API_KEYS or OPERATOR_KEYS, separated by commas or white space.
 
-    Raises ValidationError for a variable that is set and holds no key: a server without keys would be open.
+    Raises ValidationError for a variable that is set and holds no key: a server without keys would
+    be open.
     """
     if (text := os.environ.get(variable)) is None:
         return []
@@ -552,8 +562,8 @@ def keys_of_environment(variable: str) -> list[str]:
 
 
 def state_folder_of_environment() -> Path | None:
-    """Return the folder for this user's own files, such as the history of `sidestep chat`; None without a home
-    folder."""
+    """Return the folder for this user's own files, such as the history of `sidestep chat`; None
+    without a home folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(base):  # the XDG specification ignores relative ones
         return Path(base) / "sidestep"
@@ -562,7 +572,8 @@ def state_folder_of_environment() -> Path | None:
 
 
 def colours_of_environment() -> bool:
-    """Return whether a terminal may have colours: not with NO_COLOR, and not if the terminal is dumb."""
+    """Return whether a terminal may have colours: not with NO_COLOR, and not if the terminal is
+    dumb."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -580,8 +591,8 @@ def visible_gpus_of_environment() -> list[str] | None:
 def exact_products_environment() -> dict[str, str]:
     """Return the variables that make MKL add in an order that does not depend on a product's sizes.
 
-    MKL reads them when it is loaded. They select its strict mode of conditional numerical reproducibility, which it has
-    for AVX2 and AVX-512. A mode that the user has chosen stays.
+    MKL reads them when it is loaded. They select its strict mode of conditional numerical
+    reproducibility, which it has for AVX2 and AVX-512. A mode that the user has chosen stays.
     """
     if chosen := os.environ.get("MKL_CBWR"):
         return {"MKL_CBWR": chosen}

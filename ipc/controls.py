@@ -1,7 +1,8 @@
-"""What a request asks of its logits beyond the columns that every request has: sent to the workers once, as bytes, when
-it enters a slot, and not at all by plain requests.
+"""What a request asks of its logits beyond the columns that every request has: sent to the workers
+once, as bytes, when it enters a slot, and not at all by plain requests.
 
-The frontend makes it from the sampling parameters; the core passes the bytes on without looking at them.
+The frontend makes it from the sampling parameters; the core passes the bytes on without looking at
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Controls(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     bad_words: list[list[int]] = []
     """Tokens of which the last must not follow the others, of at most MAX_BAD_WORD_TOKENS."""
     logprobs: int = -1
-    """Of each sampled token: how many of the most probable tokens besides it; -1 for not even its own."""
+    """Of each sampled token: how many of the most probable tokens besides it; -1 for not even its
+    own."""
     prompt_logprobs: int = -1
     """The same of each token of the prompt."""
     extra_args: dict[str, Any] = {}

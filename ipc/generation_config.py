@@ -1,4 +1,5 @@
-"""Read generation_config.json, in which a model's makers set sampling parameters and the tokens that end an output."""
+"""Read generation_config.json, in which a model's makers set sampling parameters and the tokens
+that end an output."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class GenerationConfig(msgspec.Struct, frozen=True):
 def read_generation_config(
     folder: str, *, required: bool = False, with_sampling: bool = True
 ) -> GenerationConfig:
-    """Return the settings of the file in a folder; empty ones if there is no file, unless it is required.
-    with_sampling: whether to read its sampling parameters.
+    """Return the settings of the file in a folder; empty ones if there is no file, unless it is
+    required. with_sampling: whether to read its sampling parameters.
 
     Raises EngineStartError, which names the file and the wrong value.
     """
@@ -77,7 +78,8 @@ class _Model(msgspec.Struct):
 def read_tokenizer_eos(folder: str) -> tuple[int, ...]:
     """Return the id of the tokenizer's own end-of-sequence token, if it names one.
 
-    For files that cannot be read, return an empty tuple: loading the tokenizer reports their errors.
+    For files that cannot be read, return an empty tuple: loading the tokenizer reports their
+    errors.
     """
     try:
         config = read_json(Path(folder) / "tokenizer_config.json") or {}

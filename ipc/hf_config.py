@@ -1,7 +1,7 @@
 """A model's config.json for the readers of model families, with a checked type for each field.
 
-A field of another type is refused in one sentence that names it, so that no reader computes with it. The user's values
-(hf_overrides) are merged in first, and checked like the file's.
+A field of another type is refused in one sentence that names it, so that no reader computes with
+it. The user's values (hf_overrides) are merged in first, and checked like the file's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class HfConfig:
         return self._values.get(name)
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number. Raises EngineStartError, also for a missing field without a default."""
+        """Return a whole number. Raises EngineStartError, also for a missing field without a
+        default."""
         value = self._given(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -105,7 +106,8 @@ class HfConfig:
         raise EngineStartError(f"model: {name} in {self._source} {problem}")
 
     def check_overrides(self) -> None:
-        """Raise ValidationError for an override that no reader has read. Call it after the reader."""
+        """Raise ValidationError for an override that no reader has read. Call it after the
+        reader."""
         for name in sorted(self.overridden - self._in_file - self._asked):
             raise ValidationError(
                 "hf_overrides",
@@ -154,8 +156,8 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the file's values with the user's over them, objects merged field by field.
 
-    Two fields have an older name too. In the result the rotary embedding's object has the newer name. For dtype and
-    torch_dtype, the name that the user gives counts.
+    Two fields have an older name too. In the result the rotary embedding's object has the newer
+    name. For dtype and torch_dtype, the name that the user gives counts.
     """
     rope, new = _rope_object(values), _rope_object(overrides)
     if "rope_theta" in overrides:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from sidestep.ipc.model_spec import ModelSpec
 
 _ROWS, _CONTEXT = 64, 1024
-"""A step that is meant to take equally long in all stages: so many decodes, each after so many tokens."""
+"""A step that is meant to take equally long in all stages: so many decodes, each after so many
+tokens."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline: consecutive layers. The first also embeds, the last also has the head and samples."""
+    """One stage of a pipeline: consecutive layers. The first also embeds, the last also has the
+    head and samples."""
 
     index: int
     count: int
@@ -31,8 +33,8 @@ class Stage:
 
 
 def split_layers(spec: ModelSpec, num_stages: int) -> tuple[int, ...]:
-    """Numbers of layers that make stages take about equally long. The last stage also has the head, so it may have
-    fewer layers; of the others the first ones may have one more."""
+    """Numbers of layers that make stages take about equally long. The last stage also has the head,
+    so it may have fewer layers; of the others the first ones may have one more."""
     if num_stages == 1:
         return (spec.num_layers,)
     head = _head_cost(spec) / _layer_cost(spec)

@@ -1,7 +1,8 @@
 """Logs of all processes: one level, one format, on standard error.
 
-A process is started with the settings of its parent, so frontend, core and workers write alike. In a program that uses
-the engine as a library, these settings apply only to the engine's own processes: the program's logging stays as it is.
+A process is started with the settings of its parent, so frontend, core and workers write alike. In
+a program that uses the engine as a library, these settings apply only to the engine's own
+processes: the program's logging stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from sidestep.ipc.options import Options, option
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 FIELDS = "fields"
-"""Name of a record's attribute that holds further fields of its JSON object: logger.info(text, extra={FIELDS: {}})."""
+"""Name of a record's attribute that holds further fields of its JSON object: logger.info(text,
+extra={FIELDS: {}})."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def begin(config: LogConfig, process: str) -> None:
 
 
 def own_process() -> None:
-    """Log warnings and uncaught exceptions too, which would otherwise be written to standard error directly. Only for
-    processes that belong to the engine."""
+    """Log warnings and uncaught exceptions too, which would otherwise be written to standard error
+    directly. Only for processes that belong to the engine."""
     if _config.log_format == "json":
         logging.captureWarnings(True)
         sys.excepthook = lambda *error: _log_uncaught(error)
@@ -106,7 +108,8 @@ def current() -> LogConfig:
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
-    """Write a line for the user who started the command: as it is, or as a record where the log is JSON."""
+    """Write a line for the user who started the command: as it is, or as a record where the log is
+    JSON."""
     if _config.log_format == "json":
         logging.getLogger("sidestep").log(level, text)
     elif level >= logging.getLevelNamesMapping()[_config.log_level.upper()]:

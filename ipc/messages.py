@@ -1,7 +1,7 @@
 """Messages between a frontend and the engine core: msgspec structs, tagged and array-like.
 
-A request is known to the core by (client, handle): the handle is a number that its frontend chose. What the core sends
-every step is columnar, one message for all requests of one frontend.
+A request is known to the core by (client, handle): the handle is a number that its frontend chose.
+What the core sends every step is columnar, one message for all requests of one frontend.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     prompt_token_ids: bytes
     """int32, little-endian."""
     output_token_ids: bytes = b""
-    """int32: what it has given already, at a replica that has died. It goes on like one that was preempted."""
+    """int32: what it has given already, at a replica that has died. It goes on like one that was
+    preempted."""
     sampling: SamplingParams
     """With `seed` and `max_tokens` filled in, and without `structured_outputs`."""
     arrival: float
@@ -85,7 +86,8 @@ class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
 
 
 class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """Serve another frontend too, which will listen there; answered by `Answer` with its number as 'client'."""
+    """Serve another frontend too, which will listen there; answered by `Answer` with its number as
+    'client'."""
 
     client: int
     call_id: int
@@ -139,7 +141,8 @@ class Beam(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """The end of a request. Its last token, if this step gave one, is in the same message's columns."""
+    """The end of a request. Its last token, if this step gave one, is in the same message's
+    columns."""
 
     handle: int
     reason: FinishReason
@@ -152,7 +155,8 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     beams: list[Beam] = []
     """Of a beam search, the best first."""
     completes_grammar: bool = False
-    """It stopped because its grammar allows nothing more: its last token is text, and no stop token."""
+    """It stopped because its grammar allows nothing more: its last token is text, and no stop
+    token."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Readers of config.json, one for each family of models: from its fields to a ModelSpec.
 
-Each reader refuses fields that would change the model's arithmetic and are not implemented. A reader must not import
-torch: the frontend calls it. A reader from another package (`sidestep.model_specs`) can begin with the result of
-`llama`.
+Each reader refuses fields that would change the model's arithmetic and are not implemented. A
+reader must not import torch: the frontend calls it. A reader from another package
+(`sidestep.model_specs`) can begin with the result of `llama`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def llama(config: HfConfig) -> ModelSpec:
 
 
 def mistral(config: HfConfig) -> ModelSpec:
-    """Read a model like Llama, with one window for all layers, or for the layers that layer_types names."""
+    """Read a model like Llama, with one window for all layers, or for the layers that layer_types
+    names."""
     bias = config.flag("attention_bias")
     return _decoder(
         config,
@@ -70,7 +71,8 @@ def _decoder(
     window: int = 0,
     first_window: int = 0,
 ) -> ModelSpec:
-    """window: attention window of the layers from `first_window` on, or of the layers that layer_types names."""
+    """window: attention window of the layers from `first_window` on, or of the layers that
+    layer_types names."""
     _refuse_unsupported(config)
     num_layers, heads = config.whole("num_hidden_layers"), config.whole("num_attention_heads")
     hidden_size, rope = config.whole("hidden_size"), read_rope(config)

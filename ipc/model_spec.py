@@ -1,7 +1,9 @@
-"""What the engine needs to know of a model: its Hugging Face config.json, read into one checked, typed structure.
+"""What the engine needs to know of a model: its Hugging Face config.json, read into one checked,
+typed structure.
 
-Read without torch, so that the frontend refuses what cannot run before any process starts. A value that would change
-the model's arithmetic and that the engine does not implement is refused by name: never loaded and silently wrong.
+Read without torch, so that the frontend refuses what cannot run before any process starts. A value
+that would change the model's arithmetic and that the engine does not implement is refused by name:
+never loaded and silently wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     theta: float
     rope_type: str = "default"
     scaling: dict[str, Any] = {}
-    """The type's values by their names in rope_parameters, such as factor or low_freq_factor. All required ones are
-    there."""
+    """The type's values by their names in rope_parameters, such as factor or low_freq_factor. All
+    required ones are there."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +73,8 @@ _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 def resolve_model_path(
     model: str, revision: str | None = None, files: Sequence[str] = _FILES
 ) -> str:
-    """A local folder for a folder's path or a hub name (fetched where a hub is reachable; of it these files)."""
+    """A local folder for a folder's path or a hub name (fetched where a hub is reachable; of it
+    these files)."""
     if os.path.isdir(model):
         return os.path.abspath(model)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -97,9 +100,9 @@ def load_model_spec(
 ) -> ModelSpec:
     """Return the spec of the model whose config.json is in a folder.
 
-    overrides: values that replace the file's fields. generation: replaces the folder's own generation_config.json.
-    more_eos: tokens that end an output beside those of the files. Raises EngineStartError with one line on the problem;
-    ValidationError for a wrong override.
+    overrides: values that replace the file's fields. generation: replaces the folder's own
+    generation_config.json. more_eos: tokens that end an output beside those of the files. Raises
+    EngineStartError with one line on the problem; ValidationError for a wrong override.
     """
     values = read_json(Path(path) / "config.json")
     if values is None:
@@ -115,14 +118,16 @@ def load_model_spec(
 
 
 def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:
-    """Return the tokens of the user's override, else of generation_config.json, else of config.json."""
+    """Return the tokens of the user's override, else of generation_config.json, else of
+    config.json."""
     of_config = config.token_ids("eos_token_id")
     is_override = "eos_token_id" in config.overridden
     return of_config if is_override else generation.eos_token_ids or of_config
 
 
 def _reader(architecture: str) -> Any:
-    """Return the function that reads the family's configs. A function of another package may be missing."""
+    """Return the function that reads the family's configs. A function of another package may be
+    missing."""
     target = registry.model_spec_reader(architecture)
     try:
         return registry.load(target)

@@ -1,13 +1,13 @@
 """Child processes: started by name, watched for death, never outliving their parent.
 
-`spawn("package.module:function", args)` runs the function in a fresh interpreter. A pipe from the parent to the child's
-standard input carries the arguments and then stays open as a lifeline: when the parent ends, however it ends, the child
-reads end-of-file and exits at once. Stopping a child is closing its lifeline. So there is one way to end, it needs no
-signal handler, and nothing has to be cleaned up by name: rings are unnamed memory, socket files are removed once
-connected.
+`spawn("package.module:function", args)` runs the function in a fresh interpreter. A pipe from the
+parent to the child's standard input carries the arguments and then stays open as a lifeline: when
+the parent ends, however it ends, the child reads end-of-file and exits at once. Stopping a child is
+closing its lifeline. So there is one way to end, it needs no signal handler, and nothing has to be
+cleaned up by name: rings are unnamed memory, socket files are removed once connected.
 
-Not multiprocessing, because its spawn imports the user's main module again in every child (a script without a
-`__main__` guard would start engines without end), and pickles.
+Not multiprocessing, because its spawn imports the user's main module again in every child (a script
+without a `__main__` guard would start engines without end), and pickles.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ sys.path[:] = job["path"]
 from sidestep.ipc.process import run_child
 run_child(job, sys.argv[1:-1])
 """
-"""Program of a child. Its command line holds the folders to remove, and its name for lists of processes. A child that
-gets no whole line of arguments lost its parent before the arguments came, so it removes the folders that the parent
-left."""
+"""Program of a child. Its command line holds the folders to remove, and its name for lists of
+processes. A child that gets no whole line of arguments lost its parent before the arguments came,
+so it removes the folders that the parent left."""
 
 
 class Child:
@@ -84,7 +84,8 @@ class Child:
         return self._popen.pid
 
     def on_death(self, callback: Callable[[str], None]) -> None:
-        """Calls `callback(cause)` from a watching thread if the child ends before `stop`; at once if it has."""
+        """Calls `callback(cause)` from a watching thread if the child ends before `stop`; at once
+        if it has."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -106,7 +107,8 @@ class Child:
         return f"{self.name} (pid {self.pid}) exited with status {code}"
 
     def let_go(self) -> None:
-        """Tell the child to end, and do not wait for it. Raises SidestepError in a forked copy of the parent."""
+        """Tell the child to end, and do not wait for it. Raises SidestepError in a forked copy of
+        the parent."""
         self._home.check()
         self._stopping = True
         self._close_lifeline()
@@ -124,8 +126,8 @@ class Child:
             self._popen.stdin.close()
 
     def leave_to_parent(self) -> None:
-        """Close a forked process's copy of the lifeline. The forked process must neither wait for the child nor end
-        it."""
+        """Close a forked process's copy of the lifeline. The forked process must neither wait for
+        the child nor end it."""
         self._close_lifeline()
         self._popen.returncode = (
             0  # Popen would warn of a child that still runs when it is collected
@@ -151,12 +153,14 @@ def spawn(
     remove: Sequence[str] = (),
     log_config: LogConfig | None = None,
 ) -> Child:
-    """Run `target` ("module:function") in a new process; the function gets `args` as JSON bytes (see `decode_args`).
+    """Run `target` ("module:function") in a new process; the function gets `args` as JSON bytes
+    (see `decode_args`).
 
-    `env` adds to the environment; `pass_fds` are inherited under their own numbers. The child is in a process group of
-    its own, so that Ctrl-C in a terminal reaches only the program that owns the engine. `remove` names folders that the
-    parent removes itself; the child removes them when the parent ends, because the parent may be killed first. The
-    child logs as this process does, unless `log_config` is given.
+    `env` adds to the environment; `pass_fds` are inherited under their own numbers. The child is in
+    a process group of its own, so that Ctrl-C in a terminal reaches only the program that owns the
+    engine. `remove` names folders that the parent removes itself; the child removes them when the
+    parent ends, because the parent may be killed first. The child logs as this process does, unless
+    `log_config` is given.
     """
     with no_forks:  # until keep_from_children has the child
         popen = subprocess.Popen(
@@ -188,7 +192,8 @@ def decode_args(raw: bytes, cls: type[T]) -> T:
 def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
     """Run a child process. This is its main function. remove: folders that its parent may leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Service managers send it to every process of a service; while the program's own drains, the engine is needed.
+    # Service managers send it to every process of a service; while the program's own drains, the
+    # engine is needed.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, args=(remove,), name="lifeline", daemon=True).start()
     logs.begin(LogConfig(**job["logs"]), job["name"])
@@ -198,7 +203,8 @@ def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
 
 
 def end_with_parent(remove: Sequence[str] = ()) -> None:
-    """Wait until the lifeline is cut, remove the folders that the parent may have left, and end this process."""
+    """Wait until the lifeline is cut, remove the folders that the parent may have left, and end
+    this process."""
     while os.read(0, 4096):
         pass
     for folder in remove:
@@ -208,13 +214,15 @@ def end_with_parent(remove: Sequence[str] = ()) -> None:
 
 
 def freeze_heap() -> None:
-    """Takes everything alive now out of the garbage collector's sight, to keep its pauses out of the step path."""
+    """Takes everything alive now out of the garbage collector's sight, to keep its pauses out of
+    the step path."""
     gc.collect()
     gc.freeze()
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU time that a process has used, all its threads together; None where the system does not tell (no /proc)."""
+    """CPU time that a process has used, all its threads together; None where the system does not
+    tell (no /proc)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

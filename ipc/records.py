@@ -27,7 +27,8 @@ def step_kind(num_rows: int, num_prompts: int) -> StepKind:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step, from the event that let it be scheduled to the moment its tokens were ready to be told."""
+    """One step, from the event that let it be scheduled to the moment its tokens were ready to be
+    told."""
 
     step_id: int
     num_rows: int
@@ -43,7 +44,8 @@ class StepRecord:
     num_free_blocks: int
     """Requests and KV blocks when the step had been scheduled."""
     ready_ns: int
-    """The core knew what it needed for this step: the output it had waited for, or a new request."""
+    """The core knew what it needed for this step: the output it had waited for, or a new
+    request."""
     schedule_ns: int
     """The core began to schedule it."""
     submit_ns: int
@@ -97,9 +99,9 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     status: str
     """waiting, running, preempted or finished."""
     waiting_for: WaitReason | None
-    """What keeps it from running now: 'turn' (others are before it), 'max_num_seqs', 'max_num_batched_tokens' (the next
-    step will have room), 'kv_cache', 'output' (a preempted request's last token is on its way), or 'grammar' (it is
-    being compiled)."""
+    """What keeps it from running now: 'turn' (others are before it), 'max_num_seqs',
+    'max_num_batched_tokens' (the next step will have room), 'kv_cache', 'output' (a preempted
+    request's last token is on its way), or 'grammar' (it is being compiled)."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

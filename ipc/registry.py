@@ -1,7 +1,8 @@
 """Names to implementations: `name -> "module:attribute"`, imported only when asked for.
 
-So a registry can be read by a process that must not import what it names (the frontend checks that an architecture
-is supported without importing torch), and a new entry is one file and one line here.
+So a registry can be read by a process that must not import what it names (the frontend checks that
+an architecture is supported without importing torch), and a new entry is one file and one line
+here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ MODEL_SPECS: dict[str, str] = {
 """Hugging Face architecture name -> function that reads its config.json, without torch."""
 
 _OUTSIDE_MODELS, _OUTSIDE_SPECS = "sidestep.models", "sidestep.model_specs"
-"""Groups of entry points by which installed packages add to the two registries above, in every process."""
+"""Groups of entry points by which installed packages add to the two registries above, in every
+process."""
 
 RUNNERS: dict[str, str] = {
     "cpu": "sidestep.executor.model_runner:ModelRunner",
@@ -70,12 +72,14 @@ REASONING_PARSERS: dict[str, str] = {
 
 
 def model_class(architecture: str) -> str | None:
-    """Return the name of an architecture's class for `load`, from this project or an installed package."""
+    """Return the name of an architecture's class for `load`, from this project or an installed
+    package."""
     return MODELS.get(architecture) or _outside(_OUTSIDE_MODELS).get(architecture)
 
 
 def model_spec_reader(architecture: str) -> str:
-    """Return the name of the function that reads an architecture's config.json: Llama's reader by default."""
+    """Return the name of the function that reads an architecture's config.json: Llama's reader by
+    default."""
     found = MODEL_SPECS.get(architecture) or _outside(_OUTSIDE_SPECS).get(architecture)
     return found or MODEL_SPECS["LlamaForCausalLM"]
 

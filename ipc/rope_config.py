@@ -1,7 +1,8 @@
-"""The rotary embedding of a config.json, checked and complete, and the number of positions it is made for.
+"""The rotary embedding of a config.json, checked and complete, and the number of positions it is
+made for.
 
-Values that transformers derives from other fields are filled in here, so that the computation needs no other field of
-config.json.
+Values that transformers derives from other fields are filled in here, so that the computation needs
+no other field of config.json.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def _refuse_others(config: HfConfig, rope_type: str, given: dict[str, Any]) -> N
 def longest_positions(config: HfConfig, rope: RopeSpec) -> int:
     """Return the number of positions that the model is made for.
 
-    YaRN stretches the length of the training by its factor. max_position_embeddings may be either of the two lengths,
-    so it is used only if the user gives it.
+    YaRN stretches the length of the training by its factor. max_position_embeddings may be either
+    of the two lengths, so it is used only if the user gives it.
     """
     stated = config.whole("max_position_embeddings")
     if rope.rope_type != "yarn":

@@ -1,4 +1,5 @@
-"""How one request is sampled and when it stops. Checked where it is made, so a wrong value fails at the call."""
+"""How one request is sampled and when it stops. Checked where it is made, so a wrong value fails at
+the call."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ class RepetitionDetectionParams(
         )
 
     def found_in(self, tokens: list[int], first: int) -> bool:
-        """Whether the tokens from number `first` on end in a repeated pattern. Costs a comparison for each size that
-        does not repeat."""
+        """Whether the tokens from number `first` on end in a repeated pattern. Costs a comparison
+        for each size that does not repeat."""
         num_tokens, count = len(tokens) - first, self.min_count
         for size in range(
             self.min_pattern_size, min(self.max_pattern_size, num_tokens // count) + 1
@@ -112,15 +113,17 @@ class SamplingParams(
 ):
     """Sampling parameters of one request, with vLLM's names and defaults.
 
-    They are frozen: `clone` makes a copy with other values. Numbers and arrays of numpy are converted to Python's own.
-    Raises ValidationError, which names the field, when a value is out of range or the name of a field is unknown.
+    They are frozen: `clone` makes a copy with other values. Numbers and arrays of numpy are
+    converted to Python's own. Raises ValidationError, which names the field, when a value is out of
+    range or the name of a field is unknown.
     """
 
     n: int = 1
-    """Completions of the prompt, each with a seed of its own that is derived from `seed`; the first is that of n=1."""
+    """Completions of the prompt, each with a seed of its own that is derived from `seed`; the first
+    is that of n=1."""
     best_of: int | None = None
-    """Make so many completions, and return the `n` with the highest cumulative logprob, the best first: in one output,
-    at the end."""
+    """Make so many completions, and return the `n` with the highest cumulative logprob, the best
+    first: in one output, at the end."""
     temperature: float = 1.0
     """0 is greedy; otherwise logits are divided by it (by 0.01 if it is less). At most 2."""
     top_p: float = 1.0
@@ -130,8 +133,9 @@ class SamplingParams(
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
     seed: int | None = None
-    """Seed of the sampling. The same seed gives the same tokens, whatever else is in the batch. None or -1 draws a new
-    seed for each request, derived from the engine's option `seed` if it is set."""
+    """Seed of the sampling. The same seed gives the same tokens, whatever else is in the batch.
+    None or -1 draws a new seed for each request, derived from the engine's option `seed` if it is
+    set."""
     stop: str | list[str] | None = None
     """Texts that end the output; left out of it unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
@@ -141,23 +145,29 @@ class SamplingParams(
     max_tokens: int | None = 16
     """Most output tokens; None for as many as fit in the model."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens cannot be sampled, nor do stop texts count, before this many output tokens."""
+    """End-of-sequence and stop tokens cannot be sampled, nor do stop texts count, before this many
+    output tokens."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that the output has; in [-2, 2]."""
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the output has the token; in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that prompt or output have are divided by it if positive, else multiplied; in [0.01, 100]."""
+    """Logits of tokens that prompt or output have are divided by it if positive, else multiplied;
+    in [0.01, 100]."""
     logprobs: int | None = None
-    """Tell the log-probability of each sampled token and of this many most probable ones; at most MAX_LOGPROBS."""
+    """Tell the log-probability of each sampled token and of this many most probable ones; at most
+    MAX_LOGPROBS."""
     prompt_logprobs: int | None = None
-    """The same of each token of the prompt, which is then computed whole, without cached prefixes."""
+    """The same of each token of the prompt, which is then computed whole, without cached
+    prefixes."""
     logit_bias: dict[int, float] | None = None
-    """Numbers from -100 to 100 that are added to the logits of these token ids; at most MAX_LOGIT_BIAS."""
+    """Numbers from -100 to 100 that are added to the logits of these token ids; at most
+    MAX_LOGIT_BIAS."""
     allowed_token_ids: list[int] | None = None
     """No other tokens are sampled."""
     bad_words: list[str] | None = None
-    """Texts whose tokens are not sampled in a row, with or without a space before them; at most MAX_BAD_WORDS."""
+    """Texts whose tokens are not sampled in a row, with or without a space before them; at most
+    MAX_BAD_WORDS."""
     repetition_detection: RepetitionDetectionParams | None = None
     """Ends the output, with finish_reason 'repetition', when it goes round in circles."""
     extra_args: dict[str, Any] | None = None
@@ -171,8 +181,9 @@ class SamplingParams(
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of the stream holds."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the output must have. The request ends with 'stop' when nothing more can follow; goes neither with
-    `ignore_eos` nor with `min_tokens`, which could forbid all that the form allows."""
+    """The form that the output must have. The request ends with 'stop' when nothing more can
+    follow; goes neither with `ignore_eos` nor with `min_tokens`, which could forbid all that the
+    form allows."""
 
     def __post_init__(self) -> None:
         self._make_plain()
@@ -250,7 +261,8 @@ class SamplingParams(
             )
         self._check_logit_bias()
         self._check_tokens_and_words()
-        # The core could not read a message with these of another type, and the request would wait without end.
+        # The core could not read a message with these of another type, and the request would wait
+        # without end.
         for field in _SWITCHES:
             value = getattr(self, field)
             _check(isinstance(value, bool), field, f"must be True or False, not {value!r}")

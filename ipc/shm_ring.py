@@ -1,12 +1,14 @@
 """A ring of messages in shared memory: one writer, many readers that all get every message.
 
-The memory is an unlinked file and the doorbells are pipes, both inherited as descriptors: no name, so nothing to clash
-with and nothing to leave behind. Layout: a counter of messages written, a counter of messages read for each reader
-(each counter alone in its cache line), then fixed-size slots; a message larger than a slot takes several.
+The memory is an unlinked file and the doorbells are pipes, both inherited as descriptors: no name,
+so nothing to clash with and nothing to leave behind. Layout: a counter of messages written, a
+counter of messages read for each reader (each counter alone in its cache line), then fixed-size
+slots; a message larger than a slot takes several.
 
-Ordering: a slot is filled before the counter moves, and the doorbell is rung after that. A reader that is woken by the
-doorbell is ordered by the kernel; one that looks at the counter again and again (`has_message`) relies on stores
-becoming visible in order, so that is done on x86 only, and where there are cores to spare.
+Ordering: a slot is filled before the counter moves, and the doorbell is rung after that. A reader
+that is woken by the doorbell is ordered by the kernel; one that looks at the counter again and
+again (`has_message`) relies on stores becoming visible in order, so that is done on x86 only, and
+where there are cores to spare.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _SLOT_HEADER = struct.Struct("<IHH")
 DEFAULT_SLOT_BYTES = 1 << 18
 DEFAULT_SLOTS = 16
 SPIN_S = 10e-3 if platform.machine() in ("x86_64", "AMD64") and available_cores() > 4 else 0.0
-"""How long a process looks for its next message before it blocks: longer than most decode steps take."""
+"""How long a process looks for its next message before it blocks: longer than most decode steps
+take."""
 
 
 class RingClosed(Exception):
@@ -78,8 +81,9 @@ def create_ring(
 
 
 def _unnamed_memory() -> int:
-    """Return the descriptor of an empty file without a name. memfd_create needs no room in /dev/shm, which containers
-    keep small, and where writing beyond the room ends the process by SIGBUS."""
+    """Return the descriptor of an empty file without a name. memfd_create needs no room in
+    /dev/shm, which containers keep small, and where writing beyond the room ends the process by
+    SIGBUS."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("sidestep-ring")
     with tempfile.TemporaryFile() as file:
@@ -118,7 +122,8 @@ class RingWriter(_Ring):
     def send(
         self, parts: Iterable[bytes | memoryview], kind: int = 0, timeout_s: float = 30.0
     ) -> None:
-        """Writes one message made of byte buffers. Waits while the ring is full; raises RingClosed if no room comes."""
+        """Writes one message made of byte buffers. Waits while the ring is full; raises RingClosed
+        if no room comes."""
         offset, room, start = self._open_slot(timeout_s)
         for part in parts:
             view = memoryview(part)
@@ -157,7 +162,8 @@ class RingWriter(_Ring):
         )
 
     def _wait_for_room(self, timeout_s: float) -> None:
-        # Rare (a message of many slots, or a reader that lags): polling keeps the common path free of a second bell.
+        # Rare (a message of many slots, or a reader that lags): polling keeps the common path free
+        # of a second bell.
         end = time.monotonic() + timeout_s
         while self._is_full():
             if time.monotonic() > end:
@@ -187,7 +193,8 @@ class RingReader(_Ring):
         return self._counters[0] > self._count
 
     def receive(self) -> tuple[int, memoryview] | None:
-        """The next message as (kind, bytes) if it is there. The bytes are valid until the next call."""
+        """The next message as (kind, bytes) if it is there. The bytes are valid until the next
+        call."""
         self._release()
         if self._counters[0] <= self._count:
             return None
@@ -227,7 +234,8 @@ class RingReader(_Ring):
         return self._closed
 
     def _receive_rest(self, message: bytearray) -> memoryview:
-        """Joins a message of several slots, freeing each as it is copied so that the writer can go on."""
+        """Joins a message of several slots, freeing each as it is copied so that the writer can go
+        on."""
         more = True
         while more:
             self._counters[self._counter] = self._count

@@ -1,18 +1,21 @@
 """The step contract between the core and its workers: one message a step each way, as columns.
 
-Core to workers, `StepInput`: which rows run and how many tokens each, plus only what is new: requests that enter (once,
-in full) and KV blocks that were added. A worker keeps the rest, one row per slot. Workers to core, `StepOutput`: the
-sampled tokens, in the order of the rows that sampled.
+Core to workers, `StepInput`: which rows run and how many tokens each, plus only what is new:
+requests that enter (once, in full) and KV blocks that were added. A worker keeps the rest, one row
+per slot. Workers to core, `StepOutput`: the sampled tokens, in the order of the rows that sampled.
 
-Steps go through the stages of a pipeline one after the other, each stage taking them in the order of their numbers.
+Steps go through the stages of a pipeline one after the other, each stage taking them in the order
+of their numbers.
 
-A row samples when this step computes the last token that is known of it. Both sides can tell without being told: the
-core by its own count, the worker because `num_computed[slot] + num_tokens >= prefill_len[slot]`. A sampled token never
-travels from core to worker: the next step takes it from the worker's own `last_sampled[slot]`. Only a beam is told its
-token, since a search chose it (`forced_slots`).
+A row samples when this step computes the last token that is known of it. Both sides can tell
+without being told: the core by its own count, the worker because `num_computed[slot] + num_tokens
+>= prefill_len[slot]`. A sampled token never travels from core to worker: the next step takes it
+from the worker's own `last_sampled[slot]`. Only a beam is told its token, since a search chose it
+(`forced_slots`).
 
-On the wire: a msgspec header with the counts, then each column as raw little-endian values; all padded to 8 bytes.
-Decoded columns are views over the received bytes: read-only, and valid only as long as those bytes are.
+On the wire: a msgspec header with the counts, then each column as raw little-endian values; all
+padded to 8 bytes. Decoded columns are views over the received bytes: read-only, and valid only as
+long as those bytes are.
 """
 
 from __future__ import annotations
@@ -98,9 +101,9 @@ def _layout(cls: type[Columns]) -> _Layout:
 
 @dataclass(slots=True)
 class StepInput(Columns):
-    """One step. Rows (R of them) are in batch order, those of one token first; entries of the `new_` columns (N of
-    them) follow the order of their rows. A preempted request enters again like a new one, with the tokens it had
-    produced as part of what is known."""
+    """One step. Rows (R of them) are in batch order, those of one token first; entries of the
+    `new_` columns (N of them) follow the order of their rows. A preempted request enters again like
+    a new one, with the tokens it had produced as part of what is known."""
 
     step_id: int
     slots: Int32
@@ -118,10 +121,11 @@ class StepInput(Columns):
     new_num_prompt: Int32
     """[N] The prompt alone; `min_tokens` counts from here."""
     new_num_computed: Int32
-    """[N] Tokens whose KV is already in the cache: a prefix hit, or what a beam has from another."""
+    """[N] Tokens whose KV is already in the cache: a prefix hit, or what a beam has from
+    another."""
     new_num_sent: Int32
-    """[N] How many of the last known tokens are sent: those that are not in the cache, or all of a request that has
-    controls and is no beam, since controls may look at what came before."""
+    """[N] How many of the last known tokens are sent: those that are not in the cache, or all of a
+    request that has controls and is no beam, since controls may look at what came before."""
     new_token_ids: Int32
     """[sum(new_num_sent)]"""
     new_temperature: Float32
@@ -134,7 +138,8 @@ class StepInput(Columns):
     new_num_stop_ids: Int32
     """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
     new_stop_ids: Int32
-    """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop tokens."""
+    """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop
+    tokens."""
     new_control_sizes: Int32
     """[N] How many of `new_controls` belong to each entry; 0 for a plain request."""
     new_controls: UInt8
@@ -142,45 +147,51 @@ class StepInput(Columns):
     copy_sources: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     """[C] Blocks that are copied, in all layers, before the step writes any keys and values."""
     copy_targets: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    """[C] What they are copied to. No block is a source and a target, and none is a target twice."""
+    """[C] What they are copied to. No block is a source and a target, and none is a target
+    twice."""
     forced_slots: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    """[F] Slots of rows of one token that go on with another token than the one they sampled; in the order of rows."""
+    """[F] Slots of rows of one token that go on with another token than the one they sampled; in
+    the order of rows."""
     forced_tokens: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     """[F] That token."""
     awaits_masks: int = 0
     """1: the step's tokens are sampled when its StepMasks has come, which is the next message."""
     beat: int = 0
-    """When it enters the pipeline. Beats only grow, and some have no step. A row's unknown token was sampled by a step
-    that is as many beats back as the pipeline has stages, or more; on a single stage, by any step before."""
+    """When it enters the pipeline. Beats only grow, and some have no step. A row's unknown token
+    was sampled by a step that is as many beats back as the pipeline has stages, or more; on a
+    single stage, by any step before."""
 
 
 @dataclass(slots=True)
 class StepMasks(Columns):
-    """What rows with a grammar may sample in a step that is under way. It depends on the tokens of the step before, so
-    it is sent when those are known, while the model computes. Masks repeat, so a worker keeps them in a table of
-    StepLimits.num_masks places, and is sent each once."""
+    """What rows with a grammar may sample in a step that is under way. It depends on the tokens of
+    the step before, so it is sent when those are known, while the model computes. Masks repeat, so
+    a worker keeps them in a table of StepLimits.num_masks places, and is sent each once."""
 
     step_id: int
     first_new: int
     """Where in the table new masks go, one after the other."""
     rows: Int32
-    """[M] Places in the step's batch order, ascending; all of them sample. The token of a row with a grammar that is
-    not here will be dropped."""
+    """[M] Places in the step's batch order, ascending; all of them sample. The token of a row with
+    a grammar that is not here will be dropped."""
     places: Int32
     """[M] Where in the table the mask of each row is."""
     words: Int32
-    """[new * ceil(vocab_size / 32)] Mask by mask, a bit for each token, the lowest first; 1: allowed."""
+    """[new * ceil(vocab_size / 32)] Mask by mask, a bit for each token, the lowest first; 1:
+    allowed."""
 
 
 @dataclass(slots=True)
 class LogprobColumns(Columns):
-    """Log-probabilities of N tokens: of each token itself, then of the most probable ones. A message within others."""
+    """Log-probabilities of N tokens: of each token itself, then of the most probable ones. A
+    message within others."""
 
     keys: Int32
-    """[N] Whose the token is. In a StepOutput: the index of its row, among those that sampled or, of prompts, among
-    all. In messages.Outputs: the request's handle."""
+    """[N] Whose the token is. In a StepOutput: the index of its row, among those that sampled or,
+    of prompts, among all. In messages.Outputs: the request's handle."""
     positions: Int32
-    """[N] The token's place in its prompt; of sampled tokens, which come one at a time, in its request."""
+    """[N] The token's place in its prompt; of sampled tokens, which come one at a time, in its
+    request."""
     sizes: Int32
     """[N] Entries of each token, at least 1."""
     ranks: Int32

@@ -33,7 +33,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, metaclass=ParamsMeta
 ):
-    """The form of an output, in exactly one of the first six fields; names are those that users of vLLM know.
+    """The form of an output, in exactly one of the first six fields; names are those that users of
+    vLLM know.
 
     Raises ValidationError, which names the field.
     """
@@ -49,15 +50,16 @@ class StructuredOutputsParams(
     grammar: str | None = None
     """A context-free grammar in Lark's form, or in GBNF, llama.cpp's EBNF."""
     structural_tag: str | dict[str, Any] | None = None
-    """Free text with parts that have a form: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}],
-    "triggers": [...]}, as text or as a dict."""
+    """Free text with parts that have a form: {"type": "structural_tag", "structures": [{"begin",
+    "schema", "end"}], "triggers": [...]}, as text or as a dict."""
     disable_any_whitespace: bool = False
     """JSON without white space between its parts."""
     reasoning_begin: str | None = None
-    """With reasoning_end: an output that begins with this mark begins with reasoning; another one is an answer."""
+    """With reasoning_end: an output that begins with this mark begins with reasoning; another one
+    is an answer."""
     reasoning_end: str | None = None
-    """The form holds after this mark, such as '</think>'; what is before it is free. Without reasoning_begin the mark
-    must come."""
+    """The form holds after this mark, such as '</think>'; what is before it is free. Without
+    reasoning_begin the mark must come."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -129,10 +131,12 @@ class StructuredOutputsParams(
 
 
 def grammar_limits() -> LLParserLimits:
-    """Return the bounds on the cost of one grammar: about a second of compiling, and 40 ms and some MB for a token.
+    """Return the bounds on the cost of one grammar: about a second of compiling, and 40 ms and some
+    MB for a token.
 
-    A schema with 400 optional properties needs 4,000 items of the parser. In an ambiguous grammar the time of each item
-    grows with their number: 5,000 take up to 140 ms, and the library's own bound is 50,000.
+    A schema with 400 optional properties needs 4,000 items of the parser. In an ambiguous grammar
+    the time of each item grows with their number: 5,000 take up to 140 ms, and the library's own
+    bound is 50,000.
     """
     from llguidance import LLParserLimits
 

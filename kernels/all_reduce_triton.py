@@ -1,34 +1,41 @@
-"""The sum over ranks of a row-parallel product, added to the residual stream, and the next norm: one kernel.
+"""The sum over ranks of a row-parallel product, added to the residual stream, and the next norm:
+one kernel.
 
-Each rank has a *space*: memory of the same layout that all ranks can read and write. The product before writes this
-rank's part into a *place* of its own space; a kernel here sums the parts of all ranks. They are added in the order of
-the ranks, in float32, and rounded once: every rank has the same sum to the bit, and so do all kernels:
+Each rank has a *space*: memory of the same layout that all ranks can read and write. The product
+before writes this rank's part into a *place* of its own space; a kernel here sums the parts of all
+ranks. They are added in the order of the ranks, in float32, and rounded once: every rank has the
+same sum to the bit, and so do all kernels:
 
-- Pushed: each rank writes its part to all others, and nobody meets: kernels.pushed_sum_triton. For few rows.
+- Pushed: each rank writes its part to all others, and nobody meets: kernels.pushed_sum_triton. For
+  few rows.
 - One shot: each rank reads all parts of all rows. The ranks meet once.
-- Two shots: each rank sums the rows that are its own, leaves the sums in its place, and reads those of the others. The
-  ranks meet twice, and each reads two parts' worth instead of as many as there are ranks. For many rows.
+- Two shots: each rank sums the rows that are its own, leaves the sums in its place, and reads those
+  of the others. The ranks meet twice, and each reads two parts' worth instead of as many as there
+  are ranks. For many rows.
 
 Of the last two:
 
-**How ranks meet.** Program p of a kernel meets program p of the same kernel on the other ranks, and nobody else. It
-writes its epoch into a flag in each rank's space (a flag has one writer) and waits until its own flags have all reached
-it. Epochs only grow, so nothing is ever reset, a graph is replayed as it is, and a rank that is ahead may have written
-a later one already. The program's last epoch is in this rank's `counters`, on the device.
+**How ranks meet.** Program p of a kernel meets program p of the same kernel on the other ranks, and
+nobody else. It writes its epoch into a flag in each rank's space (a flag has one writer) and waits
+until its own flags have all reached it. Epochs only grow, so nothing is ever reset, a graph is
+replayed as it is, and a rank that is ahead may have written a later one already. The program's last
+epoch is in this rank's `counters`, on the device.
 
-**Why what is read is there.** A part was written by a kernel before this one on the same stream, or, in the second
-shot, by threads that a barrier puts before the flag. The flag is written with release and read with acquire semantics
-at system scope, and a barrier puts the other threads' reads after it. `gdc_wait` comes before all of this.
+**Why what is read is there.** A part was written by a kernel before this one on the same stream,
+or, in the second shot, by threads that a barrier puts before the flag. The flag is written with
+release and read with acquire semantics at system scope, and a barrier puts the other threads' reads
+after it. `gdc_wait` comes before all of this.
 
-**Why nothing is overwritten too early.** A rank that has ended sum n has met all others in it. They had begun sum n
-then, so they had ended sum n - 1: kernels of a stream end in order, and `gdc_wait` comes before the flags. So whoever
-has ended sum n may write any part but that of sum n itself, which others may still be reading. Hence the rule that
-callers keep: **two sums, one after the other on the device, never use the same place.** In the second shot a rank
-writes only rows of its place that nobody else has read before.
+**Why nothing is overwritten too early.** A rank that has ended sum n has met all others in it. They
+had begun sum n then, so they had ended sum n - 1: kernels of a stream end in order, and `gdc_wait`
+comes before the flags. So whoever has ended sum n may write any part but that of sum n itself,
+which others may still be reading. Hence the rule that callers keep: **two sums, one after the other
+on the device, never use the same place.** In the second shot a rank writes only rows of its place
+that nobody else has read before.
 
-**Why it does not hang, if all ranks launch the same sums.** All of a kernel's programs fit on the device at once, one a
-processor. What runs beside them ends by itself, and a kernel that is started early (programmatic dependent launch)
-starts only after all programs of this one have.
+**Why it does not hang, if all ranks launch the same sums.** All of a kernel's programs fit on the
+device at once, one a processor. What runs beside them ends by itself, and a kernel that is started
+early (programmatic dependent launch) starts only after all programs of this one have.
 """
 
 from __future__ import annotations
@@ -59,8 +66,8 @@ class SumConfig:
 
 
 def choose(ranks: int, rows: int, row_bytes: int) -> SumConfig | None:
-    """What is fastest for parts of this size: as tuned, for the next larger number of ranks that is known, among the
-    kernels that take such rows; None: what torch.distributed has."""
+    """What is fastest for parts of this size: as tuned, for the next larger number of ranks that is
+    known, among the kernels that take such rows; None: what torch.distributed has."""
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
     for size, kind, programs in () if known is None else SUMS[known]:
         if rows * row_bytes <= size and (kind != "pushed" or can_push(ranks, rows, row_bytes)):
@@ -103,9 +110,9 @@ def _rows_at(address, offset, dtype: tl.constexpr):
 
 @triton.jit
 def _one(counter, epoch):
-    """A factor for what was loaded before. All loads are to be on their way before one is waited for; the assembler
-    would rather save registers and take turns, each of them a way to another GPU and back. But it cannot multiply
-    before it has this, which comes from behind a barrier."""
+    """A factor for what was loaded before. All loads are to be on their way before one is waited
+    for; the assembler would rather save registers and take turns, each of them a way to another GPU
+    and back. But it cannot multiply before it has this, which comes from behind a barrier."""
     tl.debug_barrier()
     return (tl.load(counter) - epoch + 2).to(tl.float32)
 
@@ -259,10 +266,12 @@ def sum_parts(
     *,
     add: bool,
 ) -> Tensor | None:
-    """Writes the sum of the parts at this place of all ranks to hidden [T, D], contiguous and of the parts' type; with
-    `add`, hidden is a part too, which must be the same on all ranks. Returns the norm of that, [T, D].
+    """Writes the sum of the parts at this place of all ranks to hidden [T, D], contiguous and of
+    the parts' type; with `add`, hidden is a part too, which must be the same on all ranks. Returns
+    the norm of that, [T, D].
 
-    All ranks call this with the same arguments, in the same order; which place may be used, the file's top says.
+    All ranks call this with the same arguments, in the same order; which place may be used, the
+    file's top says.
     """
     rows, width = hidden.shape
     assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.place_bytes, (

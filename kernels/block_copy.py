@@ -1,4 +1,5 @@
-"""Copying KV blocks, many in one launch: what copy-on-write and swapping within the cache are made of."""
+"""Copying KV blocks, many in one launch: what copy-on-write and swapping within the cache are made
+of."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from sidestep.kernels.gpu import on_gpu
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
     """In every layer, block targets[i] becomes a copy of block sources[i].
 
-    caches [layers, blocks, ...], contiguous; sources, targets int32 [N] on its device. A negative source is skipped. No
-    block is a source of one copy and the target of another.
+    caches [layers, blocks, ...], contiguous; sources, targets int32 [N] on its device. A negative
+    source is skipped. No block is a source of one copy and the target of another.
     """
     if on_gpu(caches):
         from sidestep.kernels.block_copy_triton import copy_blocks as launch

@@ -1,9 +1,10 @@
 """Compiling what launches need, without running anything.
 
-Triton compiles a kernel when it is first launched with arguments of new kinds, and for some of its versions a C
-compiler then makes the function that launches it. Here both are done ahead: by threads beside each other, or, since
-most of a compilation holds the interpreter's lock, by processes (executor/kernel_compiler.py), whose results lie in
-Triton's cache for whoever launches the same kernel.
+Triton compiles a kernel when it is first launched with arguments of new kinds, and for some of its
+versions a C compiler then makes the function that launches it. Here both are done ahead: by threads
+beside each other, or, since most of a compilation holds the interpreter's lock, by processes
+(executor/kernel_compiler.py), whose results lie in Triton's cache for whoever launches the same
+kernel.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Compilation = Callable[[], Any]
 
 @contextmanager
 def compiling_only(compiler: Executor) -> Iterator[None]:
-    """Within it a launch of a Triton kernel runs nothing, but what it needs is given to `compiler`; at its end all is
-    done. For this thread's launches, while no other thread has any."""
+    """Within it a launch of a Triton kernel runs nothing, but what it needs is given to `compiler`;
+    at its end all is done. For this thread's launches, while no other thread has any."""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -64,7 +65,8 @@ def with_launcher(kernel: Any) -> Any:
 
 
 class Locks:
-    """Keeps processes that were forked after it was made from making the same launcher at the same time."""
+    """Keeps processes that were forked after it was made from making the same launcher at the same
+    time."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("launchers")
@@ -97,13 +99,15 @@ class _Driver:
 
 
 def compile_for(gpu: Gpu, device_type: str = "meta") -> None:
-    """From now on launches within `compiling_only`, with tensors on such a device, are for this GPU."""
+    """From now on launches within `compiling_only`, with tensors on such a device, are for this
+    GPU."""
     stand_for(gpu, device_type)
     triton.runtime.driver.set_active(_Driver(gpu))
 
 
 def know_triton() -> None:
-    """What Triton does once in a process before it looks into its cache: it reads all of its own code, hundreds of
-    megabytes. Most of that leaves the interpreter's lock alone, so it can be done in a thread, ahead."""
+    """What Triton does once in a process before it looks into its cache: it reads all of its own
+    code, hundreds of megabytes. Most of that leaves the interpreter's lock alone, so it can be done
+    in a thread, ahead."""
     with _knowing:
         triton_key()

@@ -1,13 +1,15 @@
 """Decode attention over the paged cache: one query token a row, rows of any length, in one launch.
 
-All rows' keys are cut into tiles and the tiles, row after row, are dealt out evenly: each program of a head takes the
-same number of consecutive tiles, whichever rows they belong to (stream-K, Osama et al. 2023; for attention, Sanovar et
-al. 2024). So the number of splits of a row follows from its length and the batch, on the device, the grid is fixed, and
-no program has more to do than another. A row that lies within one program is written directly; parts of a split row go
-to scratch, and the last program to arrive combines them (the softmax of parts: Dao et al. 2022).
+All rows' keys are cut into tiles and the tiles, row after row, are dealt out evenly: each program
+of a head takes the same number of consecutive tiles, whichever rows they belong to (stream-K, Osama
+et al. 2023; for attention, Sanovar et al. 2024). So the number of splits of a row follows from its
+length and the batch, on the device, the grid is fixed, and no program has more to do than another.
+A row that lies within one program is written directly; parts of a split row go to scratch, and the
+last program to arrive combines them (the softmax of parts: Dao et al. 2022).
 
-With a `Rope` the launch takes the projections as they come: each program norms and turns the queries it needs, and the
-one that has the end of a row begins with the row's new key and value and writes them to the cache.
+With a `Rope` the launch takes the projections as they come: each program norms and turns the
+queries it needs, and the one that has the end of a row begins with the row's new key and value and
+writes them to the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
         return DecodeConfig(tile=32, num_warps=4, num_stages=2, programs_per_processor=2)
     if head_dim * itemsize > 256:
         return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_processor=2)
-    # The wider the rest of a layer, the more a program may have to do before its start and end count.
+    # The wider the rest of a layer, the more a program may have to do before its start and end
+    # count.
     return DecodeConfig(min_tiles=4 if num_heads * head_dim >= 4096 else 2)
 
 
@@ -72,7 +75,8 @@ class DecodeScratch:
 class Rope:
     """What lies between the projections and attention.
 
-    cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys, None where the model has none.
+    cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys, None where the
+    model has none.
     """
 
     cos: Tensor
@@ -105,7 +109,8 @@ def _row_at(row, there, tile_ends, seq_lens, slots, block_tables, table_stride):
 def _turned(
     source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr
 ):
-    """Heads at `source` [N, 1], normed and turned: [N, DIM] of their type, 0 outside. It rounds as qkv_rope does."""
+    """Heads at `source` [N, 1], normed and turned: [N, DIM] of their type, 0 outside. It rounds as
+    qkv_rope does."""
     dtype = source.dtype.element_ty
     # Each dimension needs its partner, half a head away.
     other = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
@@ -147,9 +152,9 @@ def _begin_with_new(
     TILE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The softmax's state after the token at `position` alone, if this program is its owner, who also writes its key
-    and value to the cache; else the state after none. source: the token's key of this head; its value lies KVH heads
-    further."""
+    """The softmax's state after the token at `position` alone, if this program is its owner, who
+    also writes its key and value to the cache; else the state after none. source: the token's key
+    of this head; its value lies KVH heads further."""
     dims = tl.arange(0, DIM)[None, :]
     there = dims < D
     key = _turned(
@@ -211,7 +216,8 @@ def _decode(
 ):
     head = tl.program_id(0) % KVH
     part = tl.program_id(0) // KVH
-    # 1. This program's share of the tiles, and where they are. The plan and the tables were written several kernels ago
+    # 1. This program's share of the tiles, and where they are. The plan and the tables were written
+    #    several kernels ago
     # (see kernels.launch).
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     total = tl.max(ends, 0)
@@ -223,7 +229,8 @@ def _decode(
     row_end, length, table = _row_at(
         row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride
     )
-    # Idle programs go at once; one waits in any case, so that no later kernel overtakes the one before.
+    # Idle programs go at once; one waits in any case, so that no later kernel overtakes the one
+    # before.
     if (tile >= last) & (part > 0):
         return
     within = tl.arange(0, TILE)
@@ -246,7 +253,8 @@ def _decode(
         given = q + row * q_stride + (head * G + m)[:, None] * D
         inside_head = (m < G)[:, None] & (dims < D)[None, :]
         if ROPE:
-            # The new token, whose key and value are not in the cache yet, begins the softmax of the row's last part.
+            # The new token, whose key and value are not in the cache yet, begins the softmax of the
+            # row's last part.
             stored = length - 1
             query = _turned(
                 given, q_weight, dims[None, :], stored, cos, sin, eps, inside_head, D, NORM
@@ -281,13 +289,15 @@ def _decode(
         blocks = _blocks_of(table, tile + shift, within, length, PAGE, TILE)
         for index in range(tile + shift, stop + shift):
             keys = index * TILE + within
-            # The next tile's blocks are known a turn ahead, so that its keys can be asked for without waiting.
+            # The next tile's blocks are known a turn ahead, so that its keys can be asked for
+            # without waiting.
             following = _blocks_of(
                 table, tl.minimum(index + 1, stop + shift - 1), within, length, PAGE, TILE
             )
             place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
             source = cache + place[:, None] + dims[None, :]
-            # What lies behind the last token is not read: it may be anything, and 0 x NaN would spread.
+            # What lies behind the last token is not read: it may be anything, and 0 x NaN would
+            # spread.
             readable = (keys < stored)[:, None] & (dims < D)[None, :]
             key = tl.load(source, mask=readable, other=0.0)
             value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
@@ -413,10 +423,12 @@ def plan_attention(
     tokens: int,
     window: int,
 ) -> None:
-    """Counts, cumulatively by row, the tiles of keys of decode rows and the tiles of query tokens of the others.
+    """Counts, cumulatively by row, the tiles of keys of decode rows and the tiles of query tokens
+    of the others.
 
-    seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] rows, header[1] of them decode, and come
-    first; decode_ends, prefill_ends int32, written: a power of two of entries, at least R.
+    seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] rows, header[1] of them
+    decode, and come first; decode_ends, prefill_ends int32, written: a power of two of entries, at
+    least R.
     """
     _plan[(1,)](
         seq_lens,
@@ -450,10 +462,11 @@ def decode_attention(
 ) -> None:
     """Each decode row's query over all its keys, or the last `window` of them (0: all).
 
-    q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D]; block_tables int32
-    [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention with the scratch's tile; out
-    [R.., H * D], written for decode rows only. With `rope`, q is [R.., (H + 2 KVH) * D], the projections, and each
-    row's new key and value are written to the cache; without, they are there already.
+    q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
+    block_tables int32 [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention
+    with the scratch's tile; out [R.., H * D], written for decode rows only. With `rope`, q is [R..,
+    (H + 2 KVH) * D], the projections, and each row's new key and value are written to the cache;
+    without, they are there already.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads, config = twice_kv_heads // 2, scratch.config

@@ -1,8 +1,10 @@
-"""silu(x gate^T) * (x up^T) for tens to hundreds of rows: one product on the tensor cores that ends in the activation.
+"""silu(x gate^T) * (x up^T) for tens to hundreds of rows: one product on the tensor cores that ends
+in the activation.
 
-A tile is some rows of x by n columns of the gate and the same n of the other half, so that its end has both; the two
-halves of W are read as one operand (W seen as [2, F, K]). One program a multiprocessor takes tile after tile. The tiles
-of the same part of W are neighbours, and run at the same time: W comes from memory once, and from L2 then.
+A tile is some rows of x by n columns of the gate and the same n of the other half, so that its end
+has both; the two halves of W are read as one operand (W seen as [2, F, K]). One program a
+multiprocessor takes tile after tile. The tiles of the same part of W are neighbours, and run at the
+same time: W comes from memory once, and from L2 then.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from sidestep.kernels.tuned_gated import GATED
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """What is tuned by benchmarks/gpu_kernels.py: rows of x, columns of each half, and step along K, of a tile."""
+    """What is tuned by benchmarks/gpu_kernels.py: rows of x, columns of each half, and step along
+    K, of a tile."""
 
     block_m: int
     block_n: int
@@ -71,8 +74,8 @@ def _operands(
     STEP: tl.constexpr,
     BULK: tl.constexpr,
 ):
-    """Rows of x, [M, STEP], and rows of the gate over the same of the other half, [2 N, STEP]. Columns beyond K are
-    zero; of rows beyond the last it only matters that they can be read."""
+    """Rows of x, [M, STEP], and rows of the gate over the same of the other half, [2 N, STEP].
+    Columns beyond K are zero; of rows beyond the last it only matters that they can be read."""
     if BULK:
         value = x_tiles.load([row, at])
         w = w_tiles.load([0, column, at]).reshape(2 * N, STEP)
@@ -100,7 +103,8 @@ def _activate(gate, up, dtype):
     return (activated * up.to(dtype).to(tl.float32)).to(dtype)
 
 
-# Knowing that there is one row of tiles, the compiler would keep the addresses of all results over the loop.
+# Knowing that there is one row of tiles, the compiler would keep the addresses of all results over
+# the loop.
 @triton.jit(do_not_specialize=["T", "row_tiles", "tiles"])
 def _gated_gemm(
     x,
@@ -178,8 +182,8 @@ def default_config(tokens: int) -> GatedConfig:
 def choose(
     tokens: int, num_outputs: int, num_inputs: int, device: torch.device
 ) -> GatedConfig | None:
-    """What was measured to be faster than the library's product and the activation after it, on Hopper GPUs, which have
-    what the configurations ask for; None: those two."""
+    """What was measured to be faster than the library's product and the activation after it, on
+    Hopper GPUs, which have what the configurations ask for; None: those two."""
     if not has_pdl(device):
         return None
     for rows, fields in GATED.get((num_outputs, num_inputs), ()):
@@ -199,8 +203,8 @@ def _can_be_bulk(x: Tensor, weight: Tensor) -> bool:
 
 
 def gated_gemm(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) -> Tensor:
-    """silu(x gate^T) * (x up^T) for x [T, K], its rows contiguous, and W [2 F, K], contiguous, the gate's rows first;
-    returns [T, F]."""
+    """silu(x gate^T) * (x up^T) for x [T, K], its rows contiguous, and W [2 F, K], contiguous, the
+    gate's rows first; returns [T, F]."""
     tokens, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2
     c = config or default_config(tokens)

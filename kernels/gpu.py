@@ -1,7 +1,7 @@
 """Which GPU a tensor is on, or stands for.
 
-Kernels are launched for tensors on a GPU, and compiled for tensors that stand for such (see `stand_for`). No torch at
-import: who only wants to know what a GPU is need not wait for it.
+Kernels are launched for tensors on a GPU, and compiled for tensors that stand for such (see
+`stand_for`). No torch at import: who only wants to know what a GPU is need not wait for it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def gpu_of(on: device) -> Gpu | None:
 
 
 def stand_for(gpu: Gpu, device_type: str = "meta") -> None:
-    """From now on tensors on such a device stand for tensors on this GPU, which need not be there."""
+    """From now on tensors on such a device stand for tensors on this GPU, which need not be
+    there."""
     _stand_ins[device_type] = gpu
     gpu_of.cache_clear()

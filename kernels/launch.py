@@ -1,12 +1,13 @@
 """How kernels are launched: programmatic dependent launch where the GPU has it.
 
-With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. The rules that every
-Triton kernel here keeps, so that this changes no result:
+With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. The
+rules that every Triton kernel here keeps, so that this changes no result:
 
-- `gdc_wait` comes before the first access to what another kernel wrote or still reads; weights, which nothing writes,
-  may be loaded before it;
-- `gdc_launch_dependents` comes after `gdc_wait`. So when a kernel starts, all kernels but the one just before it have
-  ended, and what they wrote (a step's tables, say) may be read before the wait too.
+- `gdc_wait` comes before the first access to what another kernel wrote or still reads; weights,
+  which nothing writes, may be loaded before it;
+- `gdc_launch_dependents` comes after `gdc_wait`. So when a kernel starts, all kernels but the one
+  just before it have ended, and what they wrote (a step's tables, say) may be read before the wait
+  too.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ _ON: dict[str, bool] = {"PDL": True, "launch_pdl": True}
 
 
 def pdl(x: Tensor) -> dict[str, bool]:
-    """Keyword arguments of a launch on x's device: the kernel's own PDL flag, and the launcher's."""
+    """Keyword arguments of a launch on x's device: the kernel's own PDL flag, and the
+    launcher's."""
     return _ON if has_pdl(x.device) else _OFF
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors; a small number where there is no GPU and kernels are interpreted."""
+    """Streaming multiprocessors; a small number where there is no GPU and kernels are
+    interpreted."""
     gpu = gpu_of(device)
     return gpu.processors if gpu is not None else 2

@@ -1,5 +1,5 @@
-"""x W^T + b on a GPU, with what lies around it in a layer, by whichever kernels read W fastest: our own for a few rows,
-the library's for more."""
+"""x W^T + b on a GPU, with what lies around it in a layer, by whichever kernels read W fastest: our
+own for a few rows, the library's for more."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS, _WIDE = 16, 2048
-"""A product begins the next norm where it was measured to pay: for few rows, and for wide streams. Not in float16: a
-stream that is not scaled yet may be too large for it."""
+"""A product begins the next norm where it was measured to pay: for few rows, and for wide streams.
+Not in float16: a stream that is not scaled yet may be too large for it."""
 
 
 def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
@@ -53,7 +53,8 @@ def _product(
 
 
 def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
-    """With more rows than _product takes, by the kernel that ends in the activation, where it is faster."""
+    """With more rows than _product takes, by the kernel that ends in the activation, where it is
+    faster."""
     hidden = x.hidden if isinstance(x, Stream) else x
     if not on_gpu(hidden) or hidden.dtype not in _HALF:
         return None
@@ -66,7 +67,8 @@ def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
 def linear(
     x: Tensor | Stream, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N], which is `out` if that is given."""
+    """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N], which is `out` if
+    that is given."""
     product = _product(x, weight, bias, out=out)
     if product is not None:
         return product
@@ -93,8 +95,8 @@ def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Ten
 def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None
 ) -> BegunNorm | None:
-    """Adds x W^T + b to residual [T, N], in place. norm: the one that the sum goes through next; what of it was done on
-    the way is returned."""
+    """Adds x W^T + b to residual [T, N], in place. norm: the one that the sum goes through next;
+    what of it was done on the way is returned."""
     config = _own(x, weight)
     if config is None:
         if bias is not None:

@@ -1,13 +1,15 @@
-"""x W^T by our own kernels, for a few rows: which one, if one is faster than the library, and what all have in common.
+"""x W^T by our own kernels, for a few rows: which one, if one is faster than the library, and what
+all have in common.
 
-All can end in the gated activation, so that what lies between the halves of an MLP is never written, or in the
-addition to the residual stream.
+All can end in the gated activation, so that what lies between the halves of an MLP is never
+written, or in the addition to the residual stream.
 
-The norm between two products is shared out between them (see kernels.rms_norm.BegunNorm), so that no kernel lies there
-whose few programs all others would wait for. The product before it also writes the new stream times the norm's weight,
-and each program the sum of the squares of its part of each row. The one after it multiplies its results by what those
-sums make, since a scale that is common to a row passes through the product. Nothing is added atomically: the sums, and
-with them the results, are the same in every run.
+The norm between two products is shared out between them (see kernels.rms_norm.BegunNorm), so that
+no kernel lies there whose few programs all others would wait for. The product before it also writes
+the new stream times the norm's weight, and each program the sum of the squares of its part of each
+row. The one after it multiplies its results by what those sums make, since a scale that is common
+to a row passes through the product. Nothing is added atomically: the sums, and with them the
+results, are the same in every run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ Config = SkinnyConfig | StreamedConfig
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has the tensor cores and the copy engine that the streamed product is written for."""
+    """Whether the device has the tensor cores and the copy engine that the streamed product is
+    written for."""
     gpu = gpu_of(device)
     return gpu is not None and gpu.capability // 10 == 9
 
@@ -58,7 +61,8 @@ def choose(
         and (weights > 8 << 20 if tokens <= 8 else tokens <= 64)
     ):
         return streamed.config(tokens, *sizes)
-    # The library reads large matrices as fast; for small ones, what it does before and after counts.
+    # The library reads large matrices as fast; for small ones, what it does before and after
+    # counts.
     if tokens > skinny.MAX_ROWS or weights > (32 << 20 if tokens <= 8 else 8 << 20):
         return None
     return skinny.skinny_config(*sizes)
@@ -73,10 +77,11 @@ def own_linear(
     config: Config,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + b for x [T, K] or a stream's norm, T at most what the config's kernel takes, and W [N, K], contiguous;
-    returns [T, N], which is `out` if that is given.
+    """x W^T + b for x [T, K] or a stream's norm, T at most what the config's kernel takes, and W
+    [N, K], contiguous; returns [T, N], which is `out` if that is given.
 
-    gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x up^T).
+    gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x
+    up^T).
     """
     squares, eps = None, 0.0
     if isinstance(x, Stream):
@@ -97,8 +102,8 @@ def add_own_linear(
     norm: RmsNorm | None = None,
     config: Config,
 ) -> BegunNorm | None:
-    """Adds x W^T + b, as of own_linear, to residual [T, N], in place. With the norm that the sum goes through next,
-    begins it."""
+    """Adds x W^T + b, as of own_linear, to residual [T, N], in place. With the norm that the sum
+    goes through next, begins it."""
     tokens, num_outputs = residual.shape
     begun = (
         None

@@ -1,7 +1,9 @@
-"""Memory that ranks share: each has a *space*, of the same layout, that all of them can read and write.
+"""Memory that ranks share: each has a *space*, of the same layout, that all of them can read and
+write.
 
-A space is flags, then places for what a rank has to add (kernels.all_reduce_triton), then areas for what other ranks
-push (kernels.pushed_sum_triton): one for each rank and turn, in which every 4 bytes of data take 8.
+A space is flags, then places for what a rank has to add (kernels.all_reduce_triton), then areas for
+what other ranks push (kernels.pushed_sum_triton): one for each rank and turn, in which every 4
+bytes of data take 8.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _ALIGNED = 256
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """This rank's space, and where it finds those of all ranks. It begins as zeros on all of them."""
+    """This rank's space, and where it finds those of all ranks. It begins as zeros on all of
+    them."""
 
     rank: int
     addresses: tuple[int, ...]

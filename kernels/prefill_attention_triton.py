@@ -1,8 +1,10 @@
-"""Attention of prompt chunks over the paged cache, with tensor-core tiles (FlashAttention; Dao et al. 2022).
+"""Attention of prompt chunks over the paged cache, with tensor-core tiles (FlashAttention; Dao et
+al. 2022).
 
-A program takes a tile of query rows of one KV head: several tokens, and for each the query heads that share the head,
-so that keys and values are read once for all of them. Keys that every row of the tile sees go through a loop without
-masks; those on the diagonal, and at the edge of a window, through one with them.
+A program takes a tile of query rows of one KV head: several tokens, and for each the query heads
+that share the head, so that keys and values are read once for all of them. Keys that every row of
+the tile sees go through a loop without masks; those on the diagonal, and at the edge of a window,
+through one with them.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def _attend(
     blocks = _blocks_of(table, tl.minimum(begin, (length - 1) // N * N), within, length, PAGE, N)
     for start in range(begin, end, N):
         keys = start + within
-        # The next tile's blocks are known a turn ahead, so that its keys can be asked for without waiting.
+        # The next tile's blocks are known a turn ahead, so that its keys can be asked for without
+        # waiting.
         following = _blocks_of(
             table, tl.minimum(start + N, (end - 1) // N * N), within, length, PAGE, N
         )
@@ -295,13 +298,13 @@ def prefill_attention(
     window: int,
     scale: float,
 ) -> None:
-    """Each prompt row's new tokens, whose keys are in the cache already, over all keys up to their own (or the last
-    `window` of them; 0: all).
+    """Each prompt row's new tokens, whose keys are in the cache already, over all keys up to their
+    own (or the last `window` of them; 0: all).
 
-    q [T.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D]; block_tables int32
-    [slots, W]; slots, seq_lens int32 [R]; query_starts int32 [R + 1]; tile_ends int32 from plan_attention with the
-    config's tokens; max_tokens, max_rows: no step has more prompt tokens and prompt rows; out [T.., H * D], written for
-    tokens of prompt rows only.
+    q [T.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
+    block_tables int32 [slots, W]; slots, seq_lens int32 [R]; query_starts int32 [R + 1]; tile_ends
+    int32 from plan_attention with the config's tokens; max_tokens, max_rows: no step has more
+    prompt tokens and prompt rows; out [T.., H * D], written for tokens of prompt rows only.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2

@@ -1,7 +1,8 @@
 """A step's inputs, made on the device from its packed message: the first kernel of every step.
 
-One program for each row: appends the row's new blocks to its block table, sets what a request that enters brings, and
-lays out the row's tokens. An id the host does not know yet is the token that the slot sampled last.
+One program for each row: appends the row's new blocks to its block table, sets what a request that
+enters brings, and lays out the row's tokens. An id the host does not know yet is the token that the
+slot sampled last.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ ROW_COLUMNS = (
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where the columns of a packed step lie, in int32 words, for steps of up to `rows` rows and `tokens` tokens.
+    """Where the columns of a packed step lie, in int32 words, for steps of up to `rows` rows and
+    `tokens` tokens.
 
-    Header: rows, decode rows, tokens, masked logits, and where they are listed; from SAMPLING on: rows, and where the
-    output goes. Then the columns of ROW_COLUMNS, each of rows + 1 words (starts have one more entry than there are
-    rows), the token ids (-1: unknown), the new block ids of all rows, and the masked logits: rows, then tokens.
+    Header: rows, decode rows, tokens, masked logits, and where they are listed; from SAMPLING on:
+    rows, and where the output goes. Then the columns of ROW_COLUMNS, each of rows + 1 words (starts
+    have one more entry than there are rows), the token ids (-1: unknown), the new block ids of all
+    rows, and the masked logits: rows, then tokens.
     """
 
     rows: int
@@ -47,7 +50,8 @@ class StepLayout:
 
     @property
     def column(self) -> int:
-        """Words from one column to the next; a multiple of 4, so that columns are aligned to 16 bytes."""
+        """Words from one column to the next; a multiple of 4, so that columns are aligned to 16
+        bytes."""
         return (self.rows + 1 + 3) // 4 * 4
 
     def at(self, name: str) -> int:
@@ -175,9 +179,9 @@ def prepare_step(
 ) -> None:
     """Applies a step's differences to the tables and lays its tokens out.
 
-    message int32, laid out as `layout` says. Written: token_ids, positions and places, int32 [T] with padding (0, 0 and
-    -1; else a place is block id * block size + offset); last_tokens int32 [R]: index of each row's last token, 0 for
-    padding. T and R are at most the layout's.
+    message int32, laid out as `layout` says. Written: token_ids, positions and places, int32 [T]
+    with padding (0, 0 and -1; else a place is block id * block size + offset); last_tokens int32
+    [R]: index of each row's last token, 0 for padding. T and R are at most the layout's.
     """
     rows = last_tokens.shape[0]
     _prepare[(rows + 1,)](

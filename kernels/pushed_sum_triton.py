@@ -1,27 +1,31 @@
-"""The sum over ranks of small parts: each rank pushes its part to the others, and words say themselves that they came.
+"""The sum over ranks of small parts: each rank pushes its part to the others, and words say
+themselves that they came.
 
-What kernels.all_reduce_triton has meets first and reads then: a fence over all of the system, a flag's way to the other
-GPU, and a part's way there and back. Here a part goes one way, in *words* of 8 bytes: 4 of data, then 4 of a mark that
-is this sum's own. An aligned word is written and read whole, so a word with the mark has the data: no flag, no fence.
-It costs twice the bytes, in an area that each rank has in each other's space (kernels.peer_memory_triton). (NCCL calls
-its protocol of this kind LL.)
+What kernels.all_reduce_triton has meets first and reads then: a fence over all of the system, a
+flag's way to the other GPU, and a part's way there and back. Here a part goes one way, in *words*
+of 8 bytes: 4 of data, then 4 of a mark that is this sum's own. An aligned word is written and read
+whole, so a word with the mark has the data: no flag, no fence. It costs twice the bytes, in an area
+that each rank has in each other's space (kernels.peer_memory_triton). (NCCL calls its protocol of
+this kind LL.)
 
-**Why a word with the mark is this sum's.** The mark is the low half of a count of pushed sums, the same on all ranks
-and in all programs: each program of a sum writes its share of all counters. So a mark does not come back before 2^32
-sums, whatever the number of rows, their width or the number of programs. It is never zero, as memory is that nobody has
-written. After 2^32 sums, which take a day or two, a word is taken for another sum's only if it was last written exactly
-a multiple of 2^32 sums before: by a larger sum than all since, and so far back to the very one.
+**Why a word with the mark is this sum's.** The mark is the low half of a count of pushed sums, the
+same on all ranks and in all programs: each program of a sum writes its share of all counters. So a
+mark does not come back before 2^32 sums, whatever the number of rows, their width or the number of
+programs. It is never zero, as memory is that nobody has written. After 2^32 sums, which take a day
+or two, a word is taken for another sum's only if it was last written exactly a multiple of 2^32
+sums before: by a larger sum than all since, and so far back to the very one.
 
-**Why nothing is overwritten too early.** Areas take turns by the count. A rank that pushes sum n + 2 has ended n + 1,
-for which it needed words of every other rank. They pushed those in n + 1, behind `gdc_wait`, so they had ended n and
-read all of it. What other sums lie between, of which kind and size, makes no difference, nor does a graph's replay: the
-count is on the device.
+**Why nothing is overwritten too early.** Areas take turns by the count. A rank that pushes sum n +
+2 has ended n + 1, for which it needed words of every other rank. They pushed those in n + 1, behind
+`gdc_wait`, so they had ended n and read all of it. What other sums lie between, of which kind and
+size, makes no difference, nor does a graph's replay: the count is on the device.
 
-**Places.** Only this rank reads its own part, in its place. The rule for places of kernels.all_reduce_triton holds when
-its sums and these alternate: who has ended a sum has heard from all others that they had begun it.
+**Places.** Only this rank reads its own part, in its place. The rule for places of
+kernels.all_reduce_triton holds when its sums and these alternate: who has ended a sum has heard
+from all others that they had begun it.
 
-**Why it does not hang.** A program pushes all its rows before it waits for any, and waits for the same program of the
-other ranks alone. As there, all programs fit on the device at once.
+**Why it does not hang.** A program pushes all its rows before it waits for any, and waits for the
+same program of the other ranks alone. As there, all programs fit on the device at once.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ from sidestep.kernels.peer_memory_triton import MAX_PROGRAMS, MOST_PUSHED_BYTES,
 
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 _MOST_POLLED_BYTES = 1 << 17
-"""Of a row's words of all ranks, which a program has in registers at once: half of what there are. Beside them it has
-the row itself, which counts where ranks are few."""
+"""Of a row's words of all ranks, which a program has in registers at once: half of what there are.
+Beside them it has the row itself, which counts where ranks are few."""
 
 
 def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
@@ -48,8 +52,8 @@ def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
 
 @triton.jit
 def _row_at(address, row, W: tl.constexpr):
-    """A row as words of data. It is said to be aligned no better than for two of them, if it is: a thread has two then,
-    as it has two words of 8 bytes, and threads need not exchange any."""
+    """A row as words of data. It is said to be aligned no better than for two of them, if it is: a
+    thread has two then, as it has two words of 8 bytes, and threads need not exchange any."""
     begin = tl.cast(address, tl.int64) + row * (4 * W)
     return tl.multiple_of(begin.to(tl.pointer_type(tl.int32)), 4 if W % 2 else 8)
 
@@ -61,8 +65,8 @@ def _marked(data, mark):
 
 @triton.jit
 def _values(data, dtype: tl.constexpr):
-    """The two values in words of data, in float32, that of lower address first. In a word of 32-bit data the second is
-    zero."""
+    """The two values in words of data, in float32, that of lower address first. In a word of 32-bit
+    data the second is zero."""
     if dtype.primitive_bitwidth == 32:
         return data.to(dtype, bitcast=True).to(tl.float32), tl.zeros_like(data).to(tl.float32)
     else:

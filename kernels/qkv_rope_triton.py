@@ -1,6 +1,6 @@
-"""What lies between the QKV projection and attention, in one kernel: the norm of each head's query and key (where a
-model has it), the rotary embedding, and the write of keys and values into the paged cache. The references are
-kernels.rms_norm, kernels.rotary and kernels.kv_write."""
+"""What lies between the QKV projection and attention, in one kernel: the norm of each head's query
+and key (where a model has it), the rotary embedding, and the write of keys and values into the
+paged cache. The references are kernels.rms_norm, kernels.rotary and kernels.kv_write."""
 
 from __future__ import annotations
 
@@ -101,9 +101,10 @@ def qkv_rope(
 ) -> None:
     """Turns qkv's queries in place, and writes its keys (turned) and values to the cache.
 
-    qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; places int32 [T], block id * block size + offset, or
-    negative for a token that is padding; cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys;
-    cache [blocks, 2 KVH, block size, D], the keys' heads first.
+    qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; places int32 [T], block id *
+    block size + offset, or negative for a token that is padding; cos, sin float32 [positions, D /
+    2]; norms: weights [D] of queries and keys; cache [blocks, 2 KVH, block size, D], the keys'
+    heads first.
     """
     _, twice_kv_heads, page, dim = cache.shape
     tokens, heads = qkv.shape[0], num_heads + twice_kv_heads

@@ -15,15 +15,16 @@ from sidestep.kernels.gpu import on_gpu
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., D] of any float type; weight [D]. Computed in float32 and rounded to x's type before the weight is applied,
-    as the models were trained.
+    x [..., D] of any float type; weight [D]. Computed in float32 and rounded to x's type before the
+    weight is applied, as the models were trained.
     """
     if on_gpu(x) and x.dim() == 2:
         from sidestep.kernels.rms_norm_triton import rms_norm as launch
 
         return launch(x, weight, eps)
     wide = x.float()
-    # The fewest operations count for a few rows: the mean of squares comes from the norm, which is a single one.
+    # The fewest operations count for a few rows: the mean of squares comes from the norm, which is
+    # a single one.
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
     scale = torch.addcmul(_epsilon(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
@@ -41,8 +42,9 @@ class RmsNorm:
 
 
 class BegunNorm(NamedTuple):
-    """What the product that wrote a stream's rows h did of their norm: all but a scale that is common to a row, which
-    whoever multiplies `weighted` by a matrix can apply to the result: 1 / sqrt(sum of the squares / D + eps)."""
+    """What the product that wrote a stream's rows h did of their norm: all but a scale that is
+    common to a row, which whoever multiplies `weighted` by a matrix can apply to the result: 1 /
+    sqrt(sum of the squares / D + eps)."""
 
     weighted: Tensor
     """[T, D] h * the norm's weight, in h's type."""

@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each head in place: with halves (a, b) of a head, (a cos - b sin, b cos + a sin). Returns x.
+    """Rotates each head in place: with halves (a, b) of a head, (a cos - b sin, b cos + a sin).
+    Returns x.
 
-    x [T, H, D]; cos [T, 1, D], both halves alike; sin [T, 1, D], its first half negated, so that one roll of x by half
-    a head serves both. All of x's type.
+    x [T, H, D]; cos [T, 1, D], both halves alike; sin [T, 1, D], its first half negated, so that
+    one roll of x by half a head serves both. All of x's type.
     """
     turned = torch.roll(x, x.shape[-1] // 2, -1).mul_(sin)
     return x.mul_(cos).add_(turned)

@@ -1,7 +1,8 @@
 """Choosing the next token, for a whole batch at once and without any random state.
 
-A token is argmax(logits / T + Gumbel noise), which is a draw from softmax(logits / T) (Gumbel-max; Maddison et al.
-2014). The noise is a hash of (seed, position, token id): a row's token depends on nothing but its own logits and seed.
+A token is argmax(logits / T + Gumbel noise), which is a draw from softmax(logits / T) (Gumbel-max;
+Maddison et al. 2014). The noise is a hash of (seed, position, token id): a row's token depends on
+nothing but its own logits and seed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _LOW = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014). int64 arithmetic wraps; shifts are made logical by masks."""
+    """The finaliser of SplitMix64 (Steele et al. 2014). int64 arithmetic wraps; shifts are made
+    logical by masks."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -25,10 +27,11 @@ def _mix(x: Tensor) -> Tensor:
 def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """32 random bits for each token, int64 [R, V], from int64 seeds [R] and positions [R].
 
-    64-bit products are slow on a GPU, so only a row's two keys are made with them. A token's bits are the 32-bit mixer
-    with three products and the least bias that Wellons' search found (2018, "Prospecting for hash functions"), with one
-    key put in before it and the other before its second product: rows of equal first keys still differ. Integers alone,
-    so every device and kernels.sampling_triton get the same bits.
+    64-bit products are slow on a GPU, so only a row's two keys are made with them. A token's bits
+    are the 32-bit mixer with three products and the least bias that Wellons' search found (2018,
+    "Prospecting for hash functions"), with one key put in before it and the other before its second
+    product: rows of equal first keys still differ. Integers alone, so every device and
+    kernels.sampling_triton get the same bits.
     """
     keys = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)[
         :, None
@@ -51,8 +54,8 @@ def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, float32 [R, V], from int64 seeds [R] and positions [R]."""
     uniform = (noise_bits(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
-    # -log(1 - u) is an exponential variate whose small values, those that win, are exact. u may round to 1: that gives
-    # infinite time, noise of minus infinity, and is never chosen.
+    # -log(1 - u) is an exponential variate whose small values, those that win, are exact. u may
+    # round to 1: that gives infinite time, noise of minus infinity, and is never chosen.
     return torch.log1p(-uniform).neg_().log_().neg_()
 
 
@@ -68,19 +71,21 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 def mask_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits with -inf for what each row's filters leave out: all but the top_k most probable tokens (0: all stay); of
-    those all but the smallest set whose probability reaches top_p; and tokens less probable than min_p times the
-    most probable one. At least one token stays. Of equally probable tokens the lower ids stay.
+    """Logits with -inf for what each row's filters leave out: all but the top_k most probable
+    tokens (0: all stay); of those all but the smallest set whose probability reaches top_p; and
+    tokens less probable than min_p times the most probable one. At least one token stays. Of
+    equally probable tokens the lower ids stay.
 
-    logits float32 [R, V], already divided by the temperature; top_k int64 [R]; top_p, min_p float32 [R].
+    logits float32 [R, V], already divided by the temperature; top_k int64 [R]; top_p, min_p float32
+    [R].
     """
     vocab_size = logits.shape[-1]
     values, order = logits.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(vocab_size, device=logits.device)
     keep = rank < torch.where(top_k > 0, top_k, vocab_size)[:, None]
     probs = values.masked_fill(~keep, -torch.inf).softmax(-1)
-    # A token stays if those before it do not reach top_p yet. Rounded sums may reach 1 before the last token, which is
-    # no reason to leave it out where there is no top_p.
+    # A token stays if those before it do not reach top_p yet. Rounded sums may reach 1 before the
+    # last token, which is no reason to leave it out where there is no top_p.
     keep &= (probs.cumsum(-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
     keep &= probs >= min_p[:, None] * probs[:, :1]
     keep[:, 0] = True

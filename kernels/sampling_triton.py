@@ -1,31 +1,36 @@
-"""Choosing the next token on a GPU, without sorting and without the host: `kernels.sampling` in Triton.
+"""Choosing the next token on a GPU, without sorting and without the host: `kernels.sampling` in
+Triton.
 
 Two kernels, whose grids follow from the padded shapes alone, so that a CUDA graph can hold them:
 
-1. `_score_tiles`, a program for each row and tile of the vocabulary, leaves two numbers a tile: its best score and that
-   token (greedy rows, and rows that draw from all tokens), or, for a row with a filter, its best logit and how much
-   probability it holds.
+1. `_score_tiles`, a program for each row and tile of the vocabulary, leaves two numbers a tile: its
+   best score and that token (greedy rows, and rows that draw from all tokens), or, for a row with a
+   filter, its best logit and how much probability it holds.
 2. `_choose_tokens`, a program for each row, takes the best tile, or applies the filter and draws.
 
-Draws are exponential races: argmax(logits / T - log E), E standard exponential, is argmin(E * exp((best - logit) / T)),
-which needs one exponential function and one logarithm a token instead of two logarithms.
+Draws are exponential races: argmax(logits / T - log E), E standard exponential, is argmin(E *
+exp((best - logit) / T)), which needs one exponential function and one logarithm a token instead of
+two logarithms.
 
-What a filtered row costs. A pass of one program over a row of 152k bf16 logits takes it 10 us or so (300 KB from L2 at
-64 bytes a clock are 3 us; the rest are some 15 instructions a logit), and finding a threshold takes several: no sort,
-but a bisection of the floats, as ordered integers, with four counts or sums of probabilities in each pass, which makes
-7 of them for bf16 and twice that for float32. (A histogram of digits would take fewer passes of far more instructions:
-its counters lie in shared memory, and nearly all logits hit the same few.) So the row as a whole is searched only where
-it must be. Mostly, what the first kernel knows of each tile bounds the threshold from below:
+What a filtered row costs. A pass of one program over a row of 152k bf16 logits takes it 10 us or so
+(300 KB from L2 at 64 bytes a clock are 3 us; the rest are some 15 instructions a logit), and
+finding a threshold takes several: no sort, but a bisection of the floats, as ordered integers, with
+four counts or sums of probabilities in each pass, which makes 7 of them for bf16 and twice that for
+float32. (A histogram of digits would take fewer passes of far more instructions: its counters lie
+in shared memory, and nearly all logits hit the same few.) So the row as a whole is searched only
+where it must be. Mostly, what the first kernel knows of each tile bounds the threshold from below:
 
 - top_k: k tiles hold a logit that is no less than the k-th best of the tiles' best ones;
 - top_p: the tiles bound what lies below any value, so what is surely left out is known;
 - min_p is itself a threshold,
 
-and the tokens above that bound, some tens or hundreds, lie in few tiles and are gathered in a few steps. Up to _FEW are
-then compared each with each, which settles their order, and all filters, at once; up to _CAPACITY are searched like a
-row. Only rows with more of them (flat distributions; a top_k larger than the number of tiles) take the long way.
+and the tokens above that bound, some tens or hundreds, lie in few tiles and are gathered in a few
+steps. Up to _FEW are then compared each with each, which settles their order, and all filters, at
+once; up to _CAPACITY are searched like a row. Only rows with more of them (flat distributions; a
+top_k larger than the number of tiles) take the long way.
 
-All sums are taken in a fixed order and no float is added atomically: the same row gives the same token every time.
+All sums are taken in a fixed order and no float is added atomically: the same row gives the same
+token every time.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ _CAPACITY = 8192
 _FEW = 512
 """Tokens that are compared each with each at most."""
 
-# bf16 and fp16 leave the low bits of their float32 form zero: a search among them has as many steps less.
+# bf16 and fp16 leave the low bits of their float32 form zero: a search among them has as many steps
+# less.
 _LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 _NONE = tl.constexpr(2**31 - 1)
@@ -76,16 +82,18 @@ def sample_tokens(
     out_ids: Tensor,
     pdl: bool = False,
 ) -> None:
-    """Chooses a token for each row that samples, as `sample` over `mask_top_k_top_p_min_p` of kernels.sampling do.
+    """Chooses a token for each row that samples, as `sample` over `mask_top_k_top_p_min_p` of
+    kernels.sampling do.
 
-    It is written to last_sampled[slot] and to out_ids[header[1], row]. Ties go to the lower id. NaN counts as minus
-    infinity; a row without any finite logit gives some id of the vocabulary.
+    It is written to last_sampled[slot] and to out_ids[header[1], row]. Ties go to the lower id. NaN
+    counts as minus infinity; a row without any finite logit gives some id of the vocabulary.
 
-    logits [R, V] of any float type, each row contiguous. header int32: the number of rows that count, and the row of
-    out_ids to write. int32 [R]: slots; seq_lens, the positions of the noise; samples, 0 where a row samples nothing.
-    Tables by slot, [S]: temperature (0: greedy), top_p and min_p float32; top_k (0: all) and last_sampled int32; seed
-    int64. scratch int32 [scratch_size(R, V)] or more, its content of no matter before or after. out_ids int32 [_, R] or
-    wider, in any memory that the device can write. `pdl`: launch both kernels programmatically dependent.
+    logits [R, V] of any float type, each row contiguous. header int32: the number of rows that
+    count, and the row of out_ids to write. int32 [R]: slots; seq_lens, the positions of the noise;
+    samples, 0 where a row samples nothing. Tables by slot, [S]: temperature (0: greedy), top_p and
+    min_p float32; top_k (0: all) and last_sampled int32; seed int64. scratch int32 [scratch_size(R,
+    V)] or more, its content of no matter before or after. out_ids int32 [_, R] or wider, in any
+    memory that the device can write. `pdl`: launch both kernels programmatically dependent.
 
     Raises ValueError if scratch is too small and KeyError if logits are of another type.
     """
@@ -120,7 +128,8 @@ def sample_tokens(
     )
 
 
-# --- Noise -----------------------------------------------------------------------------------------------------------
+# --- Noise
+# -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -154,9 +163,10 @@ def _noise_bits(first_key, second_key, ids):
 def _exponential(first_key, second_key, ids):
     """-log(1 - u), a standard exponential variate for each token, with a relative error of 2e-7.
 
-    The library's logarithm of 1 + x has no form in Triton, and the noise that wins comes from small u, where 1 - u has
-    no precision left. So: 1 - u = 2^e (1 + m) with m in [-1/4, 1/2], where m, like u, is exact if u is small (e = 0),
-    and log(1 + m) = m + m^2 q(m) with the minimax polynomial q. If u rounds to 1 the result is 88, not infinity.
+    The library's logarithm of 1 + x has no form in Triton, and the noise that wins comes from small
+    u, where 1 - u has no precision left. So: 1 - u = 2^e (1 + m) with m in [-1/4, 1/2], where m,
+    like u, is exact if u is small (e = 0), and log(1 + m) = m + m^2 q(m) with the minimax
+    polynomial q. If u rounds to 1 the result is 88, not infinity.
     """
     u = (_noise_bits(first_key, second_key, ids).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = 1.0 - u
@@ -173,7 +183,8 @@ def _exponential(first_key, second_key, ids):
     return -tl.fma((exponent >> 23).to(tl.float32), 0.6931471805599453, tl.fma(q, m * m, m))
 
 
-# --- Logits ----------------------------------------------------------------------------------------------------------
+# --- Logits
+# ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -227,7 +238,8 @@ def _is_filtered(t, k, p, min_p, vocab):
     return (t > 0) & (((k > 0) & (k < vocab)) | (p < 1) | (min_p > 0))
 
 
-# --- The first kernel ------------------------------------------------------------------------------------------------
+# --- The first kernel
+# ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -282,13 +294,14 @@ def _score_tiles(
     tl.store(target + TILES, second)
 
 
-# --- Filters: what may stay -------------------------------------------------------------------------------------------
+# --- Filters: what may stay
+# -------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
-    """For each of x, found at `place` in `values`: how many of these are higher, or as high and before it; what they
-    weigh. Nothing of what is not in `values` has a meaning."""
+    """For each of x, found at `place` in `values`: how many of these are higher, or as high and
+    before it; what they weigh. Nothing of what is not in `values` has a meaning."""
     number = tl.zeros(x.shape, tl.int32)
     mass = tl.zeros(x.shape, tl.float32)
     for start in tl.range(0, count, CHUNK):
@@ -304,10 +317,12 @@ def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
 def _nucleus_floor(
     scores, masses, tiles, budget, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """A value of which it is sure that the tokens below it weigh no more than `budget`, or minus infinity.
+    """A value of which it is sure that the tokens below it weigh no more than `budget`, or minus
+    infinity.
 
-    Below a value lies all of a tile whose best logit is below it, and of another tile at most all but its best token,
-    and at most as much as if all its tokens were just below the value. Tried for 256 values, e^(1/8) apart in weight.
+    Below a value lies all of a tile whose best logit is below it, and of another tile at most all
+    but its best token, and at most as much as if all its tokens were just below the value. Tried
+    for 256 values, e^(1/8) apart in weight.
     """
     floors = best - tl.arange(0, 256) * (0.125 * _LOG2_E / scale)
     most = TILE * _weight(floors, best, scale)
@@ -335,8 +350,8 @@ def _gather(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Writes the first CAPACITY logits of the listed tiles that are not below `floor`, and their ids, both in the order
-    of the ids. Returns how many there are in all."""
+    """Writes the first CAPACITY logits of the listed tiles that are not below `floor`, and their
+    ids, both in the order of the ids. Returns how many there are in all."""
     number = 0
     for start in tl.range(0, count, GROUP):
         index = start + tl.arange(0, GROUP)
@@ -353,14 +368,16 @@ def _gather(
     return number
 
 
-# --- Filters: the search for a threshold ------------------------------------------------------------------------------
+# --- Filters: the search for a threshold
+# ------------------------------------------------------------------------------
 
 
 @triton.jit
 def _measures(
     values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.constexpr, STEP: tl.constexpr
 ):
-    """For each of [WAYS] finite floors, how many logits are not below it, or how much these weigh."""
+    """For each of [WAYS] finite floors, how many logits are not below it, or how much these
+    weigh."""
     sums = tl.zeros([WAYS, STEP], tl.float32)
     for start in tl.range(0, count, STEP):
         offsets = start + tl.arange(0, STEP)[None, :]
@@ -383,10 +400,11 @@ def _threshold(
     LOW_BITS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The largest key in [low, high) from which up there is a measure of `target`, or low; and the measure above it.
+    """The largest key in [low, high) from which up there is a measure of `target`, or low; and the
+    measure above it.
 
-    Nothing is as high as `high`. A sum of fewer of the same floats, in the same order, is never larger, so that the
-    measures fall from one cut to the next in spite of rounding.
+    Nothing is as high as `high`. A sum of fewer of the same floats, in the same order, is never
+    larger, so that the measures fall from one cut to the next in spite of rounding.
     """
     above = 0.0
     while high - low > 1:
@@ -415,7 +433,8 @@ def _race(
     GATHERED: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Draws among the logits above `threshold`, the first `room` of those that equal it, none of them below `minimum`."""
+    """Draws among the logits above `threshold`, the first `room` of those that equal it, none of
+    them below `minimum`."""
     shortest = tl.full([STEP], _INFINITY, tl.float32)
     winner = tl.full([STEP], _NONE, tl.int32)
     num_tied = 0
@@ -458,9 +477,11 @@ def _filter_and_race(
     LOW_BITS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Draws what the filters keep of `count` logits, outside of which there is nothing that they keep.
+    """Draws what the filters keep of `count` logits, outside of which there is nothing that they
+    keep.
 
-    low, high: keys between which the logits lie (high is above all). mass: the weight of all of the row.
+    low, high: keys between which the logits lie (high is above all). mass: the weight of all of the
+    row.
     """
     room = tl.full((), _INFINITY, tl.float32)
     if k > 0:
@@ -473,7 +494,8 @@ def _filter_and_race(
         # Never 0, so that the best token stays.
         target = tl.maximum(p * mass, _SOME)
         cut, above = _threshold(values, count, target, low, high, best, scale, True, LOW_BITS, STEP)
-        # Of the tokens that weigh as much as this one, those stay before which there is less than the target.
+        # Of the tokens that weigh as much as this one, those stay before which there is less than
+        # the target.
         fitting = tl.ceil((target - above) / _weight(_from_key(cut, LOW_BITS), best, scale))
         room = tl.where(cut > low, fitting, tl.minimum(fitting, room))
         low = cut
@@ -514,7 +536,8 @@ def _filter_few(
     return tl.min(tl.where(kept & (time == tl.min(time, 0)), token, _NONE), 0)
 
 
-# --- The second kernel -----------------------------------------------------------------------------------------------
+# --- The second kernel
+# -----------------------------------------------------------------------------------------------
 
 
 @triton.jit

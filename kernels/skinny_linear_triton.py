@@ -1,8 +1,9 @@
 """x W^T for a few rows of x, where reading W is all the work.
 
-One row: each program reads a few whole rows of W, multiplies and adds on the plain cores. Two to 16 rows: the same
-through the tensor cores, x padded to 8 or 16 rows, from registers alone. W's first columns are asked for before the
-kernel waits for x (programmatic dependent launch), so the memory does not pause while the kernel before ends.
+One row: each program reads a few whole rows of W, multiplies and adds on the plain cores. Two to 16
+rows: the same through the tensor cores, x padded to 8 or 16 rows, from registers alone. W's first
+columns are asked for before the kernel waits for x (programmatic dependent launch), so the memory
+does not pause while the kernel before ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """What was tuned by benchmarks/gpu_kernels.py: rows of W of one program, columns of one turn of its loop."""
+    """What was tuned by benchmarks/gpu_kernels.py: rows of W of one program, columns of one turn of
+    its loop."""
 
     block_n: int
     block_k: int
@@ -37,7 +39,8 @@ def _activate(gate, up, dtype):
 
 @triton.jit
 def _scale(squares, tokens, eps, K: tl.constexpr, PARTS: tl.constexpr):
-    """What a norm multiplies these rows of a stream by, from the parts of the sums of their squares."""
+    """What a norm multiplies these rows of a stream by, from the parts of the sums of their
+    squares."""
     part = tl.arange(0, triton.next_power_of_2(PARTS))
     EVEN: tl.constexpr = triton.next_power_of_2(PARTS) == PARTS
     given = tl.load(
@@ -97,7 +100,8 @@ def _gemv(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for start in tl.static_range(0, K, BLOCK_K):
-        # Loaded as wide as W: each thread gets the columns it needs, and the warps need not wait for one another.
+        # Loaded as wide as W: each thread gets the columns it needs, and the warps need not wait
+        # for one another.
         given = tl.broadcast_to((x + start + columns)[None, :], [BLOCK_N, BLOCK_K])
         value = tl.load(given, mask=EVEN | (start + columns < K)[None, :], other=0.0).to(tl.float32)
         if start + BLOCK_K >= K:
@@ -153,11 +157,13 @@ def _columns_of(index, HALVES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _operand(tile, STEPS: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr):
-    """A tile as it was read, [STEPS * HALVES * WARPS * 8, 32], as an operand: [WARPS, HALVES * 8, STEPS * 32].
+    """A tile as it was read, [STEPS * HALVES * WARPS * 8, 32], as an operand: [WARPS, HALVES * 8,
+    STEPS * 32].
 
-    A warp reads 8 rows of 64 bytes at once, 16 bytes a thread. Its columns go into the product in an order that leaves
-    them in the threads, and in the registers, in which a 16-bit product of tensor cores wants them: both operands in
-    the same order, so the product is the same, and nothing passes through shared memory.
+    A warp reads 8 rows of 64 bytes at once, 16 bytes a thread. Its columns go into the product in
+    an order that leaves them in the threads, and in the registers, in which a 16-bit product of
+    tensor cores wants them: both operands in the same order, so the product is the same, and
+    nothing passes through shared memory.
     """
     tile = tl.reshape(tile, [STEPS, HALVES, WARPS, 8, 4, 2, 2, 2])
     tile = tl.permute(tile, [2, 1, 3, 0, 5, 6, 4, 7])
@@ -222,7 +228,8 @@ def _skinny(
     TURN: tl.constexpr = STEPS * WARPS * 32
     EVEN: tl.constexpr = K % TURN == 0
     LAST: tl.constexpr = (K - 1) // TURN * TURN
-    # 1. The first columns of W, whose warps each take a part of K. Rows behind the last are read as the last.
+    # 1. The first columns of W, whose warps each take a part of K. Rows behind the last are read as
+    #    the last.
     index = tl.arange(0, STEPS * HALVES * WARPS * 8)
     row = tl.minimum(tl.program_id(0) * BLOCK_N + _rows_of(index, HALVES, WARPS), N - 1)
     columns = _columns_of(index, HALVES, WARPS)
@@ -246,7 +253,8 @@ def _skinny(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # 2. The next columns are asked for before those at hand are used. Without a loop, W stays in the layout of the
+    # 2. The next columns are asked for before those at hand are used. Without a loop, W stays in
+    #    the layout of the
     # product's operand; carried through one, it would pass through shared memory.
     for start in tl.static_range(0, LAST, TURN):
         next_w = _read(source, start + TURN, columns, K, EVEN, "evict_first")
@@ -321,8 +329,9 @@ def launch(
     flags: tuple[int, bool, bool, bool, bool],
     c: SkinnyConfig,
 ) -> None:
-    """Either kernel, as kernels.own_linear says. tensors: bias, squares, next norm, out, and what of the next norm is
-    written; flags: parts of the squares, and whether there is a bias, an addition, a next norm, a gate."""
+    """Either kernel, as kernels.own_linear says. tensors: bias, squares, next norm, out, and what
+    of the next norm is written; flags: parts of the squares, and whether there is a bias, an
+    addition, a next norm, a gate."""
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
     grid = (triton.cdiv(num_outputs, c.block_n),)

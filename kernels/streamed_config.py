@@ -1,4 +1,5 @@
-"""The streamed product's configuration; apart from its kernel, whose language not every Triton has."""
+"""The streamed product's configuration; apart from its kernel, whose language not every Triton
+has."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from dataclasses import dataclass
 
 MAX_ROWS = 64
 ALIGNED = 8
-"""Columns of W must be a multiple of this many: the copy engine wants rows at multiples of 16 bytes."""
+"""Columns of W must be a multiple of this many: the copy engine wants rows at multiples of 16
+bytes."""
 _RING_BYTES = 200 << 10
 _PROCESSORS = 132
 BLOCK_N = 64
@@ -29,8 +31,9 @@ class StreamedConfig:
 
 
 def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> StreamedConfig:
-    """A ring that fills a processor's shared memory, and programs for at most one turn of all processors, or as many
-    as there are tiles: what was best, or within a percent of it, for all sizes tried."""
+    """A ring that fills a processor's shared memory, and programs for at most one turn of all
+    processors, or as many as there are tiles: what was best, or within a percent of it, for all
+    sizes tried."""
     rows = padded(tokens)
     block_k = 128
     stage = 2 * (BLOCK_N * (1 + gated) + rows) * block_k

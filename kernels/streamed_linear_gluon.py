@@ -1,13 +1,16 @@
-"""x W^T for a few up to 64 rows of x, where reading W is most of the work: W streams through shared memory.
+"""x W^T for a few up to 64 rows of x, where reading W is most of the work: W streams through shared
+memory.
 
-For Hopper. Each program takes some rows of W, or a part of their columns, through a ring of tiles that the bulk copy
-engine fills. Nothing passes through registers on the way, so a ring is as deep as shared memory allows. The product is
-made the other way round, W x^T, since tensor cores want 64 rows of their first operand and are content with 8 columns
-of the second. Written in Gluon, Triton's lower level, for the one thing that Triton cannot say: that W's first tiles
-are on their way before the kernel waits for x (programmatic dependent launch), while the kernel before still runs.
+For Hopper. Each program takes some rows of W, or a part of their columns, through a ring of tiles
+that the bulk copy engine fills. Nothing passes through registers on the way, so a ring is as deep
+as shared memory allows. The product is made the other way round, W x^T, since tensor cores want 64
+rows of their first operand and are content with 8 columns of the second. Written in Gluon, Triton's
+lower level, for the one thing that Triton cannot say: that W's first tiles are on their way before
+the kernel waits for x (programmatic dependent launch), while the kernel before still runs.
 
-Where there are fewer tiles than processors, several programs share one, each with a part of K. They leave their parts
-in float32, and the last one that comes adds them up, always in the same order: the result is the same in every run.
+Where there are fewer tiles than processors, several programs share one, each with a part of K. They
+leave their parts in float32, and the last one that comes adds them up, always in the same order:
+the result is the same in every run.
 
 What else the kernel can do, kernels.own_linear says.
 """
@@ -75,7 +78,8 @@ def _ask_for_w(
 
 @gluon.jit
 def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
-    """What a norm multiplies these rows of a stream by, from the parts of the sums of their squares."""
+    """What a norm multiplies these rows of a stream by, from the parts of the sums of their
+    squares."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     part = gl.arange(0, triton.next_power_of_2(PARTS), layout=gl.SliceLayout(0, layout))
@@ -260,8 +264,8 @@ def _streamed(
 
 
 class _Workspace:
-    """Parts of sums, and counters that are zero between kernels; one a device, since kernels that use it follow one
-    another."""
+    """Parts of sums, and counters that are zero between kernels; one a device, since kernels that
+    use it follow one another."""
 
     def __init__(self, device: torch.device) -> None:
         self.partials = torch.empty(MOST_PARTIALS, dtype=torch.float32, device=device)

@@ -1,4 +1,5 @@
-"""Masks of allowed tokens, packed as bits, over rows of logits; see token_masks_triton.py for the kernel."""
+"""Masks of allowed tokens, packed as bits, over rows of logits; see token_masks_triton.py for the
+kernel."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from sidestep.kernels.gpu import on_gpu
 def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
     """-inf in place of each logit whose bit is 0.
 
-    logits [R, V]; marks int32 [R]: 1 + the number of the row's mask, 0 for a row without; words int32 [N, ceil(V /
-    32)], a bit a token, the lowest first.
+    logits [R, V]; marks int32 [R]: 1 + the number of the row's mask, 0 for a row without; words
+    int32 [N, ceil(V / 32)], a bit a token, the lowest first.
     """
     if on_gpu(logits):
         from sidestep.kernels import token_masks_triton

@@ -1,9 +1,10 @@
-"""Where kernels.gated_gemm_triton was measured to be faster than the library's product and the activation after it, by
-benchmarks/gpu_kernels.py --only gated --tune, which prints entries.
+"""Where kernels.gated_gemm_triton was measured to be faster than the library's product and the
+activation after it, by benchmarks/gpu_kernels.py --only gated --tune, which prints entries.
 
-(outputs of each half, inputs) of a matrix: up to how many rows, in rising order, which fields of a GatedConfig; None
-where the library is faster, as it is taken to be beyond the last. Llama-3.1-8B's is not here: what the kernel gains
-alone it loses in a step, where the card's power limit sets the pace of large products.
+(outputs of each half, inputs) of a matrix: up to how many rows, in rising order, which fields of a
+GatedConfig; None where the library is faster, as it is taken to be beyond the last. Llama-3.1-8B's
+is not here: what the kernel gains alone it loses in a step, where the card's power limit sets the
+pace of large products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write docs/options.md from the fields that declare the options: `python -m scripts.options_page`."""
+"""Write docs/options.md from the fields that declare the options: `python -m
+scripts.options_page`."""
 
 from __future__ import annotations
 

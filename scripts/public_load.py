@@ -1,10 +1,11 @@
-"""A load that is not ours against `sidestep serve`: guidellm, from the registry, in an environment of its own.
+"""A load that is not ours against `sidestep serve`: guidellm, from the registry, in an environment
+of its own.
 
     python -m venv guidellm-env && guidellm-env/bin/pip install guidellm
     python scripts/public_load.py --guidellm guidellm-env/bin/guidellm [--requests 200] [--streams 32] [--serve ...]
 
-What follows `--serve` goes to `sidestep serve`. Prints guidellm's tables; the exit status is 1 if a request has failed
-or is missing.
+What follows `--serve` goes to `sidestep serve`. Prints guidellm's tables; the exit status is 1 if a
+request has failed or is missing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Train the bundled tiny-python model on Python's own standard library, and evaluate what was saved.
+"""Train the bundled tiny-python model on Python's own standard library, and evaluate what was
+saved.
 
 python scripts/train_tiny_python.py                  # on a GPU: a few minutes
 python scripts/train_tiny_python.py --seconds 3600   # on a CPU: a much rougher model

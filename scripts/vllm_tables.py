@@ -1,4 +1,5 @@
-"""Write the tables of docs/migrate-from-vllm.md from those that the code uses: `python -m scripts.vllm_tables`."""
+"""Write the tables of docs/migrate-from-vllm.md from those that the code uses: `python -m
+scripts.vllm_tables`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sidestep: an LLM serving engine whose CPU work steps aside, always overlapped with the accelerator's steps.
+"""Sidestep: an LLM serving engine whose CPU work steps aside, always overlapped with the
+accelerator's steps.
 
 Names are imported when they are first used, so `import sidestep` costs nothing.
 """
@@ -178,11 +179,12 @@ def _instead_of(name: str) -> str | None:
 
 
 class _MissingModules:
-    """Raise an error that names the replacement for a module of vLLM's that this package lacks. Python asks this finder
-    last.
+    """Raise an error that names the replacement for a module of vLLM's that this package lacks.
+    Python asks this finder last.
 
-    `from sidestep import X` asks it too, when the package has no X. This class does not inherit from
-    importlib.abc.MetaPathFinder: every process of an engine would import that module, which takes 15 ms.
+    `from sidestep import X` asks it too, when the package has no X. This class does not inherit
+    from importlib.abc.MetaPathFinder: every process of an engine would import that module, which
+    takes 15 ms.
     """
 
     def find_spec(
@@ -191,7 +193,8 @@ class _MissingModules:
         """Raises ModuleNotFoundError for a name that vLLM has and sidestep lacks."""
         package, _, name = fullname.partition(".")
         if package == "sidestep" and name and (instead := _instead_of(name)) is not None:
-            # Without `name=`: the import system ignores an error that names X of `from ... import X`.
+            # Without `name=`: the import system ignores an error that names X of `from ... import
+            # X`.
             raise ModuleNotFoundError(f"{fullname}: {instead}")
         return None
 

@@ -15,11 +15,12 @@ def random_uuid() -> str:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes each flag with underscores too: `--max_model_len` is `--max-model-len`."""
+    """A parser that takes each flag with underscores too: `--max_model_len` is
+    `--max-model-len`."""
 
-    def parse_known_args(
+    def parse_known_args(  # type: ignore[override]  # as argparse has it
         self,
-        args: Sequence[str] | None = None,  # type: ignore[override]  # as argparse has it
+        args: Sequence[str] | None = None,
         namespace: Any = None,
     ) -> tuple[Any, list[str]]:
         """See the base class."""

@@ -1,6 +1,7 @@
 """Settings of all tests: the state that a test process starts in, and how many processes run them.
 
-Before anything imports Triton: without a GPU its kernels run in its interpreter, so the same tests serve both.
+Before anything imports Triton: without a GPU its kernels run in its interpreter, so the same tests
+serve both.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--screenshots: the docs' pictures are made by the tests of the page, but only when they are asked for."""
+    """--screenshots: the docs' pictures are made by the tests of the page, but only when they are
+    asked for."""
     parser.addoption(
         "--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures"
     )
@@ -42,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return how many test processes `-n auto` starts: none beside this one where tests share a GPU.
+    """Return how many test processes `-n auto` starts: none beside this one where tests share a
+    GPU.
 
     Half as many again as cores, since tests of servers mostly wait.
     """

@@ -182,8 +182,8 @@ def _on_the_wire(message: Columns) -> bytes:
 
 @dataclass
 class Engine:
-    """Scheduler and device, a fake one if none is given, step by step, with up to `depth` steps in flight; all crosses
-    the wire format."""
+    """Scheduler and device, a fake one if none is given, step by step, with up to `depth` steps in
+    flight; all crosses the wire format."""
 
     scheduler: Scheduler
     depth: int = 2
@@ -196,7 +196,8 @@ class Engine:
     logprobs: dict[int, list[tuple[int, list[int]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """For each sampled token: its position, and the tokens whose log-probabilities the frontend got."""
+    """For each sampled token: its position, and the tokens whose log-probabilities the frontend
+    got."""
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:

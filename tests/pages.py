@@ -1,4 +1,5 @@
-"""The commands in README and docs: the lines of their code blocks, with continuation lines joined."""
+"""The commands in README and docs: the lines of their code blocks, with continuation lines
+joined."""
 
 from __future__ import annotations
 

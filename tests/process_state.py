@@ -1,4 +1,5 @@
-"""Set the state that a test process starts with, however it was started: Ctrl-C works and there is a standard input."""
+"""Set the state that a test process starts with, however it was started: Ctrl-C works and there is
+a standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Grammars of a vocabulary of single characters, compiled when asked for, and what a request held to one must give."""
+"""Grammars of a vocabulary of single characters, compiled when asked for, and what a request held
+to one must give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a model needs of an attention backend. A new backend is a file here and a line in ipc.registry."""
+"""What a model needs of an attention backend. A new backend is a file here and a line in
+ipc.registry."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class AttentionSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRows:
-    """A step's rows on the device, R of them with padding. The bounds are what a captured graph holds for good."""
+    """A step's rows on the device, R of them with padding. The bounds are what a captured graph
+    holds for good."""
 
     header: Tensor
     """int32; the number of rows, and how many of them decode. These come first."""
@@ -92,7 +94,8 @@ class AttentionBackend(abc.ABC):
     """[layers, blocks, ...], contiguous."""
 
     graph_safe: ClassVar[bool] = False
-    """Whether a step needs nothing but `StepBatch.rows`, so that it can be captured in a CUDA graph."""
+    """Whether a step needs nothing but `StepBatch.rows`, so that it can be captured in a CUDA
+    graph."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     """Types that it computes in."""
     head_dims: ClassVar[tuple[int, ...]] = ()
@@ -105,10 +108,12 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def __init__(self, setup: AttentionSetup) -> None:
-        """Allocates the cache. Raises torch.OutOfMemoryError or RuntimeError when there is no room."""
+        """Allocates the cache. Raises torch.OutOfMemoryError or RuntimeError when there is no
+        room."""
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
-        """Copies blocks in all layers, in one launch: before a step, and after what is queued already."""
+        """Copies blocks in all layers, in one launch: before a step, and after what is queued
+        already."""
         # In whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
         columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
         columns[:, : len(sources)] = sources, targets
@@ -122,6 +127,7 @@ class AttentionBackend(abc.ABC):
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
         """From the projections to the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
 
-        Queries and keys are normed where the model does so, and turned by the rotary embedding; keys and values are
-        written to the cache; each token attends to those before it and itself. May write over qkv.
+        Queries and keys are normed where the model does so, and turned by the rotary embedding;
+        keys and values are written to the cache; each token attends to those before it and itself.
+        May write over qkv.
         """

@@ -1,12 +1,12 @@
-"""Attention by FlashInfer (Ye et al. 2025), for those who have the package `flashinfer-python`: --attention-backend
-flashinfer. Half precision, and the usual sizes of heads.
+"""Attention by FlashInfer (Ye et al. 2025), for those who have the package `flashinfer-python`:
+--attention-backend flashinfer. Half precision, and the usual sizes of heads.
 
-FlashInfer plans each step on the host, so steps are launched kernel by kernel, never as CUDA graphs. Norms, rotary
-embedding and the write to the cache are our own kernel's.
+FlashInfer plans each step on the host, so steps are launched kernel by kernel, never as CUDA
+graphs. Norms, rotary embedding and the write to the cache are our own kernel's.
 
-Unless its package of compiled kernels (flashinfer-jit-cache) is installed, FlashInfer compiles those of a model when
-they are first needed, which takes nvcc, ninja and some minutes, and keeps them in ~/.cache/flashinfer. Here that is
-before the first step, while the engine starts.
+Unless its package of compiled kernels (flashinfer-jit-cache) is installed, FlashInfer compiles
+those of a model when they are first needed, which takes nvcc, ninja and some minutes, and keeps
+them in ~/.cache/flashinfer. Here that is before the first step, while the engine starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _LAYOUT = "HND"
 _LEAST_WORKSPACE = 128 << 20
 """Bytes, as FlashInfer advises."""
 _GROUPED = 4
-"""Query heads for each key head from which tensor cores are worth it; its other kernel does not know all numbers."""
+"""Query heads for each key head from which tensor cores are worth it; its other kernel does not
+know all numbers."""
 
 
 class FlashInferAttention(AttentionBackend):
@@ -53,7 +54,8 @@ class FlashInferAttention(AttentionBackend):
         _check(setup)
         shape = setup.shape
         self._setup, self._shape = setup, shape
-        # Zeros: what lies behind a row's last token may be read and masked, and 0 x NaN would spread.
+        # Zeros: what lies behind a row's last token may be read and masked, and 0 x NaN would
+        # spread.
         self.cache = torch.zeros(
             shape.num_layers,
             setup.num_blocks,
@@ -70,7 +72,8 @@ class FlashInferAttention(AttentionBackend):
         host = batch.host
         assert host is not None, "this backend needs the host's view of a step"
         if self._wrappers is None:
-            # Not when the cache is made: the engine gives the cache what its first step leaves, workspace included.
+            # Not when the cache is made: the engine gives the cache what its first step leaves,
+            # workspace included.
             self._wrappers = load_wrappers(self._setup)
         self._batch, self._num_decode = batch, host.num_decode_rows
         self._wrappers.plan(host)
@@ -133,12 +136,13 @@ def pages_of(host: HostBatch, first: int, stop: int) -> Pages:
 
 
 class Wrappers:
-    """FlashInfer's state for each window, decode rows and prompt rows apart, and the workspace that all share: kernels
-    that use it run one after the other.
+    """FlashInfer's state for each window, decode rows and prompt rows apart, and the workspace that
+    all share: kernels that use it run one after the other.
 
-    A plan is written to pinned memory of the wrapper's own and copied from there behind the kernels of the step before.
-    The next plan may not overwrite it until then, which is what `_copied` is for. With two steps in flight there is no
-    wait: when a step comes, the one before the last is over, and that is all that the last one's copies stood behind.
+    A plan is written to pinned memory of the wrapper's own and copied from there behind the kernels
+    of the step before. The next plan may not overwrite it until then, which is what `_copied` is
+    for. With two steps in flight there is no wait: when a step comes, the one before the last is
+    over, and that is all that the last one's copies stood behind.
     """
 
     def __init__(self, setup: AttentionSetup, flashinfer: Any) -> None:
@@ -210,7 +214,8 @@ class Wrappers:
 
 
 def load_wrappers(setup: AttentionSetup) -> Wrappers:
-    """Wrappers whose kernels are loaded. Raises EngineStartError if FlashInfer cannot be imported or cannot compile."""
+    """Wrappers whose kernels are loaded. Raises EngineStartError if FlashInfer cannot be imported
+    or cannot compile."""
     try:
         import flashinfer
 
@@ -229,8 +234,9 @@ def load_wrappers(setup: AttentionSetup) -> Wrappers:
 
 
 def workspace_size(setup: AttentionSetup) -> int:
-    """Bytes for partial results where a row's keys are split. FlashInfer splits until two programs run on each
-    multiprocessor, each of them with a tile of queries of one key head, and keeps a float32 [D] and a sum for each."""
+    """Bytes for partial results where a row's keys are split. FlashInfer splits until two programs
+    run on each multiprocessor, each of them with a tile of queries of one key head, and keeps a
+    float32 [D] and a sum for each."""
     shape = setup.shape
     programs = 2 * torch.cuda.get_device_properties(setup.device).multi_processor_count
     tile = min(128, 16384 // shape.head_dim)
@@ -239,7 +245,8 @@ def workspace_size(setup: AttentionSetup) -> int:
 
 
 def pinned(column: Int32) -> Tensor:
-    """From pinned memory a copy to the device waits for nothing; torch keeps it until the copy is done."""
+    """From pinned memory a copy to the device waits for nothing; torch keeps it until the copy is
+    done."""
     return torch.from_numpy(np.ascontiguousarray(column)).pin_memory()
 
 

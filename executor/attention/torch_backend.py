@@ -1,11 +1,13 @@
 """Attention by torch operations: the default on a CPU, and the reference for other backends.
 
-A query is computed with a number of keys that its position alone decides, in float32. So its bits do not depend on what
-else a step computes, nor on how a prompt was cut into chunks. Queries of one padded length are computed together.
+A query is computed with a number of keys that its position alone decides, in float32. So its bits
+do not depend on what else a step computes, nor on how a prompt was cut into chunks. Queries of one
+padded length are computed together.
 
-Decode rows read a gathered copy of their keys and values, shortest row first. While the same rows decode, a step only
-adds each row's new token to the copy of the step before. The copy is gathered again when rows come or go, or when it
-would be too large to keep. Keeping it saves a third of a step of a small model.
+Decode rows read a gathered copy of their keys and values, shortest row first. While the same rows
+decode, a step only adds each row's new token to the copy of the step before. The copy is gathered
+again when rows come or go, or when it would be too large to keep. Keeping it saves a third of a
+step of a small model.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from sidestep.kernels.rms_norm import rms_norm
 from sidestep.kernels.rotary import apply_rotary
 
 _COPY_LIMIT = 1 << 30
-"""Bytes, in all layers, up to which the gathered copy is kept, unless the whole cache is smaller."""
+"""Bytes, in all layers, up to which the gathered copy is kept, unless the whole cache is
+smaller."""
 _HEADROOM = 64
 """Tokens for which a kept copy has room to grow."""
 _MOST_QUERIES = 256
@@ -71,7 +74,8 @@ class _DecodeGroup:
 
 
 class TorchAttention(AttentionBackend):
-    """Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its values."""
+    """Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its
+    values."""
 
     def __init__(self, setup: AttentionSetup) -> None:
         shape = self._shape = setup.shape
@@ -164,8 +168,9 @@ class TorchAttention(AttentionBackend):
         )
 
     def _gather(self, layer: int) -> Tensor:
-        """Return float32 [R, 2 KVH, room, D] with each row's tokens. Keep it for the next step if it is small enough: a
-        kept copy has each head's tokens side by side, as attention reads them."""
+        """Return float32 [R, 2 KVH, room, D] with each row's tokens. Keep it for the next step if
+        it is small enough: a kept copy has each head's tokens side by side, as attention reads
+        them."""
         gathered = self._layers[layer].index_select(0, self._decode_blocks).float()
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
         if not self._keep_copy:
@@ -178,7 +183,8 @@ class TorchAttention(AttentionBackend):
         rows = self._num_decode
         entries, lengths = batch.entries[:rows], batch.seq_lens[:rows]
         self._longest = int(lengths.max())
-        # By entry, not by slot: the next request in a slot may well be one token longer than the last one became.
+        # By entry, not by slot: the next request in a slot may well be one token longer than the
+        # last one became.
         self._extend_copy = (
             padded_length(self._longest) <= self._copy_room
             and np.array_equal(entries, self._copied_entries)
@@ -211,8 +217,8 @@ class TorchAttention(AttentionBackend):
         self._copy_room = width * size if self._keep_copy else 0
 
     def _group(self, lengths: Int32) -> Iterator[_DecodeGroup]:
-        """Yield groups of rows in the order of their lengths, [R], by the number of keys that they are computed
-        with."""
+        """Yield groups of rows in the order of their lengths, [R], by the number of keys that they
+        are computed with."""
         padded = np.array([padded_length(length) for length in lengths.tolist()])
         cuts = [0, *(np.flatnonzero(np.diff(padded)) + 1).tolist(), len(lengths)]
         for first, last in pairwise(cuts):
@@ -260,7 +266,7 @@ class TorchAttention(AttentionBackend):
 
 
 def _filled_up(tables: Int32, width: int) -> Int64:
-    """Return block tables [R, W] as [R, width]. Missing entries become block 0; its tokens are masked, as are all
-    tokens behind the row's own."""
+    """Return block tables [R, W] as [R, width]. Missing entries become block 0; its tokens are
+    masked, as are all tokens behind the row's own."""
     cut = tables[:, :width].astype(np.int64)
     return np.pad(cut, ((0, 0), (0, width - cut.shape[1])))

@@ -1,5 +1,6 @@
-"""Attention by our own Triton kernels: the default on a GPU. A step of few decodes is one kernel a layer, any other two
-or three, all of them with grids that depend on sizes alone, so that steps can be captured."""
+"""Attention by our own Triton kernels: the default on a GPU. A step of few decodes is one kernel a
+layer, any other two or three, all of them with grids that depend on sizes alone, so that steps can
+be captured."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from sidestep.kernels.prefill_attention_triton import prefill_attention, prefill
 from sidestep.kernels.qkv_rope_triton import qkv_rope
 
 _FEW_ROWS = 16
-"""Kernels are compiled for at most this many decodes and for any number of rows, not for each. So few are normed and
-turned by decode attention itself, more by a kernel before it."""
+"""Kernels are compiled for at most this many decodes and for any number of rows, not for each. So
+few are normed and turned by decode attention itself, more by a kernel before it."""
 
 
 class TritonAttention(AttentionBackend):
@@ -76,8 +77,9 @@ class TritonAttention(AttentionBackend):
     def begin_step(self, batch: StepBatch) -> None:
         assert batch.rows is not None, "this backend needs rows on the device"
         self._batch, self._rows = batch, batch.rows
-        # Steps with prompts have one form: what it costs them to look at the ends of many rows is nothing beside the
-        # prompts, and a second one would be two more of the kernels that take longest to compile.
+        # Steps with prompts have one form: what it costs them to look at the ends of many rows is
+        # nothing beside the prompts, and a second one would be two more of the kernels that take
+        # longest to compile.
         few = batch.rows.max_prompt_rows == 0 and len(batch.rows.slots) <= _FEW_ROWS
         size = self._sizes[0] if few else self._sizes[1]
         self._plan = {window: self._plans[window, size] for window in set(self._shape.windows)}

@@ -1,13 +1,14 @@
-"""Products on a CPU whose rows do not depend on their number: a row's bits are the same alone and among others.
+"""Products on a CPU whose rows do not depend on their number: a row's bits are the same alone and
+among others.
 
-Libraries choose among kernels by the number of rows, and kernels differ in the order in which they add. The choice
-depends on the CPU, the type and the sizes. So each size of a weight is tried once, when the first such weight is
-loaded. The layouts below are tried fastest first; the first layout is used whose rows have the same bits for every
-number of rows that is tried. If none has, rows are computed in padded blocks of one size, which is exact by
-construction.
+Libraries choose among kernels by the number of rows, and kernels differ in the order in which they
+add. The choice depends on the CPU, the type and the sizes. So each size of a weight is tried once,
+when the first such weight is loaded. The layouts below are tried fastest first; the first layout is
+used whose rows have the same bits for every number of rows that is tried. If none has, rows are
+computed in padded blocks of one size, which is exact by construction.
 
-MKL computes the same bits for all numbers of rows in its strict mode (see ipc.config.library_environment), where the
-CPU has that mode.
+MKL computes the same bits for all numbers of rows in its strict mode (see
+ipc.config.library_environment), where the CPU has that mode.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ _PACK_FOR_ROWS = 8
 _BLOCK_ROWS = 16
 _FEWEST_ROWS = 4
 _PACKED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of rows that packed products are computed with. oneDNN compiles and keeps a product for each number: with all
-numbers, a worker's memory would grow with every new size of a step."""
+"""Numbers of rows that packed products are computed with. oneDNN compiles and keeps a product for
+each number: with all numbers, a worker's memory would grow with every new size of a step."""
 _TRIED_ROWS = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 40, 64, 65, 128, 129, 255, 256)
 _TRIAL_PRODUCTS = 10_000_000_000
-"""Multiplications that trying one size may take. For large weights, fewer numbers of rows are tried."""
+"""Multiplications that trying one size may take. For large weights, fewer numbers of rows are
+tried."""
 
 Product = Callable[[Tensor], Tensor]
 """Compute x W^T [T, N] from x [T, K]."""
@@ -35,7 +37,8 @@ Layout = Callable[[Tensor], Product | None]
 
 
 class CpuProduct:
-    """x W^T for a weight [N, K], laid out so that each row of the result depends on that row of x alone."""
+    """x W^T for a weight [N, K], laid out so that each row of the result depends on that row of x
+    alone."""
 
     def __init__(self, weight: Tensor) -> None:
         self.kind, self._product, self._most_rows = _lay_out(weight)
@@ -59,8 +62,8 @@ def transposed(weight: Tensor) -> Product:
 
 
 def transposed_in_fours(weight: Tensor) -> Product:
-    """Transpose the weight, and multiply at least four rows. Without its strict mode MKL has other kernels for fewer
-    rows."""
+    """Transpose the weight, and multiply at least four rows. Without its strict mode MKL has other
+    kernels for fewer rows."""
     multiply = transposed(weight)
 
     def multiply_padded(x: Tensor) -> Tensor:
@@ -73,8 +76,8 @@ def transposed_in_fours(weight: Tensor) -> Product:
 
 
 def packed(weight: Tensor) -> Product | None:
-    """Pack the weight as oneDNN wants it, by operators that are private to torch. Return None where they are missing,
-    or give another result than the plain product."""
+    """Pack the weight as oneDNN wants it, by operators that are private to torch. Return None where
+    they are missing, or give another result than the plain product."""
     operators = _packing()
     if operators is None:
         return None
@@ -103,8 +106,8 @@ def packed(weight: Tensor) -> Product | None:
 
 
 def widened(weight: Tensor) -> Product:
-    """Keep the weight in float32, for types that the CPU would have to emulate. Results are rounded to the weight's
-    type."""
+    """Keep the weight in float32, for types that the CPU would have to emulate. Results are rounded
+    to the weight's type."""
     dtype, product = weight.dtype, CpuProduct(weight.float())
     return lambda x: product(x.float()).to(dtype)
 
@@ -126,7 +129,8 @@ _LAYOUTS: dict[str, Layout] = {
     for layout in (plain, transposed, transposed_in_fours, packed, widened, in_blocks)
 }
 _chosen: dict[tuple[torch.Size, torch.dtype, int], tuple[str, int]] = {}
-"""By a weight's size and type and the number of threads: its layout, and the number of rows that it takes at once."""
+"""By a weight's size and type and the number of threads: its layout, and the number of rows that it
+takes at once."""
 
 
 def _lay_out(weight: Tensor) -> tuple[str, Product, int]:
@@ -157,7 +161,8 @@ def _candidates(weight: Tensor) -> Iterator[str]:
 
 
 def _rows_that_agree(product: Product, weight: Tensor) -> int:
-    """Return the largest number of rows that was tried; 0 if a row's bits depend on the number of rows."""
+    """Return the largest number of rows that was tried; 0 if a row's bits depend on the number of
+    rows."""
     num_outputs, num_inputs = weight.shape
     budget = _TRIAL_PRODUCTS // max(1, num_outputs * num_inputs)
     sizes = [

@@ -15,7 +15,8 @@ from sidestep.kernels.rms_norm import RmsNorm, Stream
 def vocab_shard(
     weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel
 ) -> Tensor:
-    """This rank's rows of a [V, D] matrix; the last rank's are filled up with zeros where V does not divide evenly."""
+    """This rank's rows of a [V, D] matrix; the last rank's are filled up with zeros where V does
+    not divide evenly."""
     part = -(-vocab_size // parallel.size)
     first = min(parallel.rank * part, vocab_size)
     rows = range(first, min(first + part, vocab_size))
@@ -46,7 +47,8 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """A stream [R, D], normed, to logits [R, V], whole on every rank: so all ranks sample the same token."""
+    """A stream [R, D], normed, to logits [R, V], whole on every rank: so all ranks sample the same
+    token."""
 
     def __init__(self, shard: Tensor, vocab_size: int, parallel: Parallel) -> None:
         self._linear = Linear(shard)
@@ -54,7 +56,8 @@ class VocabParallelHead:
         self._parallel = parallel
 
     def new_logits(self, rows: int, like: Tensor) -> Tensor:
-        """Memory for the logits of this many rows, in the type and on the device of `like`; what `out` may be."""
+        """Memory for the logits of this many rows, in the type and on the device of `like`; what
+        `out` may be."""
         return like.new_zeros(rows, self._linear.num_rows * self._parallel.size)
 
     def __call__(self, stream: Stream, out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """The dense decoder that the Llama family shares: what differs between its members is in ModelSpec.
 
-Weights are pulled by their checkpoint names while the layers are built, each rank its own part (Megatron's layout:
-attention by heads, the MLP by its inner width, two all-reduces a layer). Of a pipeline, a stage builds its own layers.
+Weights are pulled by their checkpoint names while the layers are built, each rank its own part
+(Megatron's layout: attention by heads, the MLP by its inner width, two all-reduces a layer). Of a
+pipeline, a stage builds its own layers.
 """
 
 from __future__ import annotations
@@ -143,11 +144,11 @@ def hidden_norm(spec: ModelSpec, weights: Weights, name: str) -> RmsNorm:
 
 
 class Layer:
-    """One decoder layer. Both halves take the residual stream [T, D], which they may write over, and return it with
-    their part added, on its way through the norm that comes after them.
+    """One decoder layer. Both halves take the residual stream [T, D], which they may write over,
+    and return it with their part added, on its way through the norm that comes after them.
 
-    following: the norm after the layer, which is the next layer's first or the model's last. place: among the layers of
-    this rank.
+    following: the norm after the layer, which is the next layer's first or the model's last. place:
+    among the layers of this rank.
     """
 
     def __init__(
@@ -172,7 +173,8 @@ class Layer:
     def __call__(
         self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None
     ) -> Stream:
-        """rows: the tokens of which anything is needed but their keys and values (int [R]; None for all)."""
+        """rows: the tokens of which anything is needed but their keys and values (int [R]; None for
+        all)."""
         return self._mlp(self._attention(stream, self._place, attention, rows))
 
 
@@ -196,8 +198,8 @@ class DecoderForCausalLM:
             hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in stage.layers
         ]
         self._first_norm = norms[0]
-        # What a stage sends on is the stream itself. The norm that its last product is told of is looked at by nobody,
-        # so any will do: the right one is another stage's.
+        # What a stage sends on is the stream itself. The norm that its last product is told of is
+        # looked at by nobody, so any will do: the right one is another stage's.
         following = [
             *norms[1:],
             hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0],
@@ -219,9 +221,9 @@ class DecoderForCausalLM:
 
     @contextmanager
     def kinds_of_layers(self) -> Iterator[None]:
-        """Within it the model has only so many layers as differ in the kernels that they need: of each width of window
-        two (the first of all takes a stream whose norm nobody has begun), and the last, which goes on with fewer
-        tokens."""
+        """Within it the model has only so many layers as differ in the kernels that they need: of
+        each width of window two (the first of all takes a stream whose norm nobody has begun), and
+        the last, which goes on with fewer tokens."""
         layers, windows = self._layers, self._windows
         found = {
             i
@@ -235,8 +237,9 @@ class DecoderForCausalLM:
             self._layers = layers
 
     def warm_up(self, sizes: Iterable[int], *, with_head: bool = False) -> None:
-        """Runs a layer's products, and the head's if it is asked for, for each of these numbers of tokens. The library
-        chooses among many kernels by size, and loads one when it is first used, for which it stops the device."""
+        """Runs a layer's products, and the head's if it is asked for, for each of these numbers of
+        tokens. The library chooses among many kernels by size, and loads one when it is first used,
+        for which it stops the device."""
         norm = self._first_norm
         for num_tokens in sizes:
             self._layers[0].warm_up(
@@ -257,14 +260,14 @@ class DecoderForCausalLM:
         logits_rows: Tensor | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int [T]. out: the first R
-        rows of new_logits, where they shall be written; on a GPU only."""
+        """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int
+        [T]. out: the first R rows of new_logits, where they shall be written; on a GPU only."""
         return self.logits(self.states(token_ids, attention, logits_rows), out)
 
     def states(self, inputs: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
-        """The residual stream after the last layer of this rank, of the tokens at `rows` (int [R]; None for all).
-        inputs: token ids int [T]; what the stage before has sent, [T, D], where there is one, which may be written
-        over."""
+        """The residual stream after the last layer of this rank, of the tokens at `rows` (int [R];
+        None for all). inputs: token ids int [T]; what the stage before has sent, [T, D], where
+        there is one, which may be written over."""
         norm = self._first_norm
         stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
         for layer in self._layers[:-1]:

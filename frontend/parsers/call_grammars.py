@@ -25,7 +25,8 @@ def grammar_of_calls(
 ) -> str:
     """From one to `most` objects {"name": ..., key: arguments}.
 
-    begin, end: what is around all of them, as elements of a Lark rule; each: texts around each; between: text.
+    begin, end: what is around all of them, as elements of a Lark rule; each: texts around each;
+    between: text.
     """
     more = f"({json.dumps(between)} call){{0,{most - 1}}}" if most > 1 else ""
     lines = [

@@ -1,5 +1,5 @@
-"""Calls as Hermes models and Qwen2.5 and Qwen3 write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
-one after the other, with or without text before them."""
+"""Calls as Hermes models and Qwen2.5 and Qwen3 write them: `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`, one after the other, with or without text before them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class HermesToolParser:
             return self._skip_to_close()
         at = self._held.find(_OPEN)
         if at < 0:
-            # White space before a call does not belong to the answer, so it waits for what follows it.
+            # White space before a call does not belong to the answer, so it waits for what follows
+            # it.
             known = self._held[: len(self._held) - partial_length(self._held, _OPEN)].rstrip()
             self._tell(known, events)
             self._held = self._held[len(known) :]

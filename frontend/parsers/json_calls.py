@@ -1,4 +1,5 @@
-"""Calls written as JSON, read as they come: the arguments are passed on before their end is there."""
+"""Calls written as JSON, read as they come: the arguments are passed on before their end is
+there."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _OTHER_KEYS = ("name", "type", "id")
 
 
 class ValueScanner:
-    """Finds the end of one JSON value. It counts brackets; it does not check what is between them."""
+    """Finds the end of one JSON value. It counts brackets; it does not check what is between
+    them."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -70,8 +72,8 @@ class _At(enum.Enum):
 class CallScanner:
     """One object `{"name": ..., "arguments": {...}}`; some models say `parameters`.
 
-    Until name and arguments are both known to be there, `raw` keeps the text: an object that is something else has then
-    been no call.
+    Until name and arguments are both known to be there, `raw` keeps the text: an object that is
+    something else has then been no call.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,8 @@ class CallScanner:
         return self._at is _At.BROKEN
 
     def feed(self, text: str, start: int, events: list[Event]) -> int:
-        """Reads `text` from `start`; the index behind what belongs to the object. Appends what it finds to `events`."""
+        """Reads `text` from `start`; the index behind what belongs to the object. Appends what it
+        finds to `events`."""
         i = start
         while i < len(text) and not self.done and not self.broken:
             before = i

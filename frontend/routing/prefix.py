@@ -12,9 +12,11 @@ from sidestep.frontend.routing.seen_blocks import SeenBlocks, block_hashes
 _DEARER = 0.5
 """A replica with so much more than its share, as a part of that, counts as e times as dear."""
 _FEW_TOKENS = 8192
-"""Differences of work that are small beside this do not matter, since a step takes so much at once."""
+"""Differences of work that are small beside this do not matter, since a step takes so much at
+once."""
 _FEW_OF_CACHE = 1 / 16
-"""Nor do those of what has been sent over time that are small beside this share of a replica's cache."""
+"""Nor do those of what has been sent over time that are small beside this share of a replica's
+cache."""
 _HOME = 0.5
 """How much a prompt that nobody knows prefers the replica that its hash names."""
 
@@ -22,14 +24,15 @@ _HOME = 0.5
 class PrefixRouter(Router):
     """Affinity to prefixes, bounded by load.
 
-    The cost of a replica is what it would have to compute, times exp(its excess / 50%). The excess is of two things
-    over the replicas' mean: of the work in flight, and of the work sent to it while its cache was last filled once,
-    which is what presses older prefixes out of it. So a new conversation goes where there is least to do, and one that
-    goes on stays where it is known until others have much less to do: the more of it is known, the longer.
+    The cost of a replica is what it would have to compute, times exp(its excess / 50%). The excess
+    is of two things over the replicas' mean: of the work in flight, and of the work sent to it
+    while its cache was last filled once, which is what presses older prefixes out of it. So a new
+    conversation goes where there is least to do, and one that goes on stays where it is known until
+    others have much less to do: the more of it is known, the longer.
 
-    Of replicas that know equally much of a prompt one is preferred: the one that the first block after that names
-    (rendezvous hashing, Thaler and Ravishankar 1998). So frontends that do not know of each other tend to send a
-    conversation's turns to the same replica.
+    Of replicas that know equally much of a prompt one is preferred: the one that the first block
+    after that names (rendezvous hashing, Thaler and Ravishankar 1998). So frontends that do not
+    know of each other tend to send a conversation's turns to the same replica.
     """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
@@ -92,7 +95,8 @@ def _excess(amounts: Mapping[int, float], little: float) -> dict[int, float]:
 
 
 def rendezvous(key: bytes, replicas: Iterable[int]) -> int:
-    """The one of them that a key belongs to, in every process; a replica's end moves no other's keys."""
+    """The one of them that a key belongs to, in every process; a replica's end moves no other's
+    keys."""
     return max(
         replicas, key=lambda r: blake2b(key, digest_size=8, salt=r.to_bytes(4, "little")).digest()
     )

@@ -1,8 +1,8 @@
 """Which replica takes a request: the interface, and the books that every router keeps.
 
-A router is synchronous and pure: it reads no clock, waits for nothing, and knows what its own frontend has sent and
-what of that has ended. Frontends that share an engine each have one and do not talk to each other: each spreads its
-own requests evenly, so all of them together do.
+A router is synchronous and pure: it reads no clock, waits for nothing, and knows what its own
+frontend has sent and what of that has ended. Frontends that share an engine each have one and do
+not talk to each other: each spreads its own requests evenly, so all of them together do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SEQUENCE_TOKENS = 256
-"""A sequence in flight weighs as much as so many tokens of prompt that must be computed: each of its tokens takes a row
-of a step, and how many will come nobody knows."""
+"""A sequence in flight weighs as much as so many tokens of prompt that must be computed: each of
+its tokens takes a row of a step, and how many will come nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Router(abc.ABC):
         return dict(self._loads)
 
     def choose(self, request: RoutedRequest) -> int:
-        """The replica that takes it. Until `finished`, or that replica's death, it counts as in flight there."""
+        """The replica that takes it. Until `finished`, or that replica's death, it counts as in
+        flight there."""
         replica, num_cached = self._pick(request)
         work = request.num_tokens - num_cached + SEQUENCE_TOKENS * request.num_sequences
         self._in_flight[request.handle] = replica, work
@@ -69,8 +70,8 @@ class Router(abc.ABC):
 
     @property
     def candidates(self) -> dict[int, int]:
-        """Return the load of each replica that may be chosen now: the replicas that are not suspended, or else all live
-        ones."""
+        """Return the load of each replica that may be chosen now: the replicas that are not
+        suspended, or else all live ones."""
         if not self._suspended:
             return self._loads
         open_ones = {r: load for r, load in self._loads.items() if r not in self._suspended}
@@ -90,4 +91,5 @@ class Router(abc.ABC):
 
     @abc.abstractmethod
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
-        """Return one of `self.candidates`, and the number of the request's tokens that it need not compute."""
+        """Return one of `self.candidates`, and the number of the request's tokens that it need not
+        compute."""

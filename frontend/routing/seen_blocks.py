@@ -1,8 +1,9 @@
 """What a replica's prefix cache holds, as far as a frontend can tell: an approximate prefix tree.
 
-A block is known by a hash of its tokens and of the block before it, so a set of hashes is a tree of prefixes. It
-forgets as the cache does, the least recently used first and of a prompt its end first. So with a block all that come
-before it are known, and the longest known prefix is found by bisection.
+A block is known by a hash of its tokens and of the block before it, so a set of hashes is a tree of
+prefixes. It forgets as the cache does, the least recently used first and of a prompt its end first.
+So with a block all that come before it are known, and the longest known prefix is found by
+bisection.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _ID_BYTES = 4
 def block_hashes(
     token_ids: bytes, block_size: int, cache_salt: str | None = None, num_public_tokens: int = 0
 ) -> list[int]:
-    """Of each full block of int32 token ids. As in the KV cache, the salt enters with the first block that is not
-    wholly public. They differ from process to process."""
+    """Of each full block of int32 token ids. As in the KV cache, the salt enters with the first
+    block that is not wholly public. They differ from process to process."""
     hashes: list[int] = []
     width, parent = block_size * _ID_BYTES, 0
     salted_from = num_public_tokens // block_size if cache_salt is not None else -1

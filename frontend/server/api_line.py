@@ -1,4 +1,5 @@
-"""The private line between a server's first process, which owns the engine, and another one: an unnamed socket pair.
+"""The private line between a server's first process, which owns the engine, and another one: an
+unnamed socket pair.
 
 Either side may ask the other for figures; the first process answers with those of all.
 """

@@ -1,4 +1,5 @@
-"""One of a server's other processes: it joins the engine, and serves from the socket that it has inherited."""
+"""One of a server's other processes: it joins the engine, and serves from the socket that it has
+inherited."""
 
 from __future__ import annotations
 

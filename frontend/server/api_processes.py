@@ -1,8 +1,10 @@
-"""A server's other processes (--api-server-count), as the first one sees them, which owns the engine and the socket.
+"""A server's other processes (--api-server-count), as the first one sees them, which owns the
+engine and the socket.
 
-All accept from the one listening socket, which the others inherit: the system hands a connection to whoever is there to
-take it, so a process that hangs gets none and one that dies takes none with it that it has not accepted. One that dies
-after it has joined is replaced; one that cannot join ends the server.
+All accept from the one listening socket, which the others inherit: the system hands a connection to
+whoever is there to take it, so a process that hangs gets none and one that dies takes none with it
+that it has not accepted. One that dies after it has joined is replaced; one that cannot join ends
+the server.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class ApiProcesses:
             member.serve()
 
     def drain(self) -> None:
-        """They take no more requests, and end when those that run have ended, or --shutdown-timeout has passed."""
+        """They take no more requests, and end when those that run have ended, or --shutdown-timeout
+        has passed."""
         self._is_serving = False
         for member in self._members.values():
             member.line.say(Drain())
@@ -127,7 +130,8 @@ class ApiProcesses:
         )
 
     async def gather(self) -> Figures:
-        """The figures of all processes, this one's and those of the past among them: no counter ever falls."""
+        """The figures of all processes, this one's and those of the past among them: no counter
+        ever falls."""
         members = list(self._members.values())
         answers = await asyncio.gather(*(member.line.ask(_ANSWER_S) for member in members))
         total = self._service.own_figures()

@@ -31,11 +31,13 @@ from sidestep.frontend.server.tokens import DetokenizeRoute, TokenizeRoute
 Get = Callable[[Request], Awaitable[Response]]
 Post = Callable[[Request, bytes], Awaitable[Response]]
 _ROUTE = "sidestep.route"
-"""Where in a request's scope its route's pattern is: paths that clients make up must not become labels."""
+"""Where in a request's scope its route's pattern is: paths that clients make up must not become
+labels."""
 
 
 def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
-    """Everything, as one ASGI application. `keys`: one of them must come with each request, if there are any."""
+    """Everything, as one ASGI application. `keys`: one of them must come with each request, if
+    there are any."""
     status = StatusRoutes(service, version)
     gets: dict[str, Get] = {
         "/health": status.health,

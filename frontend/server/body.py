@@ -21,7 +21,8 @@ _SPELLING = re.compile(r"^Object contains unknown field|^Expected `int.*got `flo
 _CLIENTS_OWN = frozenset(
     ("parameters", "schema", "json", "structural_tag", "chat_template_kwargs", "metadata")
 )
-"""Fields whose values belong to the client: in a schema, null and 1.0 have meanings of their own."""
+"""Fields whose values belong to the client: in a schema, null and 1.0 have meanings of their
+own."""
 _EXACT = 2**53
 _MEDIA = frozenset(("image_url", "input_audio", "video_url", "audio_url", "file", "file_data"))
 _TEXT_ONLY = "the models of this server read text alone: no images, audio, video or files"
@@ -33,7 +34,8 @@ _ONE_KIND = {
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """All of a request's body, at most `limit` bytes of it. Raises ApiError (408, 413, 415), ClientGoneError."""
+    """All of a request's body, at most `limit` bytes of it. Raises ApiError (408, 413, 415),
+    ClientGoneError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A page of another origin can send other types without asking first; see guard.py.
@@ -68,8 +70,8 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the struct. Unknown fields whose value is null are ignored, and whole numbers may be written as 1.0:
-    clients send both. Raises ApiError (400)."""
+    """Return the struct. Unknown fields whose value is null are ignored, and whole numbers may be
+    written as 1.0: clients send both. Raises ApiError (400)."""
     try:
         try:
             return decoder.decode(data)
@@ -86,7 +88,8 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value without nulls, and with whole numbers as int. The client's own values stay as they are."""
+    """Return the value without nulls, and with whole numbers as int. The client's own values stay
+    as they are."""
     if isinstance(value, dict):
         return {
             key: item if key in _CLIENTS_OWN else _plain(item)
@@ -101,7 +104,8 @@ def _plain(value: Any) -> Any:
 
 
 def _wrong_field(message: str) -> ApiError:
-    """msgspec's message, which ends with a path such as `$.messages[0].role`, as an error of that field."""
+    """msgspec's message, which ends with a path such as `$.messages[0].role`, as an error of that
+    field."""
     path = _PATH.search(message)
     at = path["path"] if path else ""
     text = message[: path.start()] if path else message

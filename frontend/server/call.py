@@ -1,4 +1,5 @@
-"""Requests to the engine as the server makes them: one for each prompt, whose choices are read one by one."""
+"""Requests to the engine as the server makes them: one for each prompt, whose choices are read one
+by one."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Call(Protocol):
     """One request to the engine; the first choice that is opened sends it."""
 
     def open(self, place: int) -> AbstractAsyncContextManager[Reader]:
-        """The reader of one choice; leaving it ends the choice. Raises what AsyncLLM's methods raise."""
+        """The reader of one choice; leaving it ends the choice. Raises what AsyncLLM's methods
+        raise."""
 
 
 def make_call(
@@ -145,7 +147,8 @@ class _WholeReader:
 
 
 def _choice_of(output: RequestOutput, place: int) -> RequestOutput:
-    """One choice's. The tokens of the whole request, which are more than those of its choices, count once."""
+    """One choice's. The tokens of the whole request, which are more than those of its choices,
+    count once."""
     ended = CompletionOutput(place, "", [], "abort")  # a search that was ended has found nothing
     completion = output.outputs[place] if place < len(output.outputs) else ended
     metrics = output.metrics if place == 0 else replace(output.metrics, num_generation_tokens=0)

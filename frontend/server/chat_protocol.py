@@ -59,7 +59,8 @@ class PastCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     index: int | None = None
     """Its place in the message's list of calls. The list itself has the same order."""
     provider_specific_fields: dict[str, Any] | None = None
-    """Notes of a client library about the answer that had this. The prompt does not contain them."""
+    """Notes of a client library about the answer that had this. The prompt does not contain
+    them."""
 
 
 class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +78,8 @@ class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class AssistantMessage(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
 ):
-    """An earlier answer of the model. The last fields are empty in answers of this server, or repeat it."""
+    """An earlier answer of the model. The last fields are empty in answers of this server, or
+    repeat it."""
 
     content: Text | None = None
     name: str | None = None
@@ -154,8 +156,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     """Continue the last message instead of beginning a new one."""
     add_special_tokens: bool | None = None
-    """Whether the prompt gets the tokens that the model puts around every text, beside those that its template writes;
-    false if not given."""
+    """Whether the prompt gets the tokens that the model puts around every text, beside those that
+    its template writes; false if not given."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     # Not implemented: see fields.NOT_YET.
@@ -227,7 +229,8 @@ def _template_message(index: int, message: ChatMessage) -> Message:
 
 
 def arguments_of(field: str, written: str) -> Any:
-    """Return a call's arguments as an object, because templates write them as JSON themselves. Raises ApiError."""
+    """Return a call's arguments as an object, because templates write them as JSON themselves.
+    Raises ApiError."""
     try:
         return msgspec.json.decode(written or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -235,8 +238,8 @@ def arguments_of(field: str, written: str) -> Any:
 
 
 def tool_use_of(request: ChatRequest) -> ToolUse | None:
-    """Return the tools that the request offers the model, and how it may call them; None without tools. Raises
-    ApiError."""
+    """Return the tools that the request offers the model, and how it may call them; None without
+    tools. Raises ApiError."""
     choice = request.tool_choice
     word, chosen = (
         (None, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice, None)

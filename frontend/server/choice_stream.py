@@ -1,7 +1,9 @@
-"""The events of one choice. Most are written in the callback in which the engine's message comes, past all tasks.
+"""The events of one choice. Most are written in the callback in which the engine's message comes,
+past all tasks.
 
-A token's way is then one call: its text is encoded and handed to the connection. The first event, the last one, and
-those that a slow client has not taken yet go through the answer's own task, which can wait.
+A token's way is then one call: its text is encoded and handed to the connection. The first event,
+the last one, and those that a slow client has not taken yet go through the answer's own task, which
+can wait.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ def writer_of(http: Request) -> BodyWriter | None:
 async def events_of(
     service: Service, choice: Choice, encode: Encode, writer: BodyWriter | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield an empty event once the engine has taken the request, then the events as they come. With a writer, yield
-    only the events that could not be written at once; the caller must send each before it asks for the next."""
+    """Yield an empty event once the engine has taken the request, then the events as they come.
+    With a writer, yield only the events that could not be written at once; the caller must send
+    each before it asks for the next."""
     with service.tally(choice) as tally:
         async with choice.open() as reader:
             yield b""

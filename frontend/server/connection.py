@@ -1,4 +1,5 @@
-"""Answers as they leave: a client that goes away ends the work for it, and a stream is sent as its events come."""
+"""Answers as they leave: a client that goes away ends the work for it, and a stream is sent as its
+events come."""
 
 from __future__ import annotations
 
@@ -16,20 +17,21 @@ from sidestep.frontend.server.errors import ApiError, ClientGoneError, as_api_er
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 RAW_SEND = "sidestep.send"
-"""Where in a request's scope the server's own `send` is: what wraps it looks at an answer's beginning only, and would
-cost as much for each token as the token's event."""
+"""Where in a request's scope the server's own `send` is: what wraps it looks at an answer's
+beginning only, and would cost as much for each token as the token's event."""
 _MOST_READY = 256
 """Events of several choices that wait to be sent together."""
 _AT_ONCE_S = 0.25
-"""Seconds in which an engine that refuses a request normally does so. The refusal is then an answer with an error
-status."""
+"""Seconds in which an engine that refuses a request normally does so. The refusal is then an answer
+with an error status."""
 _COMMENT = b": waiting\n\n"
 """A comment, which readers of events ignore. It shows proxies that the connection is in use."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What `work` returns or raises. Cancels it when the client goes away, and raises ClientGoneError then."""
+    """What `work` returns or raises. Cancels it when the client goes away, and raises
+    ClientGoneError then."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_until_gone(receive))
     try:
@@ -57,8 +59,8 @@ def _error_event(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. An error before the engine has taken the request, or at once after that, is an answer with an
-    error status. Until the first event is there, send comments."""
+    """Server-sent events. An error before the engine has taken the request, or at once after that,
+    is an answer with an error status. Until the first event is there, send comments."""
 
     media_type = "text/event-stream"
 
@@ -70,9 +72,9 @@ class EventStream(Response):
         *,
         comment_s: float,
     ) -> None:
-        """events: whole events, one or several at a time; the first, empty one says that the engine has taken the
-        request. encode_error: makes the last event of a stream that fails. comment_s: seconds between comments; 0:
-        none."""
+        """events: whole events, one or several at a time; the first, empty one says that the engine
+        has taken the request. encode_error: makes the last event of a stream that fails. comment_s:
+        seconds between comments; 0: none."""
         super().__init__(headers={**_STREAM_HEADERS, **(headers or {})})
         del self.headers["content-length"]  # of the empty body that it would be without the events
         self._events = events
@@ -130,8 +132,9 @@ class EventStream(Response):
 async def merged(
     streams: Sequence[AsyncGenerator[bytes, None]], end: Callable[[], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of several streams as they come, after each stream has given its first, empty event; events that
-    are ready together are sent together. Then yield the result of `end`."""
+    """Yield the events of several streams as they come, after each stream has given its first,
+    empty event; events that are ready together are sent together. Then yield the result of
+    `end`."""
     ready: list[bytes] = []
     num_taken = 0
     news, taken = asyncio.Event(), asyncio.Event()
@@ -144,7 +147,8 @@ async def merged(
                     num_taken += not event
                     ready.append(event)
                     news.set()
-                    # While the client is slow, tokens merge in the streams' mailboxes rather than pile up here.
+                    # While the client is slow, tokens merge in the streams' mailboxes rather than
+                    # pile up here.
                     while len(ready) >= _MOST_READY:
                         taken.clear()
                         await taken.wait()

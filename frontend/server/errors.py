@@ -1,4 +1,5 @@
-"""Every error leaves the server in the OpenAI API's shape: {"error": {message, type, param, code}}."""
+"""Every error leaves the server in the OpenAI API's shape: {"error": {message, type, param,
+code}}."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
 
 
 def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
-    """Return the error for a prompt that leaves no room for output, in the words that clients of OpenAI's API look
-    for."""
+    """Return the error for a prompt that leaves no room for output, in the words that clients of
+    OpenAI's API look for."""
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "

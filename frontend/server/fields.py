@@ -1,7 +1,9 @@
-"""What the requests that generate text have in common, and the fields that are known but do nothing yet.
+"""What the requests that generate text have in common, and the fields that are known but do nothing
+yet.
 
-A field that is known is declared, so that the OpenAPI document has it. One that the engine does not implement is in
-NOT_YET: it may be left out, be null or have its neutral value, and anything else is refused by its name.
+A field that is known is declared, so that the OpenAPI document has it. One that the engine does not
+implement is in NOT_YET: it may be left out, be null or have its neutral value, and anything else is
+refused by its name.
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ Metadata = Annotated[
 
 
 class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request that generates text, which do not change the text. Null means the same as a missing
-    field."""
+    """Fields of every request that generates text, which do not change the text. Null means the
+    same as a missing field."""
 
     model: str | None = None
     stream: bool | None = None
@@ -121,8 +123,8 @@ class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The lowest runs first. Needs --scheduling-policy priority."""
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
-    """Milliseconds after which the request ends with the tokens that it has. Its choices then have stop_reason
-    "deadline"."""
+    """Milliseconds after which the request ends with the tokens that it has. Its choices then have
+    stop_reason "deadline"."""
     # Not implemented: see NOT_YET.
     service_tier: Any = None
     prompt_cache_retention: Any = None
@@ -258,8 +260,9 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the request's sampling parameters for the engine.
 
-    defaults: the model's defaults, for fields that the request leaves out (AsyncLLM.sampling_defaults). Raises
-    ValidationError, and ApiError for stop strings beyond the bound.
+    defaults: the model's defaults, for fields that the request leaves out
+    (AsyncLLM.sampling_defaults). Raises ValidationError, and ApiError for stop strings beyond the
+    bound.
     """
     given = {
         name: value

@@ -1,4 +1,5 @@
-"""What the processes of one server have counted, so that it can be added up: whoever asks, asks any one of them."""
+"""What the processes of one server have counted, so that it can be added up: whoever asks, asks any
+one of them."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Figures(msgspec.Struct):
         self.num_processes += other.num_processes
 
     def end(self) -> None:
-        """The process has ended: what it counted stays counted, so that no counter falls; nothing of it runs."""
+        """The process has ended: what it counted stays counted, so that no counter falls; nothing
+        of it runs."""
         for counts in self.tenants.values():
             counts.running = 0
         self.last_ttfts, self.last_gaps, self.num_processes = [], [], 0

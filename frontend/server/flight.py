@@ -1,8 +1,9 @@
 """GET /v1/flight: the flight recorder for whoever watches the engine live, in bounded pieces.
 
-A watcher asks again and again, each time from the step where the last answer ended. What an answer costs is bounded,
-in the core too: of steps and of requests in each state at most so many are in it, the newest steps and the oldest
-requests. All times are microseconds of one monotonic clock; `now_us` is when the answer was made.
+A watcher asks again and again, each time from the step where the last answer ended. What an answer
+costs is bounded, in the core too: of steps and of requests in each state at most so many are in it,
+the newest steps and the oldest requests. All times are microseconds of one monotonic clock;
+`now_us` is when the answer was made.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _IN_FLIGHT = 2
 
 
 class FlightIdle(msgspec.Struct):
-    """How long the device stood still before a step, in microseconds, by cause; see docs/architecture.md."""
+    """How long the device stood still before a step, in microseconds, by cause; see
+    docs/architecture.md."""
 
     no_work: int
     result: int
@@ -38,9 +40,9 @@ class FlightIdle(msgspec.Struct):
 
 
 class FlightStep(msgspec.Struct):
-    """One step. The core scheduled it from `schedule_us` to `submit_us`, the worker prepared and launched it from
-    `received_us` to `launched_us`, the device ran it from `start_us` to `end_us`; the core took its output at
-    `taken_us` and told its tokens at `told_us`."""
+    """One step. The core scheduled it from `schedule_us` to `submit_us`, the worker prepared and
+    launched it from `received_us` to `launched_us`, the device ran it from `start_us` to `end_us`;
+    the core took its output at `taken_us` and told its tokens at `told_us`."""
 
     step: int
     kind: StepKind
@@ -134,7 +136,8 @@ class FlightRoute:
         if stats is None:
             raise EngineStalledError(f"replica {replica}: the engine core does not answer")
         scheduled = int(stats["num_steps"])
-        # Another engine's number may be larger than any of this one's: then the watcher begins anew.
+        # Another engine's number may be larger than any of this one's: then the watcher begins
+        # anew.
         first = max(0, scheduled - _IN_FLIGHT - MOST_STEPS, since if since <= scheduled else 0)
         records, requests, figures = await asyncio.gather(
             llm.get_step_records(first, replica=replica),

@@ -1,8 +1,9 @@
 """Check every request before it reaches a route: its Host name, its Origin, and its key.
 
-A browser sends any page's requests to any server, a local one too. So requests that carry an `Origin` are served only
-for origins that are allowed, or that are this server itself. A name that resolves to this machine proves nothing (any
-name can be made to), so only `localhost` and plain addresses count as the server itself.
+A browser sends any page's requests to any server, a local one too. So requests that carry an
+`Origin` are served only for origins that are allowed, or that are this server itself. A name that
+resolves to this machine proves nothing (any name can be made to), so only `localhost` and plain
+addresses count as the server itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from sidestep.frontend.server.page import PATHS
 OPEN_PATHS = frozenset(("/health", "/ready", *PATHS))
 """For whoever watches over the process, who has no key, and for the page that asks for one."""
 TENANT = "sidestep.tenant"
-"""Where in a request's scope its key's public name is: the first hexadecimal digits of the key's SHA-256."""
+"""Where in a request's scope its key's public name is: the first hexadecimal digits of the key's
+SHA-256."""
 OPERATOR = "sidestep.operator"
 """Key of a request's scope: whether the request may see the figures and requests of all users."""
 CACHE_SALT = "sidestep.cache_salt"

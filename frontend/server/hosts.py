@@ -1,8 +1,8 @@
 """The host names that a server without keys accepts.
 
-A page may make its own name resolve to this machine and then send requests to that name. For the browser that is the
-page's own server, so `Origin` does not reveal it. Where only the address protects the server, requests for unknown
-names are refused.
+A page may make its own name resolve to this machine and then send requests to that name. For the
+browser that is the page's own server, so `Origin` does not reveal it. Where only the address
+protects the server, requests for unknown names are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def is_known(header: str, known: frozenset[str]) -> bool:
 
 
 def name_of(host: str) -> str | None:
-    """Return the name in 'name', 'name:port' or '[::1]:port', in lower case; None if there is none."""
+    """Return the name in 'name', 'name:port' or '[::1]:port', in lower case; None if there is
+    none."""
     try:
         if ipaddress.ip_address(host).version == 6:
             return host

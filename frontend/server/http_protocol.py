@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with bounds on what comes before a body: the size of the headers, and the time they take."""
+"""uvicorn's HTTP protocol with bounds on what comes before a body: the size of the headers, and the
+time they take."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ _MAX_HEAD = 64 << 10
 
 
 _LAST_FILES = 4
-"""Number of descriptors below the limit. The system gives the lowest free descriptor, so one of these shows that no
-more are free."""
+"""Number of descriptors below the limit. The system gives the lowest free descriptor, so one of
+these shows that no more are free."""
 _SAY_AGAIN_S = 60.0
 WRITER = "sidestep.writer"
 """Where in a request's scope its `BodyWriter` is."""
 
 
 class BodyWriter:
-    """Writes pieces of a chunked body without a task: for streams whose pieces come from a callback."""
+    """Writes pieces of a chunked body without a task: for streams whose pieces come from a
+    callback."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -34,7 +36,8 @@ class BodyWriter:
         self._write = cycle.transport.write
 
     def ready(self) -> bool:
-        """Whether the client takes what is written: the answer's head is out, and not too much waits to be sent."""
+        """Whether the client takes what is written: the answer's head is out, and not too much
+        waits to be sent."""
         cycle = self._cycle
         return bool(
             not self._flow.write_paused and cycle.chunked_encoding and not cycle.disconnected
@@ -46,7 +49,8 @@ class BodyWriter:
 
 
 def raise_file_limit() -> None:
-    """Let this process and its children open as many files as the system allows them: each connection is one."""
+    """Let this process and its children open as many files as the system allows them: each
+    connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -55,8 +59,8 @@ def raise_file_limit() -> None:
 
 
 class FileWatch:
-    """Log a warning when the process can open no more files. The event loop then closes further connections
-    silently."""
+    """Log a warning when the process can open no more files. The event loop then closes further
+    connections silently."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

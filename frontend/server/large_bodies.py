@@ -1,7 +1,9 @@
-"""Read and render large bodies in a thread, one at a time, so that they do not block the event loop.
+"""Read and render large bodies in a thread, one at a time, so that they do not block the event
+loop.
 
-A thread alone is not enough: one call makes all objects of a JSON text, and holds the interpreter lock. Long strings
-take little time, but many values take long, so their number is bounded before they are made.
+A thread alone is not enough: one call makes all objects of a JSON text, and holds the interpreter
+lock. Long strings take little time, but many values take long, so their number is bounded before
+they are made.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ LARGE = 64 << 10
 _HUGE = 1 << 20
 """Bytes of a body from which its freed memory is returned to the system."""
 MOST_VALUES = 1 << 19
-"""Values that a body may hold. A longer model raises the limit, so that its longest prompt fits as token ids."""
+"""Values that a body may hold. A longer model raises the limit, so that its longest prompt fits as
+token ids."""
 _MARKS = (b",", b"[", b"{")
 _PIECE = 1 << 20
 
@@ -44,8 +47,8 @@ class LargeBodies:
     async def run(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return the result of a function that works on a body of `size` bytes. Run it here if the body is small, else
-        in the thread."""
+        """Return the result of a function that works on a body of `size` bytes. Run it here if the
+        body is small, else in the thread."""
         if size <= LARGE:
             return function(*args, **kwargs)
         return await self._lane.run(size, function, *args, **kwargs)
@@ -66,8 +69,8 @@ class LargeBodies:
 
 
 def has_more_values(data: bytes, most: int) -> bool:
-    """Return whether a JSON text has more than `most` commas and opening brackets outside of strings. Each value but
-    the first has one of them. Lets other threads run."""
+    """Return whether a JSON text has more than `most` commas and opening brackets outside of
+    strings. Each value but the first has one of them. Lets other threads run."""
     upper = 0
     for begin in range(0, len(data), _PIECE):
         piece = data[begin : begin + _PIECE]
@@ -78,7 +81,8 @@ def has_more_values(data: bytes, most: int) -> bool:
 
 
 def _count_outside(data: bytes, most: int) -> int:
-    """Return the number of commas and opening brackets outside of strings. Stop counting above `most`."""
+    """Return the number of commas and opening brackets outside of strings. Stop counting above
+    `most`."""
     count = at = 0
     while at < len(data) and count <= most:
         # A bounded search holds the interpreter lock for a bounded time.

@@ -1,4 +1,5 @@
-"""Log-probabilities in the shapes of OpenAI's API. A token that is a part of a character is told by its bytes."""
+"""Log-probabilities in the shapes of OpenAI's API. A token that is a part of a character is told by
+its bytes."""
 
 from __future__ import annotations
 

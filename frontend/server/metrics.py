@@ -1,4 +1,5 @@
-"""What one process of the server counts: in plain lists, since some of it is counted for each token."""
+"""What one process of the server counts: in plain lists, since some of it is counted for each
+token."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ class ServerMetrics:
     def choice_ended(
         self, tenant: str, output: RequestOutput | None, reason: str, *, is_first: bool
     ) -> None:
-        """One choice has ended; `output` is its last one, if it gave any. is_first: of those of its prompt, which is
-        counted with it."""
+        """One choice has ended; `output` is its last one, if it gave any. is_first: of those of its
+        prompt, which is counted with it."""
         self.finished[reason] += 1
         counts = self.tenants[tenant]
         counts.running -= 1

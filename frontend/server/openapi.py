@@ -1,4 +1,5 @@
-"""The OpenAPI document, made from the structs that requests are read into and answers are encoded from."""
+"""The OpenAPI document, made from the structs that requests are read into and answers are encoded
+from."""
 
 from __future__ import annotations
 

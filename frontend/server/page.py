@@ -1,7 +1,7 @@
 """GET /: the page to chat with the model and to watch the engine, and the files it is made of.
 
-The files are the same for everyone and hold nothing of anyone's, so they need no key: a browser that opens an address
-can bring none. What the page then asks for does.
+The files are the same for everyone and hold nothing of anyone's, so they need no key: a browser
+that opens an address can bring none. What the page then asks for does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 PATHS = ("/", *(f"/page/{name}" for name in FILES[1:]))
-# Nothing inline and nothing from elsewhere: what a model writes is text on the page and never becomes a part of it.
+# Nothing inline and nothing from elsewhere: what a model writes is text on the page and never
+# becomes a part of it.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

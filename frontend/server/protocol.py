@@ -1,5 +1,5 @@
-"""The answers of the server, as msgspec structs: what is sent is encoded from them, and the OpenAPI document is made
-from them. Streams of tokens do not make one for each token; see sse.py."""
+"""The answers of the server, as msgspec structs: what is sent is encoded from them, and the OpenAPI
+document is made from them. Streams of tokens do not make one for each token; see sse.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 FinishWord = Literal["stop", "length", "tool_calls", "repetition", "abort"]
-"""'repetition': see repetition_detection; 'abort': the deadline has passed, or the server shuts down; `stop_reason` has
-more."""
+"""'repetition': see repetition_detection; 'abort': the deadline has passed, or the server shuts
+down; `stop_reason` has more."""
 
 
 class TokenLogprob(msgspec.Struct):
@@ -37,7 +37,8 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Of a completion's tokens, and of its prompt's where that is repeated; null where nothing comes before."""
+    """Of a completion's tokens, and of its prompt's where that is repeated; null where nothing
+    comes before."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -1,8 +1,10 @@
-"""Beginnings of prompts that the operator declares public: tenants share their cached blocks, and no others.
+"""Beginnings of prompts that the operator declares public: tenants share their cached blocks, and
+no others.
 
-Tenants' blocks are told apart by a salt (guard.py). It enters the chain of a prompt's block hashes at the first block
-that is not wholly made of a public prefix's tokens, and is a part of every hash from there on. So what is shared holds
-public tokens alone, and what a faster answer can tell of other tenants is that one of them has sent these.
+Tenants' blocks are told apart by a salt (guard.py). It enters the chain of a prompt's block hashes
+at the first block that is not wholly made of a public prefix's tokens, and is a part of every hash
+from there on. So what is shared holds public tokens alone, and what a faster answer can tell of
+other tenants is that one of them has sent these.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class PublicPrefixes:
             raise ValidationError("public_prefixes", str(error)) from None
 
     def length(self, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are those of a prefix. Not all of one need be there: where a text
-        ends, what follows may be a part of its last token."""
+        """How many of a prompt's first tokens are those of a prefix. Not all of one need be there:
+        where a text ends, what follows may be a part of its last token."""
         return max((_num_common(prefix, prompt) for prefix in self.prefixes), default=0)
 
 
@@ -80,7 +82,8 @@ def _entry(line: str, place: str) -> PublicPrefix:
 def _ids(entry: PublicPrefix, tokenizer: Tokenizer) -> list[int]:
     if entry.messages is None:
         return tokenizer.encode(entry.text or "")
-    # What the template makes of these messages whatever follows: what two conversations that go on have in common.
+    # What the template makes of these messages whatever follows: what two conversations that go on
+    # have in common.
     one, two = (
         tokenizer.encode(
             tokenizer.render_chat([*entry.messages, {"role": "user", "content": text}]), False

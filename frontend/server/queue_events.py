@@ -1,8 +1,8 @@
 """The place in the queue, for streams that ask for it with the header `x-queue-events: 1`.
 
-While such a stream waits, it gets events of type `queue`: `{"before": 3}`, the number of requests that wait before it.
-Other clients get no such event. The server asks the engine at most once a second, for any number of waiting streams,
-and the engine answers with a bounded number of requests.
+While such a stream waits, it gets events of type `queue`: `{"before": 3}`, the number of requests
+that wait before it. Other clients get no such event. The server asks the engine at most once a
+second, for any number of waiting streams, and the engine answers with a bounded number of requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class QueuePlace(msgspec.Struct, omit_defaults=True):
 
 
 def asks_for_queue(http: Request, is_stream: bool) -> bool:
-    """Return whether a request has the header. Raises ApiError for another value than 1, or without a stream."""
+    """Return whether a request has the header. Raises ApiError for another value than 1, or without
+    a stream."""
     value = http.headers.get(HEADER)
     if value not in (None, "1"):
         raise refused(HEADER, f"must be 1, not {value!r}")
@@ -57,8 +58,8 @@ class Queue:
     async def events(
         self, stream: AsyncGenerator[bytes, None], name: str
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream. After its first event, which says that the engine has taken the request, yield
-        the request's place in the queue while it waits."""
+        """Yield the events of a stream. After its first event, which says that the engine has taken
+        the request, yield the request's place in the queue while it waits."""
         told: QueuePlace | None = None
         async with aclosing(stream):
             yield await anext(stream)
@@ -78,7 +79,8 @@ class Queue:
                     yield event
 
     async def place(self, name: str) -> QueuePlace | None:
-        """Return the place of the request with this name; None if it does not wait, or the engine does not answer."""
+        """Return the place of the request with this name; None if it does not wait, or the engine
+        does not answer."""
         if not self._llm.is_waiting(name):
             return None
         async with self._lock:

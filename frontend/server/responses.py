@@ -1,5 +1,5 @@
-"""/v1/responses: OpenAI's newer API. An answer is a list of items, and the events of a stream describe how each
-grows."""
+"""/v1/responses: OpenAI's newer API. An answer is a list of items, and the events of a stream
+describe how each grows."""
 
 from __future__ import annotations
 
@@ -239,7 +239,8 @@ class ResponseAnswer:
         return data + events.make(f"response.{self._answer.status}", response=self._answer)
 
     def _logprobs(self, output: RequestOutput) -> list[ContentLogprob]:
-        """Return the log-probabilities of an output's new tokens; none if the request does not ask for them."""
+        """Return the log-probabilities of an output's new tokens; none if the request does not ask
+        for them."""
         return content_logprobs(
             self._service.llm.get_tokenizer(),
             output.outputs[0].logprobs or (),

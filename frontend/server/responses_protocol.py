@@ -1,4 +1,5 @@
-"""The request and the answer of /v1/responses. The route serves text and functions, and stores nothing."""
+"""The request and the answer of /v1/responses. The route serves text and functions, and stores
+nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class ReasoningText(
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message, an item of an earlier answer, or the output of a call. Its id and its status are not used."""
+    """A message, an item of an earlier answer, or the output of a call. Its id and its status are
+    not used."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None

@@ -1,4 +1,5 @@
-"""One server's life: it listens once the engine serves, drains at SIGTERM, and ends with the engine."""
+"""One server's life: it listens once the engine serves, drains at SIGTERM, and ends with the
+engine."""
 
 from __future__ import annotations
 
@@ -19,16 +20,18 @@ from sidestep.ipc.errors import EngineDeadError, ValidationError
 from sidestep.ipc.logs import tell
 
 _COLLECT = (50_000, 20, 100)
-"""Thresholds of the garbage collector: new objects before it looks at the youngest generation, and how often it looks
-at the next ones."""
+"""Thresholds of the garbage collector: new objects before it looks at the youngest generation, and
+how often it looks at the next ones."""
 _LAST_SENDS_S = 2
 """For answers that are complete, to clients that read slowly, before connections are closed."""
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections: who closes one first must not be the one who is just being asked."""
+"""Longer than clients keep idle connections: who closes one first must not be the one who is just
+being asked."""
 
 
 def bind(args: ServerArgs) -> socket.socket:
-    """The socket to listen at. Raises ValidationError: an address in use is known before the engine starts."""
+    """The socket to listen at. Raises ValidationError: an address in use is known before the engine
+    starts."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     made = socket.socket(family)
     try:
@@ -111,9 +114,9 @@ def make_server(
 async def serve(
     service: Service, keys: Keys, version: str, listener: socket.socket
 ) -> EngineDeadError | None:
-    """Serves until a signal, or the engine's death, which it returns. With --api-server-count the other processes
-    have joined before the first request is taken, and have ended when this returns. Raises SidestepError if one of
-    them cannot be started, or not again."""
+    """Serves until a signal, or the engine's death, which it returns. With --api-server-count the
+    other processes have joined before the first request is taken, and have ended when this returns.
+    Raises SidestepError if one of them cannot be started, or not again."""
     if service.args.api_server_count == 1:
         return await run(make_server(service, keys, version), listener)
     others = ApiProcesses(service, keys, version, listener)
@@ -150,10 +153,12 @@ async def run(
         listening.cancel()
         if announce:
             _announce(service, listener)
-        # What is there now stays: the collector need not look at it again and again while tokens come and go.
+        # What is there now stays: the collector need not look at it again and again while tokens
+        # come and go.
         gc.collect()
         gc.freeze()
-        # Look at new objects less often than after every few hundred: a body may make half a million.
+        # Look at new objects less often than after every few hundred: a body may make half a
+        # million.
         gc.set_threshold(*_COLLECT)
         await serving
         await server.wait_requests()

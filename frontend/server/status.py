@@ -1,4 +1,5 @@
-"""What operators and routers ask: is it alive, does it take requests, what does it serve, how busy is it."""
+"""What operators and routers ask: is it alive, does it take requests, what does it serve, how busy
+is it."""
 
 from __future__ import annotations
 

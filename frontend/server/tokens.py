@@ -23,7 +23,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    """Of a prompt: whether it gets the tokens that the model puts around every text; true if not given."""
+    """Of a prompt: whether it gets the tokens that the model puts around every text; true if not
+    given."""
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

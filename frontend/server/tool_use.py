@@ -1,6 +1,7 @@
 """Read a request's tools, hold an answer to the form of calls, and parse its calls.
 
-/v1/chat/completions and /v1/responses write tools in two ways. Their structs both become a `ToolUse`.
+/v1/chat/completions and /v1/responses write tools in two ways. Their structs both become a
+`ToolUse`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """With tool_choice 'auto': hold the arguments to the schema. Required calls are always held to it."""
+    """With tool_choice 'auto': hold the arguments to the schema. Required calls are always held to
+    it."""
 
 
 ToolChoiceWord = Literal["auto", "none", "required"]
@@ -63,8 +65,8 @@ class ToolUse:
         parallel: bool | None,
         chosen_field: str,
     ) -> ToolUse | None:
-        """Return the tools that these fields allow; None if the prompt is to list no tools. chosen: the function that
-        tool_choice names, in the field `chosen_field`. Raises ApiError."""
+        """Return the tools that these fields allow; None if the prompt is to list no tools. chosen:
+        the function that tool_choice names, in the field `chosen_field`. Raises ApiError."""
         if not functions:
             if chosen is not None or choice not in (None, "none"):
                 raise refused("tool_choice", "has a meaning only with tools")
@@ -153,12 +155,14 @@ class AnswerReader:
         return AnswerParser(reasoning, calls, 1 if use is not None and not use.parallel else None)
 
     def form(self, asked: Form | None, use: ToolUse | None, prompt: str) -> Form | None:
-        """Return the form that the answer must have. asked: the form that other fields ask for. Raises ApiError."""
+        """Return the form that the answer must have. asked: the form that other fields ask for.
+        Raises ApiError."""
         form = asked
         if use is not None and self._tools is not None:
             special = self._service.llm.get_tokenizer().special_token_ids
             if use.must or asked is not None:
-                # If calls are required, `asked` is the form of a later answer, which follows the calls' outputs.
+                # If calls are required, `asked` is the form of a later answer, which follows the
+                # calls' outputs.
                 calls = form_of_calls(self._tools, use.callable(), use.most, special)
                 form = calls if use.must or asked is None else calls_or_answer(calls, asked)
             elif any(function.strict for function in use.functions):

@@ -1,9 +1,10 @@
 """OpenTelemetry spans of requests. Imported only when --otlp-traces-endpoint asks for them.
 
-A choice's span is made when the choice has ended, from the times that were taken anyway: a token costs nothing more.
-Below it lie, one after the other without gaps, `queue` (from the call to the first step), `prefill` (to the first
-token), `decode` (to the last token) and `deliver` (until the client has been handed everything). A choice that ends
-early has those that it came to. The parent is the request's W3C `traceparent`; who sent that also decides on sampling.
+A choice's span is made when the choice has ended, from the times that were taken anyway: a token
+costs nothing more. Below it lie, one after the other without gaps, `queue` (from the call to the
+first step), `prefill` (to the first token), `decode` (to the last token) and `deliver` (until the
+client has been handed everything). A choice that ends early has those that it came to. The parent
+is the request's W3C `traceparent`; who sent that also decides on sampling.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Tracing:
     """Makes the spans of one server."""
 
     def __init__(self, processor: SpanProcessor, version: str) -> None:
-        # What operators say in OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME goes before what we say.
+        # What operators say in OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME goes before what we
+        # say.
         own = Resource.create({"service.name": "sidestep", "service.version": version})
         self._provider = TracerProvider(
             resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
@@ -58,7 +60,8 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Send the remaining spans, for a bounded time: the library alone would try again and again."""
+        """Send the remaining spans, for a bounded time: the library alone would try again and
+        again."""
         sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         sending.start()
         sending.join(_LAST_SPANS_S)
@@ -114,7 +117,8 @@ class RequestTrace:
 
 
 def _moments(metrics: RequestMetrics, end: float) -> Iterator[float]:
-    """The borders of the phases that it came to, each not before the one before it; the last one is `end`."""
+    """The borders of the phases that it came to, each not before the one before it; the last one is
+    `end`."""
     latest = metrics.arrival_time
     yield latest
     for moment in (metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts):

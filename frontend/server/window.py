@@ -1,4 +1,5 @@
-"""The last values of a measure, for people who watch: a histogram is too coarse for them, and never forgets."""
+"""The last values of a measure, for people who watch: a histogram is too coarse for them, and never
+forgets."""
 
 from __future__ import annotations
 

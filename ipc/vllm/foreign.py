@@ -1,8 +1,8 @@
 """One entry of the tables of vLLM's names in this folder, and its use.
 
-Scripts for vLLM run with only the import changed if the option, argument or method means the same here. A name without
-a meaning here raises one error that names it and says what to do. The tables are used by Python, the command line and
-the documentation.
+Scripts for vLLM run with only the import changed if the option, argument or method means the same
+here. A name without a meaning here raises one error that names it and says what to do. The tables
+are used by Python, the command line and the documentation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ class Foreign:
     """A name that vLLM has. None is always accepted as its value: it asks for nothing."""
 
     instead: str
-    """The end of a sentence that begins with the name: what sidestep does, and what the user can do."""
+    """The end of a sentence that begins with the name: what sidestep does, and what the user can
+    do."""
     accepted: tuple[Any, ...] = ()
     """Values that ask for what sidestep does anyway."""
     same_as: str | None = None
     """The name of the same meaning here; it gets the value."""
     form: Form = "value"
-    """Form on the command line: with a value, as a switch (`--x` and `--no-x`), or with several values."""
+    """Form on the command line: with a value, as a switch (`--x` and `--no-x`), or with several
+    values."""
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether the value asks for what sidestep does anyway."""
@@ -41,8 +43,8 @@ class Foreign:
 
 
 def translate(given: Mapping[str, Any], table: Mapping[str, Foreign]) -> dict[str, Any]:
-    """Return the arguments with vLLM's names replaced by ours. Raises ValidationError for a name without a meaning
-    here.
+    """Return the arguments with vLLM's names replaced by ours. Raises ValidationError for a name
+    without a meaning here.
 
     Names that are not in the table stay as they are.
     """

@@ -1,4 +1,5 @@
-"""Fields that vLLM's parameter classes have and ours lack, and the conversion of the values that scripts give."""
+"""Fields that vLLM's parameter classes have and ours lack, and the conversion of the values that
+scripts give."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ _TABLES = {"SamplingParams": SAMPLING_FIELDS, "StructuredOutputsParams": STRUCTU
 
 
 class ParamsMeta(msgspec.StructMeta):
-    """The metaclass of structs that users make. It knows vLLM's fields, and names an unknown or an assigned field in
-    its error.
+    """The metaclass of structs that users make. It knows vLLM's fields, and names an unknown or an
+    assigned field in its error.
 
     Decoding a message does not use `__call__`.
     """
@@ -102,8 +103,8 @@ def _refuse_assignment(self: object, name: str, value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return numbers and lists of numpy and torch as Python's own, in lists and dicts too. Return other values as they
-    are."""
+    """Return numbers and lists of numpy and torch as Python's own, in lists and dicts too. Return
+    other values as they are."""
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         return value.tolist()
     if isinstance(value, list | tuple):

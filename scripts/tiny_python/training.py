@@ -29,7 +29,8 @@ VALIDATIONS = 12
 
 @dataclass(frozen=True)
 class Budget:
-    """Training ends at `steps` or after `seconds`, whichever is first; the learning rate follows the same clock."""
+    """Training ends at `steps` or after `seconds`, whichever is first; the learning rate follows
+    the same clock."""
 
     steps: int
     seconds: float | None
@@ -121,8 +122,9 @@ def shuffled_rows(
 ) -> Tensor:
     """One epoch's rows of `length` + 1 ids, from a new order of the documents.
 
-    Each row is moved on to the next line without indentation: a prompt starts at the left margin too, and a model
-    that saw `def` in first place where a method's indentation was cut off would indent the body twice.
+    Each row is moved on to the next line without indentation: a prompt starts at the left margin
+    too, and a model that saw `def` in first place where a method's indentation was cut off would
+    indent the body twice.
     """
     stream = torch.cat(
         [documents[i] for i in torch.randperm(len(documents), generator=generator).tolist()]
@@ -174,7 +176,8 @@ def validation_loss(
 
 
 def optimizers(model: LlamaForCausalLM, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices; AdamW for the embedding and the norms, which Muon is not made for."""
+    """Muon for the layers' matrices; AdamW for the embedding and the norms, which Muon is not made
+    for."""
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     norms = [p for p in model.parameters() if p.ndim < 2]
@@ -206,7 +209,8 @@ def train(
     seed: int,
     device: torch.device,
 ) -> Outcome:
-    """Train in place and leave the weights of the step with the lowest validation loss in the model."""
+    """Train in place and leave the weights of the step with the lowest validation loss in the
+    model."""
     rows = max(1, budget.batch_tokens // POSITIONS)
     long_rows = batches(tokens.train, rows, POSITIONS, tokenizer, seed)
     short_rows = batches(

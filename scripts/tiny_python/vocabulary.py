@@ -12,8 +12,8 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 VOCABULARY = 4096
 
-# A line break, an indentation and a word are never one token, so a prompt may end after any of them and is still
-# split as the training text was. Only one space joins the word that follows it.
+# A line break, an indentation and a word are never one token, so a prompt may end after any of them
+# and is still split as the training text was. Only one space joins the word that follows it.
 SPLIT = (
     r"[^\S\r\n]{2,}"
     r"| ?[\p{L}\p{M}_]+"
@@ -56,7 +56,8 @@ def chat_text(messages: list[dict[str, str]]) -> str:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, positions: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json by hand: every version of transformers reads this form."""
+    """Write tokenizer.json and tokenizer_config.json by hand: every version of transformers reads
+    this form."""
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
         str(tokenizer.token_to_id(token)): {

@@ -1,7 +1,7 @@
 """Run every function of files of snippets: run_snippets.py URL SCRIPTED_URL FILE...
 
-Print a line of JSON for each snippet: its file, its name, and its traceback if it has failed. The script runs in any
-Python that has the snippets' libraries, without the engine.
+Print a line of JSON for each snippet: its file, its name, and its traceback if it has failed. The
+script runs in any Python that has the snippets' libraries, without the engine.
 """
 
 from __future__ import annotations

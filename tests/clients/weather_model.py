@@ -1,4 +1,5 @@
-"""The words of a model that calls the first tool in its prompt, and answers when it has the tool's output."""
+"""The words of a model that calls the first tool in its prompt, and answers when it has the tool's
+output."""
 
 from __future__ import annotations
 

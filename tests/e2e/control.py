@@ -1,4 +1,5 @@
-"""What controls of logits mean, in plain steps over one row: the reference that the engine must equal."""
+"""What controls of logits mean, in plain steps over one row: the reference that the engine must
+equal."""
 
 from __future__ import annotations
 

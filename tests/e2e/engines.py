@@ -12,7 +12,8 @@ MOST_RUNNING = 3
 
 
 class Engines:
-    """Starts an engine for each model and set of options that a test asks for, and keeps the latest.
+    """Starts an engine for each model and set of options that a test asks for, and keeps the
+    latest.
 
     Tests get an engine with an empty prefix cache. Its counters go on from the tests before.
     """
@@ -21,7 +22,8 @@ class Engines:
         self._running: OrderedDict[str, LLM] = OrderedDict()
 
     def get(self, path: str = DEFAULT_MODEL, **options: Any) -> LLM:
-        """Return an engine in float32 with one thread, unless the options say otherwise. Do not shut it down."""
+        """Return an engine in float32 with one thread, unless the options say otherwise. Do not
+        shut it down."""
         options = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, **options}
         key = repr((path, sorted(options.items())))
         llm = self._running.pop(key, None)

@@ -1,4 +1,5 @@
-"""Small random models of every family, written by transformers, and what transformers generates with them."""
+"""Small random models of every family, written by transformers, and what transformers generates
+with them."""
 
 from __future__ import annotations
 
@@ -83,8 +84,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def write_model(family: str, folder: Path, **changes: Any) -> str:
-    """A random model in float32. Weights are large, so that logits are far apart and depend on the whole context.
-    changes: of the family's configuration."""
+    """A random model in float32. Weights are large, so that logits are far apart and depend on the
+    whole context. changes: of the family's configuration."""
     torch.manual_seed(7)
     config = FAMILIES[family]()
     config.update(changes)

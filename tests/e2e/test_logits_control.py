@@ -1,5 +1,5 @@
-"""Penalties, biases and masks through the whole engine: equal to plain arithmetic on transformers' logits, whatever
-runs beside them and however it is run."""
+"""Penalties, biases and masks through the whole engine: equal to plain arithmetic on transformers'
+logits, whatever runs beside them and however it is run."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def bundled() -> PreTrainedModel:
 def test_frequencies_of_the_first_two_tokens(
     control: dict[str, Any], engines: Engines, bundled: PreTrainedModel
 ) -> None:
-    """Chi-square over 1,200 draws of a pair; the second token of a pair depends on the first by its penalties.
+    """Chi-square over 1,200 draws of a pair; the second token of a pair depends on the first by its
+    penalties.
 
     Steps in turn draw what steps in flight draw.
     """
@@ -165,7 +166,8 @@ def test_frequencies_of_the_first_two_tokens(
 
 @torch.inference_mode()
 def flatten(model: Any, prompt: list[int], tokens: Sequence[int]) -> dict[int, float]:
-    """Biases that make these tokens about as probable as each other, so that all pairs can be counted."""
+    """Biases that make these tokens about as probable as each other, so that all pairs can be
+    counted."""
     logits = model(torch.tensor([prompt])).logits[0, -1].float()
     return {token: float(logits.max() - logits[token]) for token in tokens}
 
@@ -216,7 +218,8 @@ RAMP = "examples.logits_processor:TokenRamp"
     ids=str,
 )
 def test_a_processor_of_the_users(options: dict[str, Any], random_model: RandomModel) -> None:
-    """That of the example, which counts outputs: also over preemptions, and beside plain requests."""
+    """That of the example, which counts outputs: also over preemptions, and beside plain
+    requests."""
     path, model = random_model("llama-gqa")
     prompts = random_prompts(8, model.config.vocab_size, longest=40)
     wishes = [{"token": 11, "step": 4.0}, {"token": 12, "step": 9.0}]

@@ -1,4 +1,5 @@
-"""docs/migrate-from-vllm.md: its tables are those of the code, and what it shows works as it is written."""
+"""docs/migrate-from-vllm.md: its tables are those of the code, and what it shows works as it is
+written."""
 
 from __future__ import annotations
 

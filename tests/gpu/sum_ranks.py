@@ -1,4 +1,5 @@
-"""Child of test_all_reduce: one rank on one GPU. Arguments: rank, ranks, rendezvous file, type. Prints a digest."""
+"""Child of test_all_reduce: one rank on one GPU. Arguments: rank, ranks, rendezvous file, type.
+Prints a digest."""
 
 from __future__ import annotations
 
@@ -49,9 +50,10 @@ class Rank:
         return graph
 
     def check(self, seed: int, rows: int, width: int, configs: list[SumConfig]) -> int:
-        """Replays a graph in which each sum is the next one's part, as the layers of a model have it; its number of
-        sums is odd, and places take turns between replays too. Each replay begins with other values. Of some replays
-        the stream is compared with float64; of all of them its bits go into the digest."""
+        """Replays a graph in which each sum is the next one's part, as the layers of a model have
+        it; its number of sums is odd, and places take turns between replays too. Each replay begins
+        with other values. Of some replays the stream is compared with float64; of all of them its
+        bits go into the digest."""
         values = Values(seed)
 
         def draw(scale: float = 1.0) -> Tensor:

@@ -1,4 +1,5 @@
-"""Sums through one another's memory on several GPUs: in graphs of a thousand replays, all ranks with the same bits."""
+"""Sums through one another's memory on several GPUs: in graphs of a thousand replays, all ranks
+with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows with controls on a GPU: what they get, and that nobody beside them notices, captured and eager."""
+"""Rows with controls on a GPU: what they get, and that nobody beside them notices, captured and
+eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Nothing is compiled by a worker that another process compiles for, and nothing at all once it serves."""
+"""Nothing is compiled by a worker that another process compiles for, and nothing at all once it
+serves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A worker's start beside the process that compiles, then steps of all kinds: `MODEL DTYPE`, in a process of its own,
-since what a process has compiled once it does not compile again.
+"""A worker's start beside the process that compiles, then steps of all kinds: `MODEL DTYPE`, in a
+process of its own, since what a process has compiled once it does not compile again.
 
 Prints JSON: the kernels that the worker has compiled itself before it was ready, and after that.
 """

@@ -1,4 +1,5 @@
-"""Engines with real processes on the fake device, over a model folder that holds only a config and a tokenizer."""
+"""Engines with real processes on the fake device, over a model folder that holds only a config and
+a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Data-parallel replicas in real processes: conversations stay cached, and a replica's death costs time only."""
+"""Data-parallel replicas in real processes: conversations stay cached, and a replica's death costs
+time only."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ def lines(out: IO[str], count: int) -> list[str]:
 
 
 def errors_of(process: subprocess.Popen[str]) -> str:
-    """Return what the process has printed on standard error; asyncio's debug mode reports slow callbacks there."""
+    """Return what the process has printed on standard error; asyncio's debug mode reports slow
+    callbacks there."""
     assert process.stderr is not None
     return "".join(line for line in process.stderr if not line.startswith("Executing <"))
 

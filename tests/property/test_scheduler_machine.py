@@ -1,4 +1,5 @@
-"""Scheduler, KV manager and block pool under random load: nothing leaks, nothing is lost, and no token changes."""
+"""Scheduler, KV manager and block pool under random load: nothing leaks, nothing is lost, and no
+token changes."""
 
 from typing import Literal
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common, in pipelines of one
-    to three stages."""
+    """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common,
+    in pipelines of one to three stages."""
 
     @initialize(
         num_blocks=st.integers(7, 14),
@@ -137,8 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         lifetime: float | None,
     ) -> None:
-        """One request, or a group, that a grammar holds; if that is not known, it is compiled when the next step is
-        scheduled."""
+        """One request, or a group, that a grammar holds; if that is not known, it is compiled when
+        the next step is scheduled."""
         if not is_known:
             self.grammars.forget_all()
         self.add(prefix, rest, max_tokens, priority, None, lifetime, n, form)
@@ -282,7 +283,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert got == expected and finish.completes_grammar == (got[-1] != 0)
             assert handle in self.forms or not finish.completes_grammar
         elif str(finish.reason) == "length":
-            # Either all it asked for, or all that a cache so small can hold, of a group beside the others.
+            # Either all it asked for, or all that a cache so small can hold, of a group beside the
+            # others.
             assert (
                 len(got) == max_tokens
                 or handle not in self.alone

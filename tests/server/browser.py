@@ -40,12 +40,14 @@ def launched_chromium() -> Iterator[Browser]:
 
 @contextmanager
 def page_opener(chromium: Browser) -> Iterator[Open]:
-    """Yield a function that opens a server's page. Close the pages at the end, and fail on errors that they logged."""
+    """Yield a function that opens a server's page. Close the pages at the end, and fail on errors
+    that they logged."""
     problems: list[str] = []
     with ExitStack() as stack:
 
         def open_page(server: LiveServer, *, expected: str = "$^", **options: Any) -> Page:
-            """expected: pattern of console messages that the test provokes; Chromium logs refused requests there."""
+            """expected: pattern of console messages that the test provokes; Chromium logs refused
+            requests there."""
 
             def note(message: ConsoleMessage) -> None:
                 if message.type in ("error", "warning") and not re.search(expected, message.text):

@@ -1,5 +1,5 @@
-"""A server in the test's own process, over an engine that says what the test has it say: for what depends on the
-model's words."""
+"""A server in the test's own process, over an engine that says what the test has it say: for what
+depends on the model's words."""
 
 from __future__ import annotations
 

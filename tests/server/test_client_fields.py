@@ -1,4 +1,5 @@
-"""Fields that clients send by habit: the server accepts them, obeys them, or refuses them by name."""
+"""Fields that clients send by habit: the server accepts them, obeys them, or refuses them by
+name."""
 
 from __future__ import annotations
 

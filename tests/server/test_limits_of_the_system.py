@@ -1,4 +1,5 @@
-"""Limits of the system, and the files of a server: open files, certificates, folders, and its end."""
+"""Limits of the system, and the files of a server: open files, certificates, folders, and its
+end."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def test_a_server_opens_as_many_files_as_it_may(make_server: Make) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
-    # At the limit the server logs a warning and serves the open connections. It accepts new ones when these have
-    # closed.
+    # At the limit the server logs a warning and serves the open connections. It accepts new ones
+    # when these have closed.
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (100, hard))
     connections = [server.connect() for _ in range(120)]
     first = connections[0]

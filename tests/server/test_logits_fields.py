@@ -1,4 +1,5 @@
-"""Logprobs, penalties and biases by the openai client: in OpenAI's shapes, equal in every form of an answer."""
+"""Logprobs, penalties and biases by the openai client: in OpenAI's shapes, equal in every form of
+an answer."""
 
 from __future__ import annotations
 

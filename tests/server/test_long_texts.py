@@ -1,4 +1,5 @@
-"""Bodies of megabytes: the server names the field when it refuses them, and keeps none of their memory."""
+"""Bodies of megabytes: the server names the field when it refuses them, and keeps none of their
+memory."""
 
 from __future__ import annotations
 

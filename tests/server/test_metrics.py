@@ -84,7 +84,8 @@ def test_requests_and_tokens_are_counted(make_server: Make) -> None:
     ):
         assert grown(f"{name}_count") == after[f'sidestep:{name}_bucket{{le="+Inf"}}'] == 3
     assert grown("request_generation_tokens_sum") == 21
-    # Of the streamed ones, between their tokens; those that come with the first have no gap that could be seen.
+    # Of the streamed ones, between their tokens; those that come with the first have no gap that
+    # could be seen.
     assert 0 < grown("inter_token_latency_seconds_count") <= 2 * 6
     assert grown("inter_token_latency_seconds_sum") <= grown("request_decode_time_seconds_sum")
     assert grown('request_params_n_bucket{le="1.0"}') == 1 and grown("request_params_n_sum") == 3
@@ -132,7 +133,8 @@ def test_the_time_in_the_queue_has_reasons(make_server: Make) -> None:
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(server.connect()).sendall(raw_request("/v1/completions", body))
-        # What a request waits for is counted from the first step that leaves it waiting; clients wait for that long.
+        # What a request waits for is counted from the first step that leaves it waiting; clients
+        # wait for that long.
         server.until(lambda _: waits(server)["max_num_seqs"] > 0 < waits(server)["turn"])
     server.until_idle()
     assert waits(server)["kv_cache"] == waits(server)["output"] == 0

@@ -1,4 +1,5 @@
-"""The page at / in a real Chromium: its files, its look, its keys and what it shows of the engine."""
+"""The page at / in a real Chromium: its files, its look, its keys and what it shows of the
+engine."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ KEYS = {"SIDESTEP_API_KEYS": "red,blue,green"}
 def server(
     request: pytest.FixtureRequest, make_server: Make, tmp_path: Path
 ) -> Iterator[LiveServer]:
-    """A token is a byte, so tokens of texts are their lengths. With one API process, and with two."""
+    """A token is a byte, so tokens of texts are their lengths. With one API process, and with
+    two."""
     file = tmp_path / "public.jsonl"
     file.write_text(json.dumps({"text": TEXT}) + "\n\n" + json.dumps({"messages": [SYSTEM]}) + "\n")
     with make_server(

@@ -1,4 +1,5 @@
-"""`sidestep chat` and `sidestep generate` with --url: against this server, and against what other servers say."""
+"""`sidestep chat` and `sidestep generate` with --url: against this server, and against what other
+servers say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""--data-parallel-size: several replicas, which are one server to its clients and several to its operators."""
+"""--data-parallel-size: several replicas, which are one server to its clients and several to its
+operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A request's id goes from the client through the access log and back. Each line of a JSON log is one object."""
+"""A request's id goes from the client through the access log and back. Each line of a JSON log is
+one object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""best_of, beam search and the logprobs of several choices over HTTP: equal to what the engine gives, or refused."""
+"""best_of, beam search and the logprobs of several choices over HTTP: equal to what the engine
+gives, or refused."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ BODY: dict[str, Any] = {"prompt": "x" * 20, "max_tokens": 5, "ignore_eos": True}
 async def traced(
     model: str, **options: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, InMemorySpanExporter]]:
-    """A client of the application over an engine on the fake device, and where its spans are kept."""
+    """A client of the application over an engine on the fake device, and where its spans are
+    kept."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), "1.2.3")
     async with AsyncLLM.from_engine_args(

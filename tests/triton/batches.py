@@ -1,4 +1,5 @@
-"""Ragged batches for the attention kernels: queries, a paged cache, tables; and what attention gives, in float64."""
+"""Ragged batches for the attention kernels: queries, a paged cache, tables; and what attention
+gives, in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Shape:
 
 @dataclass
 class Batch:
-    """One step: rows that decode, one token each, then rows that compute chunks of their prompts."""
+    """One step: rows that decode, one token each, then rows that compute chunks of their
+    prompts."""
 
     shape: Shape
     lengths: list[int]
@@ -75,7 +77,8 @@ class Batch:
         return poisoned(self.q.shape[0], self.shape.heads * self.shape.dim, dtype=self.q.dtype)
 
     def expected(self, row: int, window: int) -> Tensor:
-        """float64 [count, H * D]; each token attends to the last `window` up to itself, 0: to all."""
+        """float64 [count, H * D]; each token attends to the last `window` up to itself, 0: to
+        all."""
         length, count, dim = self.lengths[row], self.counts[row], self.shape.dim
         query = self.q[self.tokens(row), : self.shape.heads * dim].double().view(count, -1, dim)
         key, value = (
@@ -116,8 +119,8 @@ def make_batch(
 ) -> Batch:
     """A batch of random values; counts of 1 by default.
 
-    What no row may look at is NaN: places of the cache behind a row's last token, blocks of nobody, padding tokens, and
-    the columns of q where keys and values were.
+    What no row may look at is NaN: places of the cache behind a row's last token, blocks of nobody,
+    padding tokens, and the columns of q where keys and values were.
     """
     values, dim, page = Values(seed), shape.dim, shape.page
     counts = list(counts) if counts is not None else [1] * len(lengths)

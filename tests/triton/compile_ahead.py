@@ -1,8 +1,10 @@
-"""Compiling ahead, without a GPU, in a process of its own (see compile_kernels.py): `MODEL COMMAND`.
+"""Compiling ahead, without a GPU, in a process of its own (see compile_kernels.py): `MODEL
+COMMAND`.
 
-keys: what would be compiled, once for tensors without memory, as executor/kernel_compiler.py does, and once for tensors
-that have some, on the CPU, with a cache of many blocks; two lists in JSON.
-ahead: compiles. worker: does so too, in threads as a worker, and says of each kernel whether it was in Triton's cache.
+keys: what would be compiled, once for tensors without memory, as executor/kernel_compiler.py does,
+and once for tensors that have some, on the CPU, with a cache of many blocks; two lists in JSON.
+ahead: compiles. worker: does so too, in threads as a worker, and says of each kernel whether it was
+in Triton's cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Compiles the kernels for a GPU that need not be there, with the arguments that their own launchers give them.
+"""Compiles the kernels for a GPU that need not be there, with the arguments that their own
+launchers give them.
 
-`python -m tests.triton.compile_kernels CAPABILITY MODEL BLOCK_SIZE WINDOW GROUP...` prints a line of JSON a kernel. It
-is a program of its own because a process has either Triton's interpreter or its compiler. The launchers get tensors
-without memory (torch's meta device), as in executor/kernel_compiler.py; each launch ends once compiled.
+`python -m tests.triton.compile_kernels CAPABILITY MODEL BLOCK_SIZE WINDOW GROUP...` prints a line
+of JSON a kernel. It is a program of its own because a process has either Triton's interpreter or
+its compiler. The launchers get tensors without memory (torch's meta device), as in
+executor/kernel_compiler.py; each launch ends once compiled.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ MODELS = {
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Any]]:
-    """Launches compile for this capability, side by side, and the list grows by what they compile."""
+    """Launches compile for this capability, side by side, and the list grows by what they
+    compile."""
     compile_for(Gpu(capability, PROCESSORS))
     compiled: list[Any] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads, compiling_only(threads):
@@ -334,7 +337,8 @@ def usage_of(kernel: Any) -> dict[str, int]:
 
 
 def meetings_of(ptx: str) -> dict[str, int]:
-    """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16 bytes."""
+    """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16
+    bytes."""
     return {
         "releases": len(
             re.findall(r"\batom\S*\.sys\S*\.release\.|\batom\S*\.release\S*\.sys\.", ptx)

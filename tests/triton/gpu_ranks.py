@@ -1,9 +1,9 @@
 """Ranks of a GPU's runner without a GPU (see gpu_stand_in.py), each of them a process:
 `python -m tests.triton.gpu_ranks MODEL TENSOR_PARALLEL_SIZE STAGES`.
 
-All run the same steps: as many groups of requests as there are stages take turns, so that a stage computes one while
-the ids of the others are under way. Prints what the last stage's ranks gave, and what one rank on the CPU gives: for
-each the tokens of each step, in JSON.
+All run the same steps: as many groups of requests as there are stages take turns, so that a stage
+computes one while the ids of the others are under way. Prints what the last stage's ranks gave, and
+what one rank on the CPU gives: for each the tokens of each step, in JSON.
 """
 
 from __future__ import annotations

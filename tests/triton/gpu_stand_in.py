@@ -1,8 +1,9 @@
-"""A GPU's runner without a GPU: its tensors are on the CPU, its kernels run in Triton's interpreter, and what it asks
-of torch.cuda is done at once.
+"""A GPU's runner without a GPU: its tensors are on the CPU, its kernels run in Triton's
+interpreter, and what it asks of torch.cuda is done at once.
 
-So everything around the kernels is tested where there is no GPU: what a step's message says, which kernels a step
-launches, padding, graphs, rows that are sampled apart. Not the kernels' order on several streams, nor memory.
+So everything around the kernels is tested where there is no GPU: what a step's message says, which
+kernels a step launches, padding, graphs, rows that are sampled apart. Not the kernels' order on
+several streams, nor memory.
 
 Below it, what several tests give to such runners.
 """
@@ -106,8 +107,9 @@ class InterpretedRunner(GpuRunner):
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Within it tensors on the CPU stand for those on a GPU. What is allocated uninitialised comes poisoned, so that
-    nothing may depend on it, and between margins, which are looked at on leaving."""
+    """Within it tensors on the CPU stand for those on a GPU. What is allocated uninitialised comes
+    poisoned, so that nothing may depend on it, and between margins, which are looked at on
+    leaving."""
     with pytest.MonkeyPatch.context() as patch, PoisonedAllocations():
         nothing = {
             name: lambda *_: None
@@ -133,7 +135,8 @@ def standing_in() -> Iterator[None]:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(gpu_runner, "CudaGraphs", Graphs)
-        # There is nothing to compile. That all of it can be launched, tests/triton/test_compile_ahead.py shows.
+        # There is nothing to compile. That all of it can be launched,
+        # tests/triton/test_compile_ahead.py shows.
         patch.setattr(gpu_runner, "compiling_only", lambda _: nullcontext())
         patch.setattr(GpuRunner, "_launch_all", lambda _: None)
         patch.setattr(gpu, "_stand_ins", {})

@@ -1,11 +1,13 @@
 """Ranks that sum through one another's memory, in Triton's interpreter.
 
-`python -m tests.triton.sum_ranks RANKS sums|model`: sums of all kinds, or a small model of several layers.
+`python -m tests.triton.sum_ranks RANKS sums|model`: sums of all kinds, or a small model of several
+layers.
 
-Each rank is a process, and the spaces are memory that all of them share, so flags and parts really pass between them.
-In most sums one rank is slow, as slow as it can be: either it is the last to come, or it goes on to read only when all
-others have gone on as far as they can, which is to the next sum, with their next parts written. Nothing sleeps: a slow
-rank waits for the others' flags, or for what they push.
+Each rank is a process, and the spaces are memory that all of them share, so flags and parts really
+pass between them. In most sums one rank is slow, as slow as it can be: either it is the last to
+come, or it goes on to read only when all others have gone on as far as they can, which is to the
+next sum, with their next parts written. Nothing sleeps: a slow rank waits for the others' flags, or
+for what they push.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ class Sum:
 
 
 def plan(ranks: int) -> Iterator[Sum]:
-    """Every kind of sum with every way of being slow, by every rank, and before sums of every kind."""
+    """Every kind of sum with every way of being slow, by every rank, and before sums of every
+    kind."""
     count = 5 * len(SHAPES)
     for n in range(count):
         rows, width, dtype, kind = sum_of(ranks, n)
@@ -190,7 +193,8 @@ class Rank:
         self._push(spaces, rank, words, areas, at, *sizes)
 
     def receive(self, space: Any, rank: Any, own: Any, areas: Any, at: Any, *sizes: Any) -> Any:
-        """In place of the kernel's own: before it a rank may wait until its words might be written over."""
+        """In place of the kernel's own: before it a rank may wait until its words might be written
+        over."""
         if (
             self.current.reads_late == self.rank
             and interpreter_builder.grid_idx[0] == interpreter_builder.grid_dim[0] - 1
@@ -205,7 +209,8 @@ class Rank:
             self.wait_for(program, now)
         self._meet(spaces, rank, epoch, RANKS)
         self._meetings += 1
-        # The interpreter runs programs one after the other: only in the last one can all others be at the next sum.
+        # The interpreter runs programs one after the other: only in the last one can all others be
+        # at the next sum.
         if self.current.reads_late == self.rank and program == interpreter_builder.grid_dim[0] - 1:
             first_of_two = self.current.config.kind == "two_shot" and self._meetings % 2
             if first_of_two:
@@ -274,7 +279,8 @@ class Attention:
 
 
 def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
-    """What a model gives for batches of several sizes, in the last layer of all tokens or of some."""
+    """What a model gives for batches of several sizes, in the last layer of all tokens or of
+    some."""
     spec = msgspec.structs.replace(
         SPEC,
         num_layers=2,

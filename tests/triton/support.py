@@ -1,7 +1,9 @@
-"""What the kernel tests share: the device, poisoned memory between guarded margins, seeded values, tolerances.
+"""What the kernel tests share: the device, poisoned memory between guarded margins, seeded values,
+tolerances.
 
-With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter, which is right for
-float32 and float16 alone: bfloat16 is silently wrong in it, so that is tested on a GPU only.
+With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter,
+which is right for float32 and float16 alone: bfloat16 is silently wrong in it, so that is tested on
+a GPU only.
 """
 
 from __future__ import annotations
@@ -23,18 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.processes import PYTHON_PATH, ROOT
 
 LIMIT_S = 600
-"""Seconds for a test: to compile or interpret kernels takes a minute or more, and several where others work too."""
+"""Seconds for a test: to compile or interpret kernels takes a minute or more, and several where
+others work too."""
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-"""For tests of what does not depend on the type: each further type would be another compilation on a GPU."""
+"""For tests of what does not depend on the type: each further type would be another compilation on
+a GPU."""
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
 
 _MARGIN = 1024
-"""Elements: as many as kernels write at a time, so that a mask that is missing fails a test and does not end it all."""
-# Each tensor has a poison of its own, none the NaN that arithmetic makes: NaN read behind one tensor and stored behind
-# another keeps its bits, and would otherwise pass for what was there before.
+"""Elements: as many as kernels write at a time, so that a mask that is missing fails a test and
+does not end it all."""
+# Each tensor has a poison of its own, none the NaN that arithmetic makes: NaN read behind one
+# tensor and stored behind another keeps its bits, and would otherwise pass for what was there
+# before.
 _POISON = {
     torch.float32: (0x7FC0BAD1, 2**16),
     torch.float16: (0x7E01, 500),
@@ -54,7 +60,8 @@ _UNINITIALISED = (
 
 
 def skip_overflow_checks() -> None:
-    """The interpreter would do each integer operation twice, for an assertion that never fires in it."""
+    """The interpreter would do each integer operation twice, for an assertion that never fires in
+    it."""
     from triton.runtime.interpreter import interpreter_builder
 
     interpreter_builder.options = dataclasses.replace(
@@ -115,7 +122,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device = DEVICE) -> Tensor:
-    """A contiguous tensor whose elements, and those before and behind it, are NaN, or an odd integer."""
+    """A contiguous tensor whose elements, and those before and behind it, are NaN, or an odd
+    integer."""
     size = torch.Size(shape).numel()
     buffer = torch.zeros(size + 2 * _MARGIN, dtype=dtype, device=device)
     first, different = _POISON[dtype]
@@ -165,7 +173,8 @@ def unchanged(**tensors: Tensor) -> Iterator[None]:
 
 
 class PoisonedAllocations(TorchDispatchMode):
-    """What is allocated uninitialised comes poisoned and between margins; these are looked at on leaving."""
+    """What is allocated uninitialised comes poisoned and between margins; these are looked at on
+    leaving."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,9 +194,11 @@ class PoisonedAllocations(TorchDispatchMode):
 
 
 def assert_close(actual: Tensor, exact: Tensor, ulps: float = 4, float32_ulps: float = 16) -> None:
-    """actual against what was computed in float64, in units of actual's precision at its size (or at 1 if smaller).
+    """actual against what was computed in float64, in units of actual's precision at its size (or
+    at 1 if smaller).
 
-    float32 is given more of them: there the order of a long sum shows, in 16 bits only the last rounding does.
+    float32 is given more of them: there the order of a long sum shows, in 16 bits only the last
+    rounding does.
     """
     assert exact.dtype == torch.float64
     tolerance = torch.finfo(actual.dtype).eps * (

@@ -1,4 +1,5 @@
-"""Sums over ranks in the interpreter: each rank a process (tests/triton/sum_ranks.py), three times with other numbers.
+"""Sums over ranks in the interpreter: each rank a process (tests/triton/sum_ranks.py), three times
+with other numbers.
 
 On GPUs: tests/gpu/test_all_reduce.py."""
 

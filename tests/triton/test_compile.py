@@ -1,7 +1,8 @@
 """All kernels compile for GPUs that need not be there, in bfloat16 and as shipped, and fit them.
 
-What runs in the interpreter may still not compile, or need more shared memory than there is; this finds it without a
-GPU. One more matrix, of rarer models, windows, blocks and GPUs, takes minutes: pytest -m slow tests/triton.
+What runs in the interpreter may still not compile, or need more shared memory than there is; this
+finds it without a GPU. One more matrix, of rarer models, windows, blocks and GPUs, takes minutes:
+pytest -m slow tests/triton.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_KB[job.capability] * 1024, kernel
         if job.capability >= 90:
-            # Four words at most, which the compiler may set aside over a loop to fit one more program: no spills in it.
-            # The sampler's filters keep a few values for the token's end beside their loops.
+            # Four words at most, which the compiler may set aside over a loop to fit one more
+            # program: no spills in it. The sampler's filters keep a few values for the token's end
+            # beside their loops.
             assert kernel.get("stack", 0) <= (
                 128 if kernel["kernel"] == "_choose_tokens" else 16
             ), kernel

@@ -1,5 +1,5 @@
-"""Decode attention and its plan against float64: ragged batches, cut into tiles and dealt out to any number of
-programs."""
+"""Decode attention and its plan against float64: ragged batches, cut into tiles and dealt out to
+any number of programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ MakeScratch = Callable[..., DecodeScratch]
 
 @pytest.fixture
 def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
-    """Makes scratch for a launch of exactly `parts` programs a KV head, whatever the device has, all of it poisoned."""
+    """Makes scratch for a launch of exactly `parts` programs a KV head, whatever the device has,
+    all of it poisoned."""
 
     def make(batch: Batch, parts: int, tile: int = 16, min_tiles: int = 1) -> DecodeScratch:
         shape = batch.shape
@@ -60,7 +61,8 @@ def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
 
 
 def launch(batch: Batch, scratch: DecodeScratch, window: int) -> Tensor:
-    """Plans and decodes; inputs, other rows and the counters are looked at. Returns the decode rows."""
+    """Plans and decodes; inputs, other rows and the counters are looked at. Returns the decode
+    rows."""
     out = batch.new_out()
     with unchanged(**batch.inputs), PoisonedAllocations():
         tile_ends, _ = batch.plan(scratch.config.tile, 16, window)
@@ -91,7 +93,8 @@ def check(batch: Batch, scratch: DecodeScratch, window: int = 0) -> None:
 def check_projections(
     batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False
 ) -> None:
-    """Of the projections as they come: the keys and values of the rows' last tokens are not in the cache yet."""
+    """Of the projections as they come: the keys and values of the rows' last tokens are not in the
+    cache yet."""
     shape, dtype, rows = batch.shape, batch.q.dtype, batch.num_decode
     assert rows == batch.decode_tokens
     values = Values(rows + shape.dim)
@@ -153,7 +156,8 @@ def check_projections(
     assert same(batch.cache, before), "wrote to other places of the cache"
 
 
-# -- The plan ---------------------------------------------------------------------------------------------------------
+# -- The plan
+# ---------------------------------------------------------------------------------------------------------
 
 
 def cumulative(counts: Sequence[int], size: int) -> list[int]:
@@ -191,7 +195,8 @@ def test_plan_of_a_step_without_rows() -> None:
     assert [ends.tolist() for ends in batch.plan(16, 4, 0)] == [[0] * 8] * 2
 
 
-# -- Attention --------------------------------------------------------------------------------------------------------
+# -- Attention
+# --------------------------------------------------------------------------------------------------------
 
 
 RANDOM = [
@@ -257,7 +262,8 @@ def test_windows(window: int, scratch_for: MakeScratch) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 10, 11, 30])
 def test_any_number_of_programs(parts: int, scratch_for: MakeScratch) -> None:
-    """10 tiles: all rows in one program, several in one, one in several, as many programs as tiles, and more."""
+    """10 tiles: all rows in one program, several in one, one in several, as many programs as tiles,
+    and more."""
     batch = make_batch(Shape(), [16, 80, 1, 31, 10], DTYPE)
     check(batch, scratch_for(batch, parts))
 
@@ -305,7 +311,8 @@ def test_a_step_without_rows_writes_nothing(scratch_for: MakeScratch) -> None:
 
 
 def test_scores_far_apart(scratch_for: MakeScratch) -> None:
-    """One key takes all the weight, in a part that is the first, the last, or between; others underflow."""
+    """One key takes all the weight, in a part that is the first, the last, or between; others
+    underflow."""
     batch = make_batch(Shape(1, 1, 16), [64] * 4, torch.float32)
     for row, position in enumerate([0, 20, 41, 63]):
         key = batch.q[row, :16] * 100
@@ -333,7 +340,8 @@ def test_two_launches_with_one_scratch_give_the_same_bits(
 def test_the_order_in_which_programs_arrive_does_not_matter(
     seed: int, scratch_for: MakeScratch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU any program may be the last to leave its part of a row; the interpreter goes through them in turn."""
+    """On a GPU any program may be the last to leave its part of a row; the interpreter goes through
+    them in turn."""
     from triton.runtime.interpreter import interpreter_builder
 
     batch = make_batch(Shape(2, 1), [50, 1, 90], DTYPE)
@@ -349,7 +357,8 @@ def test_the_order_in_which_programs_arrive_does_not_matter(
     assert same(in_turn, launch(batch, scratch, window=0))
 
 
-# -- Attention of the projections as they come ------------------------------------------------------------------------
+# -- Attention of the projections as they come
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -390,7 +399,8 @@ def test_projections_beside_prompt_rows(scratch_for: MakeScratch) -> None:
     check_projections(batch, scratch_for(batch, 3))
 
 
-# -- What is too large for the interpreter ----------------------------------------------------------------------------
+# -- What is too large for the interpreter
+# ----------------------------------------------------------------------------
 
 
 @needs_gpu

@@ -35,7 +35,8 @@ SMALL = [
 ]
 ROWS = [17, 31, 32, 33, 64, 70]
 SUPPORTED = DTYPES if INTERPRETED else DTYPES[1:]
-"""On a GPU the tensor cores would round float32 to 10 bits: it is not what the kernel is for there."""
+"""On a GPU the tensor cores would round float32 to 10 bits: it is not what the kernel is for
+there."""
 
 
 def exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -55,7 +56,8 @@ def check(
 ) -> None:
     """apart: what lies between two rows of x. times: how often, each as right as the first."""
     values = Values(rows + outputs + inputs)
-    # Beside, before and behind what is read lies NaN. The weight's values make outputs of about 1 in size.
+    # Beside, before and behind what is read lies NaN. The weight's values make outputs of about 1
+    # in size.
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
     weight = guarded(values.normal(2 * outputs, inputs, dtype=dtype, scale=inputs**-0.5))
@@ -116,7 +118,8 @@ def test_any_number_of_programs(
     check(rows, outputs, inputs, DTYPE, NARROW)
 
 
-# -- The choice --------------------------------------------------------------------------------------------------------
+# -- The choice
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +157,8 @@ def test_a_layer_takes_what_is_chosen(monkeypatch: pytest.MonkeyPatch, rows: int
     assert taken == ([NARROW] if rows <= 64 else [])
 
 
-# -- What is too large for the interpreter -----------------------------------------------------------------------------
+# -- What is too large for the interpreter
+# -----------------------------------------------------------------------------
 
 
 @needs_gpu

@@ -1,4 +1,5 @@
-"""Rows with masks by the kernels of a GPU's runner: the tokens that the CPU's sampler gives, where they belong."""
+"""Rows with masks by the kernels of a GPU's runner: the tokens that the CPU's sampler gives, where
+they belong."""
 
 from __future__ import annotations
 

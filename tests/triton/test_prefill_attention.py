@@ -1,4 +1,5 @@
-"""Attention of prompt chunks against float64: chunks with and without a cached prefix, around the borders of tiles."""
+"""Attention of prompt chunks against float64: chunks with and without a cached prefix, around the
+borders of tiles."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def config(rows: int = 16, keys: int = 16) -> PrefillConfig:
 
 
 def launch(batch: Batch, tiles: PrefillConfig, window: int, room: int = 0) -> torch.Tensor:
-    """Plans and attends; inputs and rows that are no prompt rows are looked at. room: tokens and rows that the launch
-    provides for beyond what there is."""
+    """Plans and attends; inputs and rows that are no prompt rows are looked at. room: tokens and
+    rows that the launch provides for beyond what there is."""
     out, shape = batch.new_out(), batch.shape
     with unchanged(**batch.inputs):
         _, tile_ends = batch.plan(16, tiles.tokens(shape.group), window)
@@ -130,7 +131,8 @@ def test_head_sizes(dim: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 16, 17, 31, 40, 1000])
 def test_windows(window: int) -> None:
-    """Of one token, smaller than a tile of queries, than a tile of keys, around both, and longer than the rows."""
+    """Of one token, smaller than a tile of queries, than a tile of keys, around both, and longer
+    than the rows."""
     check(chunks(Shape(2, 1, page=32), [(50, 9), (0, 20), (15, 2)]), config(16, 16), window)
 
 
@@ -215,7 +217,8 @@ def test_decode_rows_and_chunks_of_one_step_fill_one_output(window: int) -> None
     assert_rows_untouched(batch, out, slice(0, 0), "nothing")
 
 
-# -- What is too large for the interpreter ----------------------------------------------------------------------------
+# -- What is too large for the interpreter
+# ----------------------------------------------------------------------------
 
 
 @needs_gpu

@@ -78,5 +78,6 @@ def test_16_bit_types_round_where_the_reference_rounds(dtype: torch.dtype) -> No
     values = Values(3)
     x, weight = values.normal(20, 72, dtype=dtype), values.normal(72, dtype=dtype)
     expected, out = reference.rms_norm(x.cpu(), weight.cpu(), 1e-6), rms_norm(x, weight, 1e-6)
-    # The mean may be summed in another order: that moves a value across a rounding border once in a great while.
+    # The mean may be summed in another order: that moves a value across a rounding border once in a
+    # great while.
     assert (out.cpu() != expected).float().mean() < 5e-3

@@ -102,12 +102,14 @@ def check(
     apart: int = 0,
     shipped: bool = False,
 ) -> None:
-    """With the shipped configuration, or small ones of each kernel. apart: what lies between two rows of x."""
+    """With the shipped configuration, or small ones of each kernel. apart: what lies between two
+    rows of x."""
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
     count = outputs * (2 if gated else 1)
-    # Behind the last row of the weight lies NaN, as it does behind x. Its values make outputs of about 1 in size.
+    # Behind the last row of the weight lies NaN, as it does behind x. Its values make outputs of
+    # about 1 in size.
     weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs**-0.5))
     bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
     others = {"bias": bias} if bias is not None else {}
@@ -129,8 +131,8 @@ def check_added(
     apart: int = 0,
     shipped: bool = False,
 ) -> None:
-    """What is added to the residual stream, and what is begun of its norm. apart: what lies between two rows of either
-    side."""
+    """What is added to the residual stream, and what is begun of its norm. apart: what lies between
+    two rows of either side."""
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
@@ -205,7 +207,8 @@ def check_chain(
     gated: bool = False,
     shipped: bool = False,
 ) -> None:
-    """A product that begins a norm, and the one after it: the same as with the norm between them."""
+    """A product that begins a norm, and the one after it: the same as with the norm between
+    them."""
     values = Values(rows + hidden + inner)
     stream, x = (
         values.normal(rows, hidden, dtype=dtype, scale=7),
@@ -280,7 +283,8 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int, config: SkinnyConfi
     assert more[rows].isnan().all()
 
 
-# -- Norms shared out between two products ----------------------------------------------------------------------------
+# -- Norms shared out between two products
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
@@ -346,7 +350,8 @@ def test_no_row_changes_the_norm_of_another(rows: int, config: SkinnyConfig) -> 
     assert more[rows].isnan().all()
 
 
-# -- The choice ------------------------------------------------------------------------------------------------------
+# -- The choice
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
@@ -375,7 +380,8 @@ def test_matrices_of_unknown_sizes_have_a_choice_by_size(gated: bool) -> None:
     )
 
 
-# -- What is too large for the interpreter ----------------------------------------------------------------------------
+# -- What is too large for the interpreter
+# ----------------------------------------------------------------------------
 
 
 @needs_gpu

@@ -1,4 +1,5 @@
-"""Special rows by the kernels of a GPU's runner: the tokens that the CPU's sampler gives, where they belong."""
+"""Special rows by the kernels of a GPU's runner: the tokens that the CPU's sampler gives, where
+they belong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Logits whose bit is 0 become minus infinity, and no others change: the kernel, and the reference in torch."""
+"""Logits whose bit is 0 become minus infinity, and no others change: the kernel, and the reference
+in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-# Expected: AttributeError: SamplingParams is frozen: `params = params.clone(max_tokens=...)` makes a copy
+# Expected: AttributeError: SamplingParams is frozen: `params = params.clone(max_tokens=...)` makes
+# a copy
 import sys
 
 from vllm import LLM, SamplingParams

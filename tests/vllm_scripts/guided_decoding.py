@@ -1,4 +1,5 @@
-# Expected: ModuleNotFoundError: sidestep.sampling_params.GuidedDecodingParams: use StructuredOutputsParams
+# Expected: ModuleNotFoundError: sidestep.sampling_params.GuidedDecodingParams: use
+# StructuredOutputsParams
 import sys
 
 from vllm import LLM, SamplingParams

@@ -1,4 +1,5 @@
-# Expected: ValidationError: distributed_executor_backend: each rank is a process of its own on this host
+# Expected: ValidationError: distributed_executor_backend: each rank is a process of its own on this
+# host
 import sys
 
 from vllm import LLM, SamplingParams

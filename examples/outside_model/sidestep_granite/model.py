@@ -13,7 +13,8 @@ from sidestep.ipc.model_spec import ModelSpec
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    """One rank's part of the model. The head is no longer tied: its factor differs from the embedding's."""
+    """One rank's part of the model. The head is no longer tied: its factor differs from the
+    embedding's."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None
@@ -42,7 +43,8 @@ class ScaledWeights(Weights):
     def get(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
-        """Return the tensor that the decoder asks for. Layers are named <...>.<layer>.weight or .bias."""
+        """Return the tensor that the decoder asks for. Layers are named <...>.<layer>.weight or
+        .bias."""
         factor = self._factors.get(name.split(".")[-2], 1.0)
         stored = "model.embed_tokens.weight" if name == "lm_head.weight" and self._is_tied else name
         return self._weights.get(stored, shape, rows, columns) * factor

@@ -1,4 +1,5 @@
-"""Read Granite's config.json. This module must not import torch: the frontend reads it before workers start."""
+"""Read Granite's config.json. This module must not import torch: the frontend reads it before
+workers start."""
 
 from __future__ import annotations
 

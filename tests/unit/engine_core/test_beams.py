@@ -1,5 +1,6 @@
-"""Beam search in the scheduler: what it finds does not depend on what runs beside it, and it holds no more than it
-needs. That the rules are those of transformers is tested with real models (tests/e2e/test_beam_search.py)."""
+"""Beam search in the scheduler: what it finds does not depend on what runs beside it, and it holds
+no more than it needs. That the rules are those of transformers is tested with real models
+(tests/e2e/test_beam_search.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def search_alone(
     eos: tuple[int, ...] = (),
     max_tokens: int | None = None,
 ) -> list[list[int]]:
-    """What the search finds when each beam is a plain list of tokens, computed from its beginning."""
+    """What the search finds when each beam is a plain list of tokens, computed from its
+    beginning."""
     ends = frozenset() if params.ignore_eos else frozenset(eos)
     search, beams = BeamSearch(params, ends, max_tokens or params.max_tokens), [list[int]()]
     states = [functools.reduce(chain, prompt, 0)]
@@ -168,7 +170,8 @@ def test_what_beams_have_computed_is_found_by_its_content(depth: int) -> None:
             assert engine.tokens[handle] == expected_tokens(
                 [*prompt, *tokens, 9], 5, handle, VOCAB_SIZE
             )
-            # The best one's last token has not been computed, and the others share at least the prompt.
+            # The best one's last token has not been computed, and the others share at least the
+            # prompt.
             assert engine.started[handle].num_cached_tokens >= 4
         assert engine.started[100 + 10 * start].num_cached_tokens == 24
 

@@ -1,4 +1,5 @@
-"""Requests that come with tokens which another replica gave before it died: they end as if they had never moved."""
+"""Requests that come with tokens which another replica gave before it died: they end as if they had
+never moved."""
 
 from __future__ import annotations
 

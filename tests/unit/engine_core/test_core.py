@@ -1,4 +1,5 @@
-"""The core's turn: the device is fed before anybody is told anything, and the gauges tell the truth."""
+"""The core's turn: the device is fed before anybody is told anything, and the gauges tell the
+truth."""
 
 from __future__ import annotations
 

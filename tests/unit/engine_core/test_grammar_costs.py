@@ -62,7 +62,8 @@ def test_an_account_is_about_what_is_beyond_the_average() -> None:
 def test_what_is_too_expensive_ends_with_an_error_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The request ends first. Its grammar is over its bound as well then, and the next request with it is refused."""
+    """The request ends first. Its grammar is over its bound as well then, and the next request with
+    it is refused."""
     monkeypatch.setattr(grammar_costs, "TOKEN_S", 0.0)
     monkeypatch.setattr("sidestep.engine_core.structured_outputs.REQUEST_S", 0.05)
     monkeypatch.setattr("sidestep.engine_core.structured_outputs.GRAMMAR_S", 0.1)

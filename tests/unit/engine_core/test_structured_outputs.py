@@ -1,4 +1,5 @@
-"""Grammars in the core: what comes out fits, neighbours see nothing of it, and nothing that goes wrong spreads."""
+"""Grammars in the core: what comes out fits, neighbours see nothing of it, and nothing that goes
+wrong spreads."""
 
 from __future__ import annotations
 

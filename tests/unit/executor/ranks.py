@@ -1,4 +1,5 @@
-"""Child of test_parallel_state: one rank's collectives. Arguments: rank, size, rendezvous file. Prints JSON."""
+"""Child of test_parallel_state: one rank's collectives. Arguments: rank, size, rendezvous file.
+Prints JSON."""
 
 from __future__ import annotations
 

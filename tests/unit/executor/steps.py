@@ -1,4 +1,5 @@
-"""A scheduler for tests of the runner: whole requests in, steps out, blocks handed out one after the other."""
+"""A scheduler for tests of the runner: whole requests in, steps out, blocks handed out one after
+the other."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def make_step(
     entering: dict[int, Request] | None = None,
     step_id: int = 0,
 ) -> StepInput:
-    """rows: (slot, tokens to compute, new block ids), those of one token first. entering: the new ones among them."""
+    """rows: (slot, tokens to compute, new block ids), those of one token first. entering: the new
+    ones among them."""
     new = entering or {}
     entered = [(slot, new[slot]) for slot, _, _ in rows if slot in new]
 
@@ -77,9 +79,9 @@ def make_step(
 def schedule(
     requests: Sequence[Request], budget: int, block_size: int
 ) -> Iterator[tuple[StepInput, list[Request]]]:
-    """Steps until all requests are done, each with the requests that sample in it. Request i has slot i; a step has at
-    most `budget` tokens, decode first. The caller appends the sampled tokens, or does so one step later: nothing here
-    looks at them."""
+    """Steps until all requests are done, each with the requests that sample in it. Request i has
+    slot i; a step has at most `budget` tokens, decode first. The caller appends the sampled tokens,
+    or does so one step later: nothing here looks at them."""
     computed, free, step_id = [0] * len(requests), 0, 0
     blocks = [0] * len(requests)
     while True:

@@ -1,7 +1,9 @@
-"""Every attention backend over random batches, block tables and windows, against float64 without pages or batches.
+"""Every attention backend over random batches, block tables and windows, against float64 without
+pages or batches.
 
-On a GPU, or on the CPU: there Triton's kernels run in its interpreter, and backends that need a GPU are skipped. A
-backend that does not compute in float32 is tested in bfloat16, one that does not take a size of heads with its own.
+On a GPU, or on the CPU: there Triton's kernels run in its interpreter, and backends that need a GPU
+are skipped. A backend that does not compute in float32 is tested in bfloat16, one that does not
+take a size of heads with its own.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ class Sequences:
         ]
 
     def step(self, counts: dict[int, int]) -> None:
-        """Computes `counts[row]` more tokens of each row and compares every layer with the exact result."""
+        """Computes `counts[row]` more tokens of each row and compares every layer with the exact
+        result."""
         order = sorted(counts, key=lambda row: counts[row] > 1)
         rows, entering = [], {}
         for row in order:

@@ -1,4 +1,5 @@
-"""Linear layers in each layout, the tables of the rotary embedding, and how ranks share the work."""
+"""Linear layers in each layout, the tables of the rotary embedding, and how ranks share the
+work."""
 
 from __future__ import annotations
 

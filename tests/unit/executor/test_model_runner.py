@@ -1,4 +1,5 @@
-"""The runner itself, driven step by step: greedy tokens are those of transformers in any batch and chunking."""
+"""The runner itself, driven step by step: greedy tokens are those of transformers in any batch and
+chunking."""
 
 from __future__ import annotations
 
@@ -187,9 +188,9 @@ def test_auto_dtype_on_a_cpu(dtype: str, expected: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
 def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path) -> None:
-    """Tokens would be the wrong measure here: the logits of these models lie a few bfloat16 steps apart, and
-    transformers' own two attention implementations agree on as few as 9 of 24 answers. So: the distance from float32
-    arithmetic on the same weights."""
+    """Tokens would be the wrong measure here: the logits of these models lie a few bfloat16 steps
+    apart, and transformers' own two attention implementations agree on as few as 9 of 24 answers.
+    So: the distance from float32 arithmetic on the same weights."""
     path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
     theirs, exact = load_reference(path, torch.bfloat16), load_reference(path)
     with torch.no_grad():
@@ -222,8 +223,9 @@ def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
 
 
 def test_a_request_sees_nothing_of_the_one_before_it_in_its_slot(tmp_path: Path) -> None:
-    """Whatever is kept from step to step belongs to a request, not to a slot. The second prompt is as long as the first
-    request was when it ended, so that by slot and length alone its first token looks like the first one's next."""
+    """Whatever is kept from step to step belongs to a request, not to a slot. The second prompt is
+    as long as the first request was when it ended, so that by slot and length alone its first token
+    looks like the first one's next."""
     path = write_model("llama-gqa", tmp_path)
     prompts = [random_prompts(1, VOCAB, seed=seed)[0] * 20 for seed in (1, 2)]
     first, second = Request(prompts[0][:10], 8), Request(prompts[1][:17], 6)
@@ -242,7 +244,8 @@ def test_a_request_that_enters_with_one_token_left_sees_only_its_own_prefix(tmp_
         .wait()
         .token_ids.tolist()
     )
-    # The first request, in slot 0, has 8 tokens in the cache when it ends, the last of them by a step of one token.
+    # The first request, in slot 0, has 8 tokens in the cache when it ends, the last of them by a
+    # step of one token.
     runner.execute(make_step([(0, 7, [0, 1])], {0: Request(prompts[0][:7], 2)}))
     runner.execute(make_step([(0, 1, [])]))
     again = Request(prompts[1], 1, num_computed=8)

@@ -1,4 +1,5 @@
-"""What the host packs is what the device's tables become: packed steps, run through the first kernel of every step."""
+"""What the host packs is what the device's tables become: packed steps, run through the first
+kernel of every step."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
     for number, (step, _) in enumerate(schedule(requests, 50, BLOCK)):
         state.apply(step)
         batch = make_batch(state, step, BLOCK)
-        # Now in the smallest layout, as a captured graph has it, and now in the largest, as eager steps have it.
+        # Now in the smallest layout, as a captured graph has it, and now in the largest, as eager
+        # steps have it.
         rows, tokens = len(batch.slots), batch.total_tokens
         layout = StepLayout(rows, tokens + 3) if number % 2 else largest
         used = packer.pack(number % ROTATION, layout, batch, step)
@@ -117,8 +119,8 @@ def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
 
 
 def test_special_and_masked_rows_are_left_to_others() -> None:
-    """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of masked rows, which are
-    sampled from the step's own logits, are seen to at once."""
+    """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of
+    masked rows, which are sampled from the step's own logits, are seen to at once."""
     state, layout = RequestState(4, 64, BLOCK), StepLayout(4, 16)
     packer = StepPacker(layout, 8, ROTATION)
     entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(4)}

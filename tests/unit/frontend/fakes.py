@@ -1,4 +1,5 @@
-"""A core that a test plays: what the frontend sends is kept, what the core says is what the test says."""
+"""A core that a test plays: what the frontend sends is kept, what the core says is what the test
+says."""
 
 from __future__ import annotations
 

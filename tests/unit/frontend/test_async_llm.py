@@ -1,4 +1,5 @@
-"""AsyncLLM with a core that the test plays: streams, slow readers, cancellation at each await, death."""
+"""AsyncLLM with a core that the test plays: streams, slow readers, cancellation at each await,
+death."""
 
 from __future__ import annotations
 

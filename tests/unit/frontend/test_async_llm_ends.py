@@ -1,4 +1,5 @@
-"""How requests and the engine end: dropped, refused, shut down, stalled; and that nothing is left of them."""
+"""How requests and the engine end: dropped, refused, shut down, stalled; and that nothing is left
+of them."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ async def test_a_deadline_is_kept_while_the_core_hangs(llm: AsyncLLM, channel: F
 async def test_the_core_s_word_on_a_deadline_comes_first(
     llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that was delayed past the deadline reads the core's earlier outputs before it ends the request."""
+    """A loop that was delayed past the deadline reads the core's earlier outputs before it ends the
+    request."""
     monkeypatch.setattr(async_llm, "_GRACE_S", 0.0)
     reader = asyncio.create_task(until_deadline(llm, 0.02))
     await added(channel)

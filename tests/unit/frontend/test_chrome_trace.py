@@ -1,4 +1,5 @@
-"""The trace that Perfetto shows: every span begins and ends where the records say, on the right track."""
+"""The trace that Perfetto shows: every span begins and ends where the records say, on the right
+track."""
 
 from __future__ import annotations
 

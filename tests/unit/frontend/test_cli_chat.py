@@ -1,4 +1,5 @@
-"""The terminal chat with scripted lines and a scripted engine; tests/e2e has it in a real terminal."""
+"""The terminal chat with scripted lines and a scripted engine; tests/e2e has it in a real
+terminal."""
 
 from __future__ import annotations
 

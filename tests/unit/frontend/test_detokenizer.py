@@ -1,4 +1,5 @@
-"""Text as it streams: whole characters only, nothing taken back, stop strings wherever tokens break."""
+"""Text as it streams: whole characters only, nothing taken back, stop strings wherever tokens
+break."""
 
 from __future__ import annotations
 

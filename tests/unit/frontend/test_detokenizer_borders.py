@@ -1,4 +1,5 @@
-"""What lies at the borders of a text: prompts that end inside a character, stray bytes, byte-fallback vocabularies."""
+"""What lies at the borders of a text: prompts that end inside a character, stray bytes,
+byte-fallback vocabularies."""
 
 from __future__ import annotations
 

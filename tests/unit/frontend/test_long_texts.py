@@ -1,4 +1,5 @@
-"""A long text does not block other threads: they run while it is tokenised, and its memory is given back."""
+"""A long text does not block other threads: they run while it is tokenised, and its memory is given
+back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every parser of tool calls and of reasoning: what it finds, and that it finds the same however the text is cut."""
+"""Every parser of tool calls and of reasoning: what it finds, and that it finds the same however
+the text is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What waits is counted, and bounded where that was asked for; and who watches is told of the engine's death."""
+"""What waits is counted, and bounded where that was asked for; and who watches is told of the
+engine's death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Test-time scaling over a core that the test plays: what is chosen, what the engine is asked for, what ends early."""
+"""Test-time scaling over a core that the test plays: what is chosen, what the engine is asked for,
+what ends early."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ async def settle() -> None:
 
 
 async def sent(channel: FakeChannel, count: int) -> None:
-    """Until so many requests have been sent; templates are rendered at once, long texts tokenised in a thread."""
+    """Until so many requests have been sent; templates are rendered at once, long texts tokenised
+    in a thread."""
     while len(channel.added) < count:
         await asyncio.sleep(0.001)
 

@@ -1,4 +1,5 @@
-"""`sidestep topology`: its arithmetic against real models, and what it says of machines that are not here."""
+"""`sidestep topology`: its arithmetic against real models, and what it says of machines that are
+not here."""
 
 from __future__ import annotations
 

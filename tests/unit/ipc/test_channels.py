@@ -1,4 +1,5 @@
-"""Channels: messages of both directions arrive whole and in order, and a broken one harms nobody."""
+"""Channels: messages of both directions arrive whole and in order, and a broken one harms
+nobody."""
 
 import os
 import select

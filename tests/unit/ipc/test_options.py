@@ -1,4 +1,5 @@
-"""Options: Python takes the same values as the command line, and names an option whose value has another type."""
+"""Options: Python takes the same values as the command line, and names an option whose value has
+another type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The install scripts take torch's CPU build where there is no GPU, and pip's own choice everywhere else."""
+"""The install scripts take torch's CPU build where there is no GPU, and pip's own choice everywhere
+else."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def arguments(index: str, *flags: str, path: str = "") -> str:
-    """Return the arguments that pip gets. With -S Python does not see the libraries of its environment, torch among
-    them."""
+    """Return the arguments that pip gets. With -S Python does not see the libraries of its
+    environment, torch among them."""
     done = subprocess.run(
         [sys.executable, "-E", *flags, "-c", CODE, str(SCRIPTS), index],
         capture_output=True,

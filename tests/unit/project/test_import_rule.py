@@ -1,4 +1,5 @@
-"""The import rule of docs/architecture.md, read from the source: lazy and TYPE_CHECKING imports count."""
+"""The import rule of docs/architecture.md, read from the source: lazy and TYPE_CHECKING imports
+count."""
 
 import ast
 from collections.abc import Iterator

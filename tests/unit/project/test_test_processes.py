@@ -1,4 +1,5 @@
-"""The tests themselves: they run in a background shell, and one that hangs in any event loop is ended."""
+"""The tests themselves: they run in a background shell, and one that hangs in any event loop is
+ended."""
 
 from __future__ import annotations
 
