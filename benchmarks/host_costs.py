@@ -22,21 +22,27 @@ from itertools import count
 import numpy as np
 
 from sidestep import DEFAULT_MODEL, SamplingParams
-from sidestep.engine_core.flight_recorder import FlightRecorder
-from sidestep.engine_core.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.scheduler import Scheduler
-from sidestep.engine_core.structured_outputs import Grammars
-from sidestep.frontend.detokenizer import Detokenizer
-from sidestep.frontend.input_processor import ProcessedRequest
-from sidestep.frontend.output_processor import OutputProcessor
-from sidestep.frontend.outputs import RequestOutput
-from sidestep.frontend.request_state import RequestState
-from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.scheduling.flight_recorder import FlightRecorder
+from sidestep.engine_core.scheduling.scheduler import Scheduler
+from sidestep.engine_core.structured_outputs.grammars import Grammars
+from sidestep.frontend.input.input_processor import ProcessedRequest
+from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.output.detokenizer import Detokenizer
+from sidestep.frontend.output.output_processor import OutputProcessor
+from sidestep.frontend.output.outputs import RequestOutput
+from sidestep.frontend.output.request_state import RequestState
 from sidestep.ipc.config import SchedulerConfig
-from sidestep.ipc.messages import AddRequest, Outputs, decode_to_frontend, encode, pack_ids
-from sidestep.ipc.sampling_params import RequestOutputKind
-from sidestep.ipc.shm_ring import RingReader, RingWriter, create_ring
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.params.sampling_params import RequestOutputKind
+from sidestep.ipc.transport.messages import (
+    AddRequest,
+    Outputs,
+    decode_to_frontend,
+    encode,
+    pack_ids,
+)
+from sidestep.ipc.transport.shm_ring import RingReader, RingWriter, create_ring
+from sidestep.ipc.transport.step import StepInput, StepOutput
 
 COLUMNS = (
     "schedule",

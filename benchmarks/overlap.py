@@ -32,8 +32,8 @@ from sidestep import (
     RequestOutputKind,
     SamplingParams,
 )
-from sidestep.frontend.load_report import percentile
-from sidestep.frontend.request_state import RequestState
+from sidestep.frontend.bench.load_report import percentile
+from sidestep.frontend.output.request_state import RequestState
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sidestep.engine_core.flight_recorder import FlightRecorder
-from sidestep.engine_core.scheduler import Scheduler
+from sidestep.engine_core.scheduling.flight_recorder import FlightRecorder
+from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.executor.base import Executor
-from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.messages import AbortRequests, AddRequest, Answer, Call, Outputs
-from sidestep.ipc.records import pack_requests
-from sidestep.ipc.step import StepInput
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.transport.messages import AbortRequests, AddRequest, Answer, Call, Outputs
+from sidestep.ipc.transport.records import pack_requests
+from sidestep.ipc.transport.step import StepInput
 
 
 class EngineCore:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sidestep.executor.base import Executor
-from sidestep.ipc import registry
-from sidestep.ipc.core_args import CoreArgs
-from sidestep.ipc.process import decode_args
+from sidestep.ipc.common import registry
+from sidestep.ipc.processes.core_args import CoreArgs
+from sidestep.ipc.processes.process import decode_args
 
 
 def main(raw: bytes) -> None:

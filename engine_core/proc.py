@@ -11,17 +11,17 @@ import time
 import traceback
 
 from sidestep.engine_core.core import EngineCore
-from sidestep.engine_core.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.scheduler import Scheduler
-from sidestep.engine_core.structured_outputs import Grammars
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.scheduling.scheduler import Scheduler
+from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.executor.base import Executor, WorkerReady
-from sidestep.ipc.channels import CoreChannel
+from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.core_args import ClientAddress, CoreArgs
-from sidestep.ipc.errors import EngineDeadError, EngineStartError
-from sidestep.ipc.messages import Answer, Connect, Dead, Ready
-from sidestep.ipc.process import freeze_heap
-from sidestep.ipc.shm_ring import SPIN_S
+from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.processes.process import freeze_heap
+from sidestep.ipc.transport.channels import CoreChannel
+from sidestep.ipc.transport.messages import Answer, Connect, Dead, Ready
+from sidestep.ipc.transport.shm_ring import SPIN_S
 
 
 def main(args: CoreArgs, executor: Executor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sidestep import LLM, SamplingParams
-from sidestep.executor.logits_processor import (
+from sidestep.executor.sampling.logits_processor import (
     EnteringRequest,
     LogitsProcessor,
     ProcessorSetup,

@@ -6,7 +6,7 @@ import abc
 
 import msgspec
 
-from sidestep.ipc.step import StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,16 +15,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from sidestep.ipc.errors import EngineStartError, ValidationError
-from sidestep.ipc.generation_config import (
-    GenerationConfig,
-    read_generation_config,
-    read_tokenizer_eos,
-)
-from sidestep.ipc.layer_split import Stage, split_layers, stage_of
-from sidestep.ipc.logs import LogConfig
-from sidestep.ipc.model_spec import ModelSpec, load_model_spec, resolve_model_path
-from sidestep.ipc.options import (
+from sidestep.ipc.common.errors import EngineStartError, ValidationError
+from sidestep.ipc.common.logs import LogConfig
+from sidestep.ipc.common.options import (
     Options,
     option,
     parse_bytes,
@@ -32,7 +25,14 @@ from sidestep.ipc.options import (
     parse_length,
     parse_mapping,
 )
-from sidestep.ipc.registry import ATTENTION_BACKENDS, ROUTERS
+from sidestep.ipc.common.registry import ATTENTION_BACKENDS, ROUTERS
+from sidestep.ipc.model.generation_config import (
+    GenerationConfig,
+    read_generation_config,
+    read_tokenizer_eos,
+)
+from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
+from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec, resolve_model_path
 from sidestep.ipc.vllm.options import takes_vllm_options
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")

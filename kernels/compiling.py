@@ -3,7 +3,7 @@
 Triton compiles a kernel when it is first launched with arguments of new kinds, and for some of its
 versions a C compiler then makes the function that launches it. Here both are done ahead: by threads
 beside each other, or, since most of a compilation holds the interpreter's lock, by processes
-(executor/kernel_compiler.py), whose results lie in Triton's cache for whoever launches the same
+(executor/gpu/kernel_compiler.py), whose results lie in Triton's cache for whoever launches the same
 kernel.
 """
 

@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sidestep.frontend.cli_args import flag_names
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.options.flags import flag_names
+from sidestep.frontend.options.serve_options import ServerArgs
+from sidestep.ipc.common.options import Options
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
-from sidestep.ipc.options import Options
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 INTRODUCTION = """# Options

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.vllm.calls import ARGUMENTS, METHODS, PROMPT_KEYS
 from sidestep.ipc.vllm.foreign import Foreign

@@ -17,19 +17,10 @@ if TYPE_CHECKING:
 
     from sidestep.engine.arg_utils import AsyncEngineArgs
     from sidestep.engine.async_llm_engine import AsyncLLMEngine
-    from sidestep.frontend.async_llm import AsyncLLM
-    from sidestep.frontend.engine_args import EngineArgs
-    from sidestep.frontend.llm import LLM
-    from sidestep.frontend.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
-        CompletionOutput,
-        Logprob,
-        RequestMetrics,
-        RequestOutput,
-    )
-    from sidestep.frontend.prompts import ChatPrompt, TextPrompt, TokensPrompt
-    from sidestep.frontend.scaling import (
+    from sidestep.frontend.api.async_llm import AsyncLLM
+    from sidestep.frontend.api.engine_args import EngineArgs
+    from sidestep.frontend.api.llm import LLM
+    from sidestep.frontend.api.scaling import (
         BestOfN,
         Revision,
         Vote,
@@ -37,10 +28,17 @@ if TYPE_CHECKING:
         critique_and_revise,
         self_consistency,
     )
+    from sidestep.frontend.input.prompts import ChatPrompt, TextPrompt, TokensPrompt
+    from sidestep.frontend.output.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from sidestep.inputs import PromptType
-    from sidestep.ipc.beam_search_params import BeamSearchParams
-    from sidestep.ipc.config import DEFAULT_MODEL
-    from sidestep.ipc.errors import (
+    from sidestep.ipc.common.errors import (
         EngineDeadError,
         EngineStalledError,
         EngineStartError,
@@ -51,13 +49,15 @@ if TYPE_CHECKING:
         UnsupportedError,
         ValidationError,
     )
-    from sidestep.ipc.records import RequestRecord, StepRecord
-    from sidestep.ipc.sampling_params import (
+    from sidestep.ipc.config import DEFAULT_MODEL
+    from sidestep.ipc.params.beam_search_params import BeamSearchParams
+    from sidestep.ipc.params.sampling_params import (
         RepetitionDetectionParams,
         RequestOutputKind,
         SamplingParams,
     )
-    from sidestep.ipc.structured_outputs import StructuredOutputsParams
+    from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
+    from sidestep.ipc.transport.records import RequestRecord, StepRecord
 
 __version__: str
 
@@ -65,41 +65,41 @@ _HOMES = {
     "AsyncEngineArgs": "engine.arg_utils",
     "AsyncLLMEngine": "engine.async_llm_engine",
     "PromptType": "inputs",
-    "AsyncLLM": "frontend.async_llm",
-    "LLM": "frontend.llm",
-    "BeamSearchOutput": "frontend.outputs",
-    "BeamSearchSequence": "frontend.outputs",
-    "CompletionOutput": "frontend.outputs",
-    "Logprob": "frontend.outputs",
-    "RequestMetrics": "frontend.outputs",
-    "RequestOutput": "frontend.outputs",
-    "ChatPrompt": "frontend.prompts",
-    "TextPrompt": "frontend.prompts",
-    "TokensPrompt": "frontend.prompts",
-    "BestOfN": "frontend.scaling",
-    "Revision": "frontend.scaling",
-    "Vote": "frontend.scaling",
-    "best_of_n": "frontend.scaling",
-    "critique_and_revise": "frontend.scaling",
-    "self_consistency": "frontend.scaling",
-    "BeamSearchParams": "ipc.beam_search_params",
+    "AsyncLLM": "frontend.api.async_llm",
+    "LLM": "frontend.api.llm",
+    "BeamSearchOutput": "frontend.output.outputs",
+    "BeamSearchSequence": "frontend.output.outputs",
+    "CompletionOutput": "frontend.output.outputs",
+    "Logprob": "frontend.output.outputs",
+    "RequestMetrics": "frontend.output.outputs",
+    "RequestOutput": "frontend.output.outputs",
+    "ChatPrompt": "frontend.input.prompts",
+    "TextPrompt": "frontend.input.prompts",
+    "TokensPrompt": "frontend.input.prompts",
+    "BestOfN": "frontend.api.scaling",
+    "Revision": "frontend.api.scaling",
+    "Vote": "frontend.api.scaling",
+    "best_of_n": "frontend.api.scaling",
+    "critique_and_revise": "frontend.api.scaling",
+    "self_consistency": "frontend.api.scaling",
+    "BeamSearchParams": "ipc.params.beam_search_params",
     "DEFAULT_MODEL": "ipc.config",
-    "EngineArgs": "frontend.engine_args",
-    "EngineDeadError": "ipc.errors",
-    "EngineStalledError": "ipc.errors",
-    "EngineStartError": "ipc.errors",
-    "QueueFullError": "ipc.errors",
-    "RequestError": "ipc.errors",
-    "SidestepError": "ipc.errors",
-    "UnknownNameError": "ipc.errors",
-    "UnsupportedError": "ipc.errors",
-    "ValidationError": "ipc.errors",
-    "RequestRecord": "ipc.records",
-    "StepRecord": "ipc.records",
-    "RepetitionDetectionParams": "ipc.sampling_params",
-    "RequestOutputKind": "ipc.sampling_params",
-    "SamplingParams": "ipc.sampling_params",
-    "StructuredOutputsParams": "ipc.structured_outputs",
+    "EngineArgs": "frontend.api.engine_args",
+    "EngineDeadError": "ipc.common.errors",
+    "EngineStalledError": "ipc.common.errors",
+    "EngineStartError": "ipc.common.errors",
+    "QueueFullError": "ipc.common.errors",
+    "RequestError": "ipc.common.errors",
+    "SidestepError": "ipc.common.errors",
+    "UnknownNameError": "ipc.common.errors",
+    "UnsupportedError": "ipc.common.errors",
+    "ValidationError": "ipc.common.errors",
+    "RequestRecord": "ipc.transport.records",
+    "StepRecord": "ipc.transport.records",
+    "RepetitionDetectionParams": "ipc.params.sampling_params",
+    "RequestOutputKind": "ipc.params.sampling_params",
+    "SamplingParams": "ipc.params.sampling_params",
+    "StructuredOutputsParams": "ipc.params.structured_outputs_params",
 }
 
 __all__ = [

@@ -9,7 +9,7 @@ import sidestep
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    from sidestep.frontend.cli import main as run
+    from sidestep.frontend.main import main as run
 
     return run(version=sidestep.__version__)
 

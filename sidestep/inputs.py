@@ -1,7 +1,7 @@
 """Forms of prompts, under the name of vLLM's module."""
 
-from sidestep.frontend.prompts import ChatPrompt, TextPrompt, TokensPrompt
-from sidestep.frontend.prompts import Prompt as PromptType
+from sidestep.frontend.input.prompts import ChatPrompt, TextPrompt, TokensPrompt
+from sidestep.frontend.input.prompts import Prompt as PromptType
 
 __all__ = ["ChatPrompt", "PromptType", "TextPrompt", "TokensPrompt"]
 

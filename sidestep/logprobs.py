@@ -1,6 +1,6 @@
 """Log-probabilities, under the name of vLLM's module."""
 
-from sidestep.frontend.outputs import Logprob
+from sidestep.frontend.output.outputs import Logprob
 
 __all__ = ["Logprob"]
 

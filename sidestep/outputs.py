@@ -1,6 +1,6 @@
 """Outputs of requests, under the name of vLLM's module."""
 
-from sidestep.frontend.outputs import (
+from sidestep.frontend.output.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     CompletionOutput,

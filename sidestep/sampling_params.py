@@ -1,12 +1,12 @@
 """Parameters of requests, under the name of vLLM's module."""
 
-from sidestep.ipc.beam_search_params import BeamSearchParams
-from sidestep.ipc.sampling_params import (
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.sampling_params import (
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
 )
-from sidestep.ipc.structured_outputs import StructuredOutputsParams
+from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 
 __all__ = [
     "BeamSearchParams",

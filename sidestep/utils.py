@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from sidestep.frontend.vllm_flags import with_dashes
+from sidestep.frontend.vllm.vllm_flags import with_dashes
 
 
 def random_uuid() -> str:

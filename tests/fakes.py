@@ -13,18 +13,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from sidestep.engine_core.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.scheduler import Scheduler
-from sidestep.engine_core.structured_outputs import Grammars
-from sidestep.executor.fake import FakeRunner
-from sidestep.executor.runner import WorkerArgs
-from sidestep.ipc.beam_search_params import BeamSearchParams
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.scheduling.scheduler import Scheduler
+from sidestep.engine_core.structured_outputs.grammars import Grammars
+from sidestep.executor.runner.fake import FakeRunner
+from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.messages import AddRequest, Finished, Outputs, Started, pack_ids, unpack_ids
-from sidestep.ipc.model_spec import ModelSpec, RopeSpec
-from sidestep.ipc.sampling_params import SamplingParams
-from sidestep.ipc.step import Columns, LogprobColumns, StepInput, StepMasks, StepOutput
-from sidestep.ipc.structured_outputs import Grammar
+from sidestep.ipc.model.model_spec import ModelSpec, RopeSpec
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.sampling_params import SamplingParams
+from sidestep.ipc.params.structured_outputs_params import Grammar
+from sidestep.ipc.transport.messages import (
+    AddRequest,
+    Finished,
+    Outputs,
+    Started,
+    pack_ids,
+    unpack_ids,
+)
+from sidestep.ipc.transport.step import Columns, LogprobColumns, StepInput, StepMasks, StepOutput
 
 VOCAB_SIZE = 50
 SPEC = ModelSpec(

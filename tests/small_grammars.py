@@ -12,13 +12,17 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher
 
-from sidestep.engine_core.mask_jobs import FOREVER
-from sidestep.engine_core.request import Request
-from sidestep.engine_core.structured_outputs import Grammars, _Compilation, _compile
-from sidestep.executor.fake import chain, next_token
-from sidestep.frontend.structured_outputs import make_grammar
-from sidestep.ipc.step import Int32
-from sidestep.ipc.structured_outputs import Grammar, StructuredOutputsParams, grammar_limits
+from sidestep.engine_core.requests.request import Request
+from sidestep.engine_core.structured_outputs.grammars import Grammars, _Compilation, _compile
+from sidestep.engine_core.structured_outputs.mask_jobs import FOREVER
+from sidestep.executor.runner.fake import chain, next_token
+from sidestep.frontend.input.output_form import make_grammar
+from sidestep.ipc.params.structured_outputs_params import (
+    Grammar,
+    StructuredOutputsParams,
+    grammar_limits,
+)
+from sidestep.ipc.transport.step import Int32
 from tests.fakes import VOCAB_SIZE
 
 EOS = 0

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.layers.rotary import RotaryTable
-from sidestep.executor.transfer import to_device
-from sidestep.ipc.step import Int32
-from sidestep.kernels.block_copy import copy_blocks
+from sidestep.executor.runner.input_batch import HostBatch
+from sidestep.executor.runner.transfer import to_device
+from sidestep.ipc.transport.step import Int32
+from sidestep.kernels.ops.block_copy import copy_blocks
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of each head's queries and keys."""

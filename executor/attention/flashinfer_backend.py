@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
-from sidestep.executor.input_batch import HostBatch
-from sidestep.ipc.errors import EngineStartError
-from sidestep.ipc.step import Int32
-from sidestep.kernels.qkv_rope_triton import qkv_rope
+from sidestep.executor.runner.input_batch import HostBatch
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.transport.step import Int32
+from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
 
 _LAYOUT = "HND"
 _LEAST_WORKSPACE = 128 << 20

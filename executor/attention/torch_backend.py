@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
-from sidestep.executor.input_batch import HostBatch
 from sidestep.executor.layers.rotary import FullRotaryTable
-from sidestep.ipc.step import Int32, Int64
-from sidestep.kernels.kv_write import write_kv
-from sidestep.kernels.paged_attention import (
+from sidestep.executor.runner.input_batch import HostBatch
+from sidestep.ipc.transport.step import Int32, Int64
+from sidestep.kernels.ops.kv_write import write_kv
+from sidestep.kernels.ops.paged_attention import (
     causal_mask,
     decode_attention,
     padded_length,
     prefill_attention,
 )
-from sidestep.kernels.rms_norm import rms_norm
-from sidestep.kernels.rotary import apply_rotary
+from sidestep.kernels.ops.rms_norm import rms_norm
+from sidestep.kernels.ops.rotary import apply_rotary
 
 _COPY_LIMIT = 1 << 30
 """Bytes, in all layers, up to which the gathered copy is kept, unless the whole cache is

@@ -9,16 +9,16 @@ import triton
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
-from sidestep.kernels.decode_attention_triton import (
+from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.triton.decode_attention_triton import (
     DecodeScratch,
     Rope,
     decode_attention,
     decode_config,
     plan_attention,
 )
-from sidestep.kernels.gpu import gpu_of
-from sidestep.kernels.prefill_attention_triton import prefill_attention, prefill_config
-from sidestep.kernels.qkv_rope_triton import qkv_rope
+from sidestep.kernels.triton.prefill_attention_triton import prefill_attention, prefill_config
+from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each. So

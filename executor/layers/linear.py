@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.layers.cpu_product import CpuProduct
-from sidestep.executor.parallel_state import Parallel
-from sidestep.executor.peer_sums import Place
-from sidestep.executor.weight_loader import Weights
+from sidestep.executor.layers.weight_loader import Weights
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.parallel.peer_sums import Place
 from sidestep.kernels.gpu import on_gpu
-from sidestep.kernels.linear import add_linear, gated_linear, linear
-from sidestep.kernels.rms_norm import BegunNorm, RmsNorm, Stream, normed
-from sidestep.kernels.silu_mul import silu_mul
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
+from sidestep.kernels.ops.silu_mul import silu_mul
+from sidestep.kernels.products.linear import add_linear, gated_linear, linear
 
 
 class Linear:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
-from sidestep.executor.parallel_state import Parallel
-from sidestep.executor.peer_sums import Place
-from sidestep.executor.weight_loader import Weights
-from sidestep.kernels.rms_norm import RmsNorm, Stream
+from sidestep.executor.layers.weight_loader import Weights
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.parallel.peer_sums import Place
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 
 def vocab_shard(

@@ -15,12 +15,12 @@ from torch import Tensor
 from sidestep.executor.attention.base import AttentionBackend, AttentionShape
 from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
-from sidestep.executor.parallel_state import Parallel
-from sidestep.executor.peer_sums import Place
-from sidestep.executor.weight_loader import Weights
-from sidestep.ipc.layer_split import Stage, stage_of
-from sidestep.ipc.model_spec import ModelSpec
-from sidestep.kernels.rms_norm import RmsNorm, Stream
+from sidestep.executor.layers.weight_loader import Weights
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.parallel.peer_sums import Place
+from sidestep.ipc.model.layer_split import Stage, stage_of
+from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:

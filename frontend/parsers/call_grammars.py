@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from sidestep.frontend.input.output_form import schema_with_options
 from sidestep.frontend.parsers.events import Function
-from sidestep.frontend.structured_outputs import schema_with_options
 
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 """Of a function that says nothing of its arguments."""

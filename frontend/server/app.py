@@ -12,21 +12,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidestep.frontend.server.body import read_body
-from sidestep.frontend.server.chat import ChatRoute
-from sidestep.frontend.server.completions import CompletionRoute
-from sidestep.frontend.server.connection import RAW_SEND
-from sidestep.frontend.server.errors import ApiError, ClientGoneError, as_api_error
-from sidestep.frontend.server.flight import FlightRoute
-from sidestep.frontend.server.guard import Guard
+from sidestep.frontend.options.serve_options import Keys
+from sidestep.frontend.server.openai.chat import ChatRoute
+from sidestep.frontend.server.openai.completions import CompletionRoute
+from sidestep.frontend.server.openai.tokens import DetokenizeRoute, TokenizeRoute
 from sidestep.frontend.server.openapi import OpenApiRoute
-from sidestep.frontend.server.options import Keys
-from sidestep.frontend.server.page import page_routes
-from sidestep.frontend.server.request_log import RequestLog
-from sidestep.frontend.server.responses import ResponsesRoute
-from sidestep.frontend.server.service import Service
-from sidestep.frontend.server.status import StatusRoutes
-from sidestep.frontend.server.tokens import DetokenizeRoute, TokenizeRoute
+from sidestep.frontend.server.operation.flight import FlightRoute
+from sidestep.frontend.server.operation.status import StatusRoutes
+from sidestep.frontend.server.responses.route import ResponsesRoute
+from sidestep.frontend.server.service.service import Service
+from sidestep.frontend.server.transport.body import read_body
+from sidestep.frontend.server.transport.connection import RAW_SEND
+from sidestep.frontend.server.transport.errors import ApiError, ClientGoneError, as_api_error
+from sidestep.frontend.server.transport.guard import Guard
+from sidestep.frontend.server.transport.page import page_routes
+from sidestep.frontend.server.transport.request_log import RequestLog
 
 Get = Callable[[Request], Awaitable[Response]]
 Post = Callable[[Request, bytes], Awaitable[Response]]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import httpx2
 import msgspec
 
-from sidestep.frontend.async_llm import AsyncLLM
-from sidestep.frontend.batch_file import BatchRequest, BatchResponse, BatchResult
+from sidestep.frontend.api.async_llm import AsyncLLM
+from sidestep.frontend.options.serve_options import Keys, ServerArgs
 from sidestep.frontend.server.app import make_app
-from sidestep.frontend.server.options import Keys, ServerArgs
-from sidestep.frontend.server.service import Service, new_id
-from sidestep.ipc.errors import EngineDeadError
+from sidestep.frontend.server.batch_file import BatchRequest, BatchResponse, BatchResult
+from sidestep.frontend.server.service.service import Service, new_id
+from sidestep.ipc.common.errors import EngineDeadError
 
 _HEADERS = {"content-type": "application/json"}
 

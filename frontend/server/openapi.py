@@ -11,12 +11,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sidestep.frontend.server.chat_protocol import ChatRequest
-from sidestep.frontend.server.completions import CompletionRequest
-from sidestep.frontend.server.errors import ErrorBody
-from sidestep.frontend.server.fields import NOT_YET, refusal_of
-from sidestep.frontend.server.flight import Flight
-from sidestep.frontend.server.protocol import (
+from sidestep.frontend.server.openai.chat_protocol import ChatRequest
+from sidestep.frontend.server.openai.completions import CompletionRequest
+from sidestep.frontend.server.openai.tokens import DetokenizeRequest, TokenizeRequest
+from sidestep.frontend.server.operation.flight import Flight
+from sidestep.frontend.server.responses.protocol import (
+    RESPONSES_NOT_YET,
+    ResponsesAnswer,
+    ResponsesRequest,
+)
+from sidestep.frontend.server.schemas.fields import NOT_YET, refusal_of
+from sidestep.frontend.server.schemas.protocol import (
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -28,13 +33,8 @@ from sidestep.frontend.server.protocol import (
     Tokens,
     Version,
 )
-from sidestep.frontend.server.responses_protocol import (
-    RESPONSES_NOT_YET,
-    ResponsesAnswer,
-    ResponsesRequest,
-)
-from sidestep.frontend.server.service import DEADLINE_HEADER
-from sidestep.frontend.server.tokens import DetokenizeRequest, TokenizeRequest
+from sidestep.frontend.server.service.service import DEADLINE_HEADER
+from sidestep.frontend.server.transport.errors import ErrorBody
 
 
 @dataclass(frozen=True)

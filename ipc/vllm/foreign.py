@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sidestep.ipc.errors import ValidationError
+from sidestep.ipc.common.errors import ValidationError
 
 NO_LORA = "LoRA adapters are not served yet; merge the adapter into the model's weights and load the result"
 NO_IMAGES = "only text goes into a model here; leave it out"

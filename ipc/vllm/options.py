@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sidestep.ipc.errors import UnknownNameError
-from sidestep.ipc.options import did_you_mean
+from sidestep.ipc.common.errors import UnknownNameError
+from sidestep.ipc.common.options import did_you_mean
 from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign, translate
 
 T = TypeVar("T")
@@ -233,7 +233,7 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "each rank is a process of its own on this host; leave it out", (False,), form="switch"
     ),
     "worker_cls": Foreign(
-        "there is one kind of worker; a device or model is added by a line in ipc/registry.py",
+        "there is one kind of worker; a device or model is added by a line in ipc/common/registry.py",
         ("auto",),
     ),
     "worker_extension_cls": Foreign("workers take no code of users; leave it out", ("",)),
@@ -310,7 +310,7 @@ SERVER_OPTIONS: dict[str, Foreign] = {
         form="switch",
     ),
     "tool_parser_plugin": Foreign(
-        "a parser is a file and a line in ipc/registry.py; leave it out", ("",)
+        "a parser is a file and a line in ipc/common/registry.py; leave it out", ("",)
     ),
     "exclude_tools_when_tool_choice_none": Foreign(
         "with tool_choice 'none' the prompt lists no tools; leave it out",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sidestep.ipc.errors import UnknownNameError
-from sidestep.ipc.options import did_you_mean
+from sidestep.ipc.common.errors import UnknownNameError
+from sidestep.ipc.common.options import did_you_mean
 from sidestep.ipc.vllm.foreign import Foreign, translate
 
 _NO_BEAMS = (

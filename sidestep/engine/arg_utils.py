@@ -1,6 +1,6 @@
 """Options of an engine, under the name of vLLM's module."""
 
-from sidestep.frontend.engine_args import EngineArgs
+from sidestep.frontend.api.engine_args import EngineArgs
 
 AsyncEngineArgs = EngineArgs
 """One class holds the options of LLM and AsyncLLM."""

@@ -1,6 +1,6 @@
 """AsyncLLM, under the names of vLLM's older class and module."""
 
-from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.api.async_llm import AsyncLLM
 
 AsyncLLMEngine = AsyncLLM
 

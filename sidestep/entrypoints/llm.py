@@ -1,6 +1,6 @@
 """LLM, under the name of vLLM's module."""
 
-from sidestep.frontend.llm import LLM
+from sidestep.frontend.api.llm import LLM
 
 __all__ = ["LLM"]
 

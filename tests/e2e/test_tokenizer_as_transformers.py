@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 import sidestep
-from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.frontend.input.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Hello"}]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sidestep.executor.parallel_state import Parallel
-from sidestep.kernels.all_reduce_triton import Kind, SumConfig, sum_parts
-from sidestep.kernels.peer_memory_triton import PeerMemory
-from sidestep.kernels.pushed_sum_triton import can_push
-from sidestep.kernels.rms_norm import RmsNorm
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.kernels.ops.rms_norm import RmsNorm
+from sidestep.kernels.sums.all_reduce_triton import Kind, SumConfig, sum_parts
+from sidestep.kernels.sums.peer_memory_triton import PeerMemory
+from sidestep.kernels.sums.pushed_sum_triton import can_push
 from tests.triton.support import Values, assert_close
 
 PLACE_BYTES = 1 << 23

@@ -12,7 +12,7 @@ import torch
 
 from sidestep import DEFAULT_MODEL, LLM, BeamSearchParams, EngineStartError, SamplingParams
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
-from tests.e2e.test_beam_search import reference_beams
+from tests.e2e.output.test_beam_search import reference_beams
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import torch
 from transformers import Qwen2Config
 
 from sidestep import LLM, EngineStartError
-from sidestep.executor import gpu_runner
 from sidestep.executor.attention.flashinfer_backend import FlashInferAttention
+from sidestep.executor.gpu import gpu_runner
 from tests.e2e.models import COMMON, FAMILIES, load_reference, random_prompts, write_model
 from tests.gpu.test_gpu_runner import collect, make_runner
 from tests.unit.executor.steps import Request, schedule

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep.executor import gpu_runner
-from sidestep.executor.gpu_runner import GpuRunner
-from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.gpu import gpu_runner
+from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.model_spec import load_model_spec
+from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import load_reference, random_prompts, write_model
 from tests.unit.executor.steps import Request, schedule
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from sidestep.executor.gpu_runner import GpuRunner
-from sidestep.ipc.controls import Controls
-from sidestep.ipc.sampling_params import SamplingParams
-from sidestep.ipc.step import LogprobColumns
-from tests.e2e.control import reference_greedy
+from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.ipc.params.logits_controls import Controls
+from sidestep.ipc.params.sampling_params import SamplingParams
+from sidestep.ipc.transport.step import LogprobColumns
 from tests.e2e.models import load_reference, random_prompts, write_model
+from tests.e2e.output.control import reference_greedy
 from tests.gpu.test_gpu_runner import VOCAB, make_runner
 from tests.unit.executor.steps import Request, schedule
 
@@ -115,7 +115,7 @@ def test_penalties_equal_plain_arithmetic_on_transformers_logits(
 def test_more_special_rows_than_are_copied_at_a_time_and_min_tokens(tmp_path: Path) -> None:
     """63 rows of 64 and one more part, in captured steps."""
     runner = make_runner(write_model("llama-gqa", tmp_path), "bfloat16")
-    from sidestep.executor import special_rows
+    from sidestep.executor.sampling import special_rows
 
     before, special_rows.MOST_ROWS = special_rows.MOST_ROWS, 32
     try:

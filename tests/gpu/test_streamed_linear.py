@@ -1,5 +1,5 @@
 """The streamed product against float64. It is written in Gluon, which has no interpreter: without a
-GPU it only compiles (tests/triton/test_compile.py)."""
+GPU it only compiles (tests/triton/compiling/test_compile.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels import streamed_config
-from sidestep.kernels.own_linear import add_own_linear, is_hopper, own_linear
-from sidestep.kernels.rms_norm import RmsNorm, Stream
-from sidestep.kernels.streamed_config import MAX_ROWS, StreamedConfig
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.products import streamed_config
+from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
+from sidestep.kernels.products.streamed_config import MAX_ROWS, StreamedConfig
+from tests.triton.products.test_skinny_linear import check_begun, exact
 from tests.triton.support import (
     DTYPE,
     PoisonedAllocations,
@@ -21,7 +22,6 @@ from tests.triton.support import (
     poisoned,
     unchanged,
 )
-from tests.triton.test_skinny_linear import check_begun, exact
 
 ROWS = [1, 2, 7, 8, 9, 16, 31, 33, MAX_ROWS]
 HALF = (torch.bfloat16, torch.float16)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import triton
 
-from sidestep.executor.gpu_runner import GpuRunner
-from sidestep.executor.kernel_compiler import CompilerArgs
-from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.gpu.kernel_compiler import CompilerArgs
+from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.controls import Controls
-from sidestep.ipc.model_spec import load_model_spec
-from sidestep.ipc.process import spawn
-from sidestep.ipc.step import StepMasks
+from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.ipc.params.logits_controls import Controls
+from sidestep.ipc.processes.process import spawn
+from sidestep.ipc.transport.step import StepMasks
 from tests.e2e.models import random_prompts
 from tests.unit.executor.steps import Request, schedule
 
@@ -95,7 +95,7 @@ def main(path: str, dtype: str) -> None:
     )
     compiler = spawn(
         "kernel compiler",
-        "sidestep.executor.kernel_compiler:main",
+        "sidestep.executor.gpu.kernel_compiler:main",
         CompilerArgs(worker=args, num_processes=8),
         pass_fds=(compiling,),
     )

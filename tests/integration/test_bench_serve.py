@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sidestep.frontend.cli import main
+from sidestep.frontend.main import main
 
 COMMAND = ["bench", "serve", "--device", "fake", "--fake-step-ms", "2"]
 LENGTHS = ["--input-len", "3:9", "--output-len", "4:8"]

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from sidestep import LLM, AsyncLLM, EngineArgs, EngineDeadError, EngineStartError, SamplingParams
-from sidestep.executor.fake import expected_tokens
-from sidestep.ipc.sampling_params import RequestOutputKind
+from sidestep.executor.runner.fake import expected_tokens
+from sidestep.ipc.params.sampling_params import RequestOutputKind
 from tests.processes import is_alive
 from tests.waiting import until_idle
 

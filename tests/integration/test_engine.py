@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sidestep import AsyncLLM, RequestError, RequestOutputKind, SamplingParams
-from sidestep.executor.fake import expected_tokens
-from sidestep.frontend.cli import main
+from sidestep.executor.runner.fake import expected_tokens
+from sidestep.frontend.main import main
 from tests.waiting import until_idle
 
 MakeLLM = Callable[..., AsyncLLM]

@@ -51,7 +51,7 @@ with LLM(sys.argv[1], device="fake", data_parallel_size=2) as llm:
 ASYNCHRONOUS = """
 import asyncio, multiprocessing, os, sys
 from sidestep import AsyncLLM, EngineArgs, SamplingParams, SidestepError
-from sidestep.frontend.event_loop import new_event_loop
+from sidestep.frontend.api.event_loop import new_event_loop
 
 params = SamplingParams(max_tokens=200, ignore_eos=True)
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from sidestep import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams, ValidationError
-from sidestep.executor.fake import expected_tokens
-from sidestep.frontend import engine_client
+from sidestep.executor.runner.fake import expected_tokens
+from sidestep.frontend.replicas import engine_client
 from tests.waiting import until_idle
 
 MakeLLM = Callable[..., AsyncLLM]

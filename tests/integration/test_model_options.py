@@ -19,7 +19,7 @@ from sidestep import (
     StructuredOutputsParams,
     ValidationError,
 )
-from sidestep.executor.fake import expected_tokens
+from sidestep.executor.runner.fake import expected_tokens
 
 MakeLLM = Callable[..., AsyncLLM]
 PROMPT = [1, 2, 3]

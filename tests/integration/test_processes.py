@@ -20,13 +20,13 @@ print(heavy)
     "module",
     [
         "sidestep",
-        "sidestep.frontend.async_llm",
-        "sidestep.frontend.llm",
-        "sidestep.frontend.cli",
+        "sidestep.frontend.api.async_llm",
+        "sidestep.frontend.api.llm",
+        "sidestep.frontend.main",
         "sidestep.engine_core.entry",
         "sidestep.engine_core.proc",
-        "sidestep.executor.multiproc",
-        "sidestep.executor.fake",
+        "sidestep.executor.processes.multiproc",
+        "sidestep.executor.runner.fake",
     ],
 )
 def test_importing_it_does_not_import_torch(module: str) -> None:

@@ -8,14 +8,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sidestep.engine_core.request import Request
-from sidestep.executor.fake import expected_tokens
-from sidestep.ipc.beam_search_params import BeamSearchParams
-from sidestep.ipc.messages import unpack_ids
-from sidestep.ipc.structured_outputs import Grammar
+from sidestep.engine_core.requests.request import Request
+from sidestep.executor.runner.fake import expected_tokens
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.structured_outputs_params import Grammar
+from sidestep.ipc.transport.messages import unpack_ids
 from tests.fakes import VOCAB_SIZE, Clock, Engine, make_beam_request, make_request, make_scheduler
 from tests.small_grammars import SmallGrammars, small_grammar
-from tests.unit.engine_core.test_beams import search_alone
+from tests.unit.engine_core.groups.test_beams import search_alone
 
 PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 FORMS = [

@@ -15,7 +15,7 @@ from tests.server.live import LiveServer
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.server.browser import Open
+    from tests.server.page.browser import Open
 
 TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}\
 {% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.tool_calls %}\
@@ -110,7 +110,9 @@ def make_server(fake_model: str) -> Iterator[Callable[..., LiveServer]]:
 def chromium() -> Iterator[Browser]:
     """Chromium for the tests of one file. Playwright runs an event loop, which must end before
     tests of other files run theirs."""
-    from tests.server.browser import launched_chromium  # only the tests of the page load Playwright
+    from tests.server.page.browser import (
+        launched_chromium,  # only the tests of the page load Playwright
+    )
 
     with launched_chromium() as browser:
         yield browser
@@ -120,7 +122,7 @@ def chromium() -> Iterator[Browser]:
 def open_page(chromium: Browser, make_server: Callable[..., LiveServer]) -> Iterator[Open]:
     """Open a server's page. An error on the page fails the test. Pages are closed before the
     servers of `make_server` are."""
-    from tests.server.browser import page_opener
+    from tests.server.page.browser import page_opener
 
     with page_opener(chromium) as open_page:
         yield open_page

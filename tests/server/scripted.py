@@ -10,11 +10,11 @@ from typing import Any
 
 import openai
 
-from sidestep.frontend.server.options import Keys, ServerArgs
-from sidestep.frontend.server.run import bind, make_server
-from sidestep.frontend.server.service import Service
-from sidestep.frontend.tokenizer import Tokenizer
-from sidestep.ipc.messages import AddRequest, FinishReason, unpack_ids
+from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.options.serve_options import Keys, ServerArgs
+from sidestep.frontend.server.processes.run import bind, make_server
+from sidestep.frontend.server.service.service import Service
+from sidestep.ipc.transport.messages import AddRequest, FinishReason, unpack_ids
 from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 

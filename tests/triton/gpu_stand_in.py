@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep.executor import gpu_runner
-from sidestep.executor.cuda_graphs import CudaGraphs, StepSizes
-from sidestep.executor.gpu_runner import GpuRunner
-from sidestep.executor.parallel_state import Parallel
-from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.gpu import gpu_runner
+from sidestep.executor.gpu.cuda_graphs import CudaGraphs, StepSizes
+from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.controls import Controls
-from sidestep.ipc.model_spec import load_model_spec
+from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.ipc.params.logits_controls import Controls
 from sidestep.kernels import gpu
 from sidestep.kernels.gpu import Gpu, stand_for
-from sidestep.kernels.prepare_step_triton import StepLayout
+from sidestep.kernels.triton.prepare_step_triton import StepLayout
 from tests.e2e.models import random_prompts
 from tests.triton.support import PoisonedAllocations
 from tests.unit.executor.steps import Request
@@ -136,7 +136,7 @@ def standing_in() -> Iterator[None]:
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(gpu_runner, "CudaGraphs", Graphs)
         # There is nothing to compile. That all of it can be launched,
-        # tests/triton/test_compile_ahead.py shows.
+        # tests/triton/compiling/test_compile_ahead.py shows.
         patch.setattr(gpu_runner, "compiling_only", lambda _: nullcontext())
         patch.setattr(GpuRunner, "_launch_all", lambda _: None)
         patch.setattr(gpu, "_stand_ins", {})

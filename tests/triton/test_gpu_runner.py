@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sidestep.executor.gpu_runner import GpuRunner
-from sidestep.executor.runner import PendingOutput, Runner
-from sidestep.ipc.beam_search_params import BeamSearchParams
-from sidestep.ipc.controls import Controls
-from sidestep.ipc.messages import unpack_ids
-from sidestep.ipc.step import LogprobColumns, StepInput, StepOutput, UInt8
+from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.runner.runner import PendingOutput, Runner
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.logits_controls import Controls
+from sidestep.ipc.transport.messages import unpack_ids
+from sidestep.ipc.transport.step import LogprobColumns, StepInput, StepOutput, UInt8
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
 from tests.triton.gpu_stand_in import InterpretedRunner, mixed_requests, standing_in, worker_args
 from tests.triton.support import INTERPRETED, run_interpreted
+from tests.unit.executor.sampling.test_grammar_masks import run_held
 from tests.unit.executor.steps import Request, make_step, schedule
-from tests.unit.executor.test_grammar_masks import run_held
 from tests.unit.executor.test_model_runner import VOCAB, make_runner
 
 pytestmark = [
@@ -170,10 +170,10 @@ def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, mod
 
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
 def test_ranks_give_what_one_gives_on_a_cpu(size: int, stages: int, tmp_path: Path) -> None:
-    """That share layers, and that each have some (tests/triton/gpu_ranks.py)."""
+    """That share layers, and that each have some (tests/triton/sums/gpu_ranks.py)."""
     model = write_model("llama-gqa", tmp_path, num_hidden_layers=max(2, stages))
     got, expected = json.loads(
-        run_interpreted("tests.triton.gpu_ranks", model, str(size), str(stages))
+        run_interpreted("tests.triton.sums.gpu_ranks", model, str(size), str(stages))
     )
     assert got == [expected] * size
     assert sum(map(len, expected)) == 6 * stages

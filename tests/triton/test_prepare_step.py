@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.prepare_step_triton import (
+from sidestep.kernels.triton.prepare_step_triton import (
     HEADER,
     MASKED,
     ROW_COLUMNS,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels import rms_norm as reference
-from sidestep.kernels.rms_norm_triton import rms_norm
+from sidestep.kernels.ops import rms_norm as reference
+from sidestep.kernels.triton.rms_norm_triton import rms_norm
 from tests.triton.support import (
     DEVICE,
     DTYPE,

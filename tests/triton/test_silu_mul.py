@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels import silu_mul as reference
-from sidestep.kernels.silu_mul_triton import silu_mul
+from sidestep.kernels.ops import silu_mul as reference
+from sidestep.kernels.triton.silu_mul_triton import silu_mul
 from tests.triton.support import (
     DEVICE,
     DTYPES,

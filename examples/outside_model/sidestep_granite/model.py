@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from torch import Tensor
 
+from sidestep.executor.layers.weight_loader import Shape, Weights
 from sidestep.executor.models.decoder import DecoderForCausalLM
-from sidestep.executor.parallel_state import Parallel
-from sidestep.executor.weight_loader import Shape, Weights
-from sidestep.ipc.layer_split import Stage
-from sidestep.ipc.model_spec import ModelSpec
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.ipc.model.layer_split import Stage
+from sidestep.ipc.model.model_spec import ModelSpec
 
 
 class GraniteForCausalLM(DecoderForCausalLM):

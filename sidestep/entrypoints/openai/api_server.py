@@ -3,7 +3,7 @@
 import sys
 
 import sidestep
-from sidestep.frontend.cli import main
+from sidestep.frontend.main import main
 
 __path__: list[
     str

@@ -1,6 +1,6 @@
 """AsyncLLM, under the name of vLLM's module."""
 
-from sidestep.frontend.async_llm import AsyncLLM
+from sidestep.frontend.api.async_llm import AsyncLLM
 
 __all__ = ["AsyncLLM"]
 

@@ -1,6 +1,6 @@
 """Errors of an engine, under the name of vLLM's module."""
 
-from sidestep.ipc.errors import EngineDeadError
+from sidestep.ipc.common.errors import EngineDeadError
 
 __all__ = ["EngineDeadError"]
 

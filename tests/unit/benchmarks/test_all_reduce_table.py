@@ -1,4 +1,4 @@
-"""What benchmarks/all_reduce.py makes of its measurements."""
+"""What benchmarks/kernels/all_reduce.py makes of its measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.all_reduce import KINDS, PROGRAMS, Row, entries_of, print_table, shape, table_text
+from benchmarks.kernels.all_reduce import (
+    KINDS,
+    PROGRAMS,
+    Row,
+    entries_of,
+    print_table,
+    shape,
+    table_text,
+)
 
 
 def row(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.gpu_models import MODELS
-from benchmarks.gpu_shares import shares, table_text
-from sidestep.kernels import tuned_shares
+from benchmarks.kernels.gpu_models import MODELS
+from benchmarks.kernels.gpu_shares import shares, table_text
+from sidestep.kernels.products import tuned_shares
 
 
 def test_the_table_is_kept_where_nothing_was_measured_anew() -> None:

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from benchmarks.gpu_step_parts import PARTS, Kernel, beside_floors, part_times
+from benchmarks.kernels.gpu_step_parts import PARTS, Kernel, beside_floors, part_times
 
 Step = list[tuple[str, str]]
 """Names of kernels, each with the part that it belongs to."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sidestep.engine_core.block_pool import BlockPool
+from sidestep.engine_core.kv_cache.block_pool import BlockPool
 
 
 def test_content_is_kept_until_the_block_is_handed_out_again() -> None:

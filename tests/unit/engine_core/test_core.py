@@ -9,10 +9,10 @@ import pytest
 
 from sidestep.engine_core.core import EngineCore
 from sidestep.executor.base import Executor, WorkerReady
-from sidestep.executor.fake import expected_tokens
-from sidestep.ipc.messages import AbortRequests, Answer, Call, unpack_ids
-from sidestep.ipc.records import unpack_requests, unpack_steps
-from sidestep.ipc.step import StepInput, StepMasks, StepOutput
+from sidestep.executor.runner.fake import expected_tokens
+from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, unpack_ids
+from sidestep.ipc.transport.records import unpack_requests, unpack_steps
+from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_scheduler
 
 

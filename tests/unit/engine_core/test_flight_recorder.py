@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestep.engine_core.flight_recorder import FlightRecorder, IdleTime, Situation, idle_before
-from sidestep.ipc.records import unpack_steps
-from sidestep.ipc.step import StepOutput
+from sidestep.engine_core.scheduling.flight_recorder import (
+    FlightRecorder,
+    IdleTime,
+    Situation,
+    idle_before,
+)
+from sidestep.ipc.transport.records import unpack_steps
+from sidestep.ipc.transport.step import StepOutput
 from tests.fakes import Clock, make_request, make_scheduler
 
 TIMES = st.integers(0, 1000)

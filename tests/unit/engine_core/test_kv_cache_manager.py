@@ -4,8 +4,8 @@ from array import array
 
 import pytest
 
-from sidestep.engine_core.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.request import Request
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Request
 from tests.fakes import make_request
 
 

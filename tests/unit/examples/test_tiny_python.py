@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidestep import DEFAULT_MODEL
-from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.frontend.input.tokenizer import Tokenizer
 
 FOLDER = Path(DEFAULT_MODEL)
 

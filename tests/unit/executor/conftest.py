@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sidestep.executor.model_runner import ModelRunner
+from sidestep.executor.cpu.cpu_runner import ModelRunner
 from tests.e2e.models import write_model
 from tests.unit.executor.test_model_runner import make_runner
 

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.parallel.parallel_state import Parallel
 
 rank, size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 parallel = Parallel(rank, size, rendezvous=rendezvous)

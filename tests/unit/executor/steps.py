@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sidestep.ipc.controls import Controls, encode_controls
-from sidestep.ipc.step import StepInput
+from sidestep.ipc.params.logits_controls import Controls, encode_controls
+from sidestep.ipc.transport.step import StepInput
 
 
 @dataclass

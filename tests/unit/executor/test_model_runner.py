@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep.executor.model_runner import ModelRunner
-from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.cpu.cpu_runner import ModelRunner
+from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.errors import EngineStartError
-from sidestep.ipc.model_spec import load_model_spec
+from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
 from tests.unit.executor.steps import Request, make_step, schedule
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sidestep.executor.parallel_state import Parallel
+from sidestep.executor.parallel.parallel_state import Parallel
 
 
 def test_one_rank_needs_no_group() -> None:

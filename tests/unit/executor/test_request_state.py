@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sidestep.executor.input_batch import HostBatch, make_batch
-from sidestep.executor.request_state import RequestState
-from sidestep.ipc.step import StepInput
+from sidestep.executor.runner.input_batch import HostBatch, make_batch
+from sidestep.executor.runner.slot_tables import RequestState
+from sidestep.ipc.transport.step import StepInput
 from tests.unit.executor.steps import Request, make_step, schedule
 
 BLOCK = 4

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from sidestep.executor.kv_cache_size import cpu_kv_blocks
-from sidestep.executor.multiproc import worker_environment
-from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.processes.multiproc import worker_environment
+from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
+from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import (
     DEFAULT_MODEL,
     CacheConfig,
@@ -19,14 +19,14 @@ from sidestep.ipc.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from sidestep.ipc.model_spec import load_model_spec
+from sidestep.ipc.model.model_spec import load_model_spec
 
 STEPS = """
 import random
-from sidestep.executor.model_runner import ModelRunner
-from sidestep.executor.runner import WorkerArgs
+from sidestep.executor.cpu.cpu_runner import ModelRunner
+from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.model_spec import load_model_spec
+from sidestep.ipc.model.model_spec import load_model_spec
 from tests.unit.executor.steps import Request, schedule
 
 def resident() -> int:

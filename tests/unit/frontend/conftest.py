@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from sidestep import DEFAULT_MODEL, AsyncLLM
-from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.frontend.input.tokenizer import Tokenizer
 from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 

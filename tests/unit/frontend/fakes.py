@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sidestep import AsyncLLM
-from sidestep.frontend.async_llm import _close
-from sidestep.frontend.engine_client import EngineClient
-from sidestep.frontend.input_processor import InputProcessor
-from sidestep.frontend.output_processor import OutputProcessor
-from sidestep.frontend.replica_set import ReplicaSet
-from sidestep.frontend.tokenizer import Tokenizer
+from sidestep.frontend.api.async_llm import _close
+from sidestep.frontend.input.input_processor import InputProcessor
+from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.output.output_processor import OutputProcessor
+from sidestep.frontend.replicas.engine_client import EngineClient
+from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.ipc.config import EngineArgs, EngineConfig, FrontendConfig
-from sidestep.ipc.core_args import ClientAddress
-from sidestep.ipc.messages import (
+from sidestep.ipc.processes.core_args import ClientAddress
+from sidestep.ipc.transport.messages import (
     AbortRequests,
     AddRequest,
     Finished,

@@ -7,8 +7,8 @@ import threading
 import time
 import warnings
 
-from sidestep.ipc.process import decode_args, spawn
-from sidestep.ipc.shm_ring import RingSpec, RingWriter
+from sidestep.ipc.processes.process import decode_args, spawn
+from sidestep.ipc.transport.shm_ring import RingSpec, RingWriter
 
 
 def write_one_message(raw: bytes) -> None:

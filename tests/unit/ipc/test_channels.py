@@ -6,8 +6,8 @@ import select
 
 import zmq
 
-from sidestep.ipc.channels import CoreChannel, FrontendChannel, new_address
-from sidestep.ipc.messages import AbortRequests, Answer, Call, ToCore
+from sidestep.ipc.transport.channels import CoreChannel, FrontendChannel, new_address
+from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, ToCore
 
 
 def receive(channel: CoreChannel, count: int) -> list[ToCore]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from sidestep.ipc.common.errors import EngineStartError, ValidationError
+from sidestep.ipc.common.options import parse_bytes, parse_length
 from sidestep.ipc.config import EngineArgs, ParallelConfig, SchedulerConfig
-from sidestep.ipc.errors import EngineStartError, ValidationError
-from sidestep.ipc.layer_split import split_layers
-from sidestep.ipc.model_spec import load_model_spec
-from sidestep.ipc.options import parse_bytes, parse_length
+from sidestep.ipc.model.layer_split import split_layers
+from sidestep.ipc.model.model_spec import load_model_spec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestep.ipc import errors
-from sidestep.ipc.errors import SidestepError, ValidationError
+from sidestep.ipc.common import errors
+from sidestep.ipc.common.errors import SidestepError, ValidationError
 
 
 def kinds(base: type[SidestepError] = SidestepError) -> Iterator[type[SidestepError]]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from sidestep.ipc import logs
-from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.logs import FIELDS, LogConfig
-from sidestep.ipc.process import spawn
+from sidestep.ipc.common import logs
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.logs import FIELDS, LogConfig
+from sidestep.ipc.processes.process import spawn
 
 logger = logging.getLogger("sidestep.test")
 

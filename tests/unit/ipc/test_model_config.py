@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.config import EngineArgs, EngineConfig
-from sidestep.ipc.errors import EngineStartError, ValidationError
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.options.serve_options import ServerArgs
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.options import did_you_mean, parse_mapping
 from sidestep.ipc.config import CacheConfig, EngineArgs, ParallelConfig
-from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.options import did_you_mean, parse_mapping
 
 
 @pytest.mark.parametrize(

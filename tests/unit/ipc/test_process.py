@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sidestep.ipc.channels import process_exists
-from sidestep.ipc.process import spawn
+from sidestep.ipc.processes.process import spawn
+from sidestep.ipc.transport.channels import process_exists
 
 
 def wait_until_gone(pid: int, limit_s: float = 10.0) -> bool:

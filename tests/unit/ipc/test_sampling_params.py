@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestep.ipc.errors import ValidationError
-from sidestep.ipc.messages import AddRequest, decode_to_core, encode
-from sidestep.ipc.sampling_params import (
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.params.sampling_params import (
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
 )
+from sidestep.ipc.transport.messages import AddRequest, decode_to_core, encode
 
 
 @pytest.mark.parametrize(

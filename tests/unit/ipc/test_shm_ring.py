@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestep.ipc.process import spawn
-from sidestep.ipc.shm_ring import RingClosed, RingReader, RingWriter, create_ring
+from sidestep.ipc.processes.process import spawn
+from sidestep.ipc.transport.shm_ring import RingClosed, RingReader, RingWriter, create_ring
 
 
 def read_all(reader: RingReader, count: int, into: list[tuple[int, bytes]]) -> None:

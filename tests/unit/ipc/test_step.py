@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestep.ipc.step import StepInput, StepOutput
+from sidestep.ipc.transport.step import StepInput, StepOutput
 
 DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32, "UInt8": np.uint8}
 

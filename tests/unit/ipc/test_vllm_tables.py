@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sidestep.frontend.server.options import ServerArgs
+from sidestep.frontend.options.serve_options import ServerArgs
+from sidestep.ipc.common.errors import UnknownNameError, ValidationError
 from sidestep.ipc.config import EngineArgs
-from sidestep.ipc.errors import UnknownNameError, ValidationError
-from sidestep.ipc.sampling_params import RequestOutputKind, SamplingParams
-from sidestep.ipc.structured_outputs import StructuredOutputsParams
+from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.vllm.calls import ARGUMENTS, METHODS, PROMPT_KEYS
 from sidestep.ipc.vllm.foreign import Foreign, translate
 from sidestep.ipc.vllm.imports import MODULES, NAMES

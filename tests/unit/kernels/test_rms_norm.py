@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.rms_norm import rms_norm
+from sidestep.kernels.ops.rms_norm import rms_norm
 
 
 def exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:

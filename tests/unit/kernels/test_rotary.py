@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.rotary import apply_rotary
+from sidestep.kernels.ops.rotary import apply_rotary
 
 
 def tables(positions: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.sampling import gumbel_noise, mask_top_k_top_p_min_p, noise_bits, sample
+from sidestep.kernels.ops.sampling import gumbel_noise, mask_top_k_top_p_min_p, noise_bits, sample
 
 
 def draws(logits: Tensor, temperature: float, count: int, seed: int = 11) -> Tensor:

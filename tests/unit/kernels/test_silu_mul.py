@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestep.kernels.silu_mul import silu_mul
+from sidestep.kernels.ops.silu_mul import silu_mul
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 47), (130, 88)])

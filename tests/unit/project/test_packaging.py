@@ -78,8 +78,8 @@ def test_the_wheel_holds_the_package_with_its_default_model_and_nothing_else(
     assert tops == {"sidestep", "sidestep-0.1.0.dist-info"}
     for expected in (
         "py.typed",
-        "engine_core/scheduler.py",
-        "kernels/rms_norm.py",
+        "engine_core/scheduling/scheduler.py",
+        "kernels/ops/rms_norm.py",
         "executor/models/llama.py",
         "frontend/server/app.py",
         "frontend/server/web/index.html",

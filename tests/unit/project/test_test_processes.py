@@ -35,7 +35,7 @@ def run_in_shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ctrl_c_reaches_what_is_tested_where_it_is_ignored_and_input_is_closed() -> None:
-    tests = "tests/unit/frontend/test_cli_chat.py tests/unit/project/test_test_processes.py"
+    tests = "tests/unit/frontend/cli/test_chat.py tests/unit/project/test_test_processes.py"
     done = run_in_shell(
         f"trap '' INT; {PYTEST} --timeout 60 {tests} -k 'ctrl_c_stops or input_is_open' <&-"
     )

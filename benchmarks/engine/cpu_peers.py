@@ -1,0 +1,340 @@
+"""Tokens a second on a CPU, beside transformers: same weights, same machine, one run.
+
+    python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96] [--models 3m 440m] [--llama-python PYTHON]
+
+Greedy decoding of 1 and 8 streams, prompts of 64 random tokens, through
+  - sidestep: AsyncLLM, all of its processes,
+  - transformers generate: a static batch, the prompts padded to one length by construction,
+  - transformers continuous batching: its streaming manager, all requests added at once,
+  - llama.cpp: only with --llama-python, a Python that has llama-cpp-python and gguf.
+Each contender runs in a process of its own, one after the other; each figure is the best of --runs.
+Random weights, in float32. Needs the `bench` extra (accelerate).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, int]] = {
+    "3m": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "vocab_size": 4096,
+    },
+    "440m": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 32000,
+    },
+}
+STREAMS = (1, 8)
+PROMPT = 64
+
+
+def write_model(shape: str, folder: Path) -> None:
+    """A random Llama in the Hugging Face layout, with the bundled model's tokenizer (nobody reads
+    the text)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            **SHAPES[shape],
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).save_pretrained(folder)
+    bundled = Path(__file__).parents[2] / "examples" / "tiny-python"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((bundled / name).read_text())
+
+
+def prompts(count: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Random token ids, different in every run so that nothing is cached."""
+    rng = random.Random(seed)
+    return [[rng.randrange(min(4000, vocab_size)) for _ in range(PROMPT)] for _ in range(count)]
+
+
+def measure(run: Any, args: argparse.Namespace, vocab_size: int) -> dict[int, float]:
+    """Best tokens/s by number of streams; `run` takes prompts and returns the number of tokens."""
+    run(prompts(1, vocab_size, 99))
+    result = {}
+    for streams in STREAMS:
+        best = 0.0
+        for attempt in range(args.runs):
+            batch = prompts(streams, vocab_size, attempt)
+            start = time.perf_counter()
+            count = run(batch)
+            best = max(best, count / (time.perf_counter() - start))
+        result[streams] = best
+    return result
+
+
+def contend_sidestep(folder: str, args: argparse.Namespace) -> dict[int, float]:
+    """Through AsyncLLM."""
+    import asyncio
+
+    from sidestep import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
+
+    llm = AsyncLLM.from_engine_args(
+        EngineArgs(model=folder, device="cpu", dtype="float32", cpu_threads=args.threads)
+    )
+    params = SamplingParams(
+        temperature=0, max_tokens=args.tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+    async def one(prompt: list[int]) -> int:
+        count = 0
+        async for output in llm.generate(prompt, params):
+            count += len(output.outputs[0].token_ids)
+        return count
+
+    async def batch(batch: list[list[int]]) -> int:
+        return sum(await asyncio.gather(*map(one, batch)))
+
+    with asyncio.Runner() as runner:
+        result = measure(lambda b: runner.run(batch(b)), args, SHAPES[args.shape]["vocab_size"])
+    llm.shutdown()
+    return result
+
+
+def load_transformers(folder: str, threads: int) -> Any:
+    """The model in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def contend_generate(folder: str, args: argparse.Namespace) -> dict[int, float]:
+    """transformers, static batch."""
+    import torch
+
+    model = load_transformers(folder, args.threads)
+
+    def run(batch: list[list[int]]) -> int:
+        ids = torch.tensor(batch)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.tokens,
+            min_new_tokens=args.tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return int(out[:, PROMPT:].numel())
+
+    return measure(run, args, SHAPES[args.shape]["vocab_size"])
+
+
+def contend_continuous(folder: str, args: argparse.Namespace) -> dict[int, float]:
+    """transformers, continuous batching by its streaming manager."""
+    from transformers import GenerationConfig
+
+    model = load_transformers(folder, args.threads)
+    config = GenerationConfig(
+        max_new_tokens=args.tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    manager = model.init_continuous_batching(generation_config=config)
+    manager.start()
+
+    def run(batch: list[list[int]]) -> int:
+        ids = {
+            manager.add_request(prompt, max_new_tokens=args.tokens, streaming=True)
+            for prompt in batch
+        }
+        last: dict[str, int] = {}
+        while ids:
+            result = manager.get_result(timeout=60)
+            if result is None:
+                raise RuntimeError("continuous batching gave nothing for 60 s")
+            last[result.request_id] = len(result.generated_tokens)
+            if result.is_finished():
+                ids.discard(result.request_id)
+        return sum(last.values())
+
+    try:
+        return measure(run, args, SHAPES[args.shape]["vocab_size"])
+    finally:
+        manager.stop(block=True)
+
+
+LLAMA_CPP = r"""
+import json, sys, time, threading, random
+import numpy as np, gguf
+from safetensors import safe_open
+folder, shape, threads, tokens, runs = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:6])
+path = folder + "/model.gguf"
+w = gguf.GGUFWriter(path, "llama")
+heads, kv = shape["num_attention_heads"], shape["num_key_value_heads"]
+w.add_context_length(2048); w.add_embedding_length(shape["hidden_size"]); w.add_block_count(shape["num_hidden_layers"])
+w.add_feed_forward_length(shape["intermediate_size"]); w.add_head_count(heads); w.add_head_count_kv(kv)
+w.add_layer_norm_rms_eps(1e-6); w.add_rope_freq_base(10000.0); w.add_vocab_size(shape["vocab_size"])
+w.add_rope_dimension_count(shape["hidden_size"] // heads); w.add_file_type(0)
+w.add_tokenizer_model("gpt2"); w.add_token_list([str(i).encode() for i in range(shape["vocab_size"])])
+w.add_token_merges(["0 1"])
+names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+def permute(a, n):
+    return a.reshape(n, 2, a.shape[0] // n // 2, a.shape[1]).swapaxes(1, 2).reshape(a.shape)
+with safe_open(folder + "/model.safetensors", "np") as f:
+    for key in f.keys():
+        a = f.get_tensor(key).astype(np.float32)
+        if key.startswith("model.layers."):
+            _, _, layer, rest = key.split(".", 3)
+            rest = rest.removesuffix(".weight")
+            if rest.endswith("q_proj"): a = permute(a, heads)
+            if rest.endswith("k_proj"): a = permute(a, kv)
+            name = f"blk.{layer}.{names[rest]}.weight"
+        else:
+            name = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[key]
+        w.add_tensor(name, np.ascontiguousarray(a))
+w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
+import llama_cpp as L
+L.llama_backend_init()
+model = L.llama_model_load_from_file(path.encode(), L.llama_model_default_params())
+p = L.llama_context_default_params(); p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = 8 * 256, 1024, 1024, 8
+p.n_threads = p.n_threads_batch = threads
+p.kv_unified = True
+ctx = L.llama_init_from_model(model, p)
+V = shape["vocab_size"]
+def run(batch):
+    L.llama_memory_clear(L.llama_get_memory(ctx), True)
+    b = L.llama_batch_init(1024, 0, 1)
+    def put(i, token, pos, seq, logits):
+        b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0], b.logits[i] = token, pos, 1, seq, logits
+    n = 0
+    for s, prompt in enumerate(batch):
+        for j, t in enumerate(prompt):
+            put(n, t, j, s, j == len(prompt) - 1); n += 1
+    b.n_tokens = n
+    assert L.llama_decode(ctx, b) == 0
+    rows = [64 * (s + 1) - 1 for s in range(len(batch))]
+    for step in range(tokens):
+        ids = [int(np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, r), (V,)).argmax()) for r in rows]
+        if step == tokens - 1: break
+        for s, t in enumerate(ids): put(s, t, 64 + step, s, True)
+        b.n_tokens = len(batch)
+        assert L.llama_decode(ctx, b) == 0
+        rows = list(range(len(batch)))
+    L.llama_batch_free(b)
+    return tokens * len(batch)
+result = {}
+run([[1] * 64])
+for streams in (1, 8):
+    best = 0.0
+    for a in range(runs):
+        rng = random.Random(a)
+        batch = [[rng.randrange(4000) for _ in range(64)] for _ in range(streams)]
+        start = time.perf_counter(); n = run(batch); best = max(best, n / (time.perf_counter() - start))
+    result[streams] = best
+print("RESULT " + json.dumps(result))
+"""
+
+
+def contend_llama_cpp(folder: str, args: argparse.Namespace) -> dict[int, float]:
+    """llama.cpp's library in a bare loop: no server, no text, so the most it could give."""
+    sizes = [str(args.threads), str(args.tokens), str(args.runs)]
+    done = subprocess.run(
+        [args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), *sizes],
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(done.stderr[-2000:])
+    return {int(k): v for k, v in json.loads(lines[0].removeprefix("RESULT ")).items()}
+
+
+CONTENDERS = {
+    "sidestep": contend_sidestep,
+    "transformers generate": contend_generate,
+    "transformers continuous batching": contend_continuous,
+    "llama.cpp": contend_llama_cpp,
+}
+
+
+def run_child(
+    name: str, folder: str, shape: str, args: argparse.Namespace
+) -> dict[int, float] | None:
+    """One contender in a process of its own; None if it failed."""
+    command = [
+        sys.executable,
+        __file__,
+        "--contender",
+        name,
+        "--folder",
+        folder,
+        "--shape",
+        shape,
+        "--threads",
+        str(args.threads),
+        "--tokens",
+        str(args.tokens),
+        "--runs",
+        str(args.runs),
+    ]
+    if args.llama_python:
+        command += ["--llama-python", args.llama_python]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        print(f"{name} failed:\n{done.stderr[-1500:]}", file=sys.stderr)
+        return None
+    return {int(k): v for k, v in json.loads(lines[0].removeprefix("RESULT ")).items()}
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--llama-python", help="a Python that has llama-cpp-python and gguf")
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--shape", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contender:
+        print("RESULT " + json.dumps(CONTENDERS[args.contender](args.folder, args)))
+        return
+    names = [n for n in CONTENDERS if n != "llama.cpp" or args.llama_python]
+    print(
+        f"{args.threads} threads, float32, {PROMPT} tokens in, {args.tokens} out, tokens/s (best of {args.runs})"
+    )
+    print(f"{'model':<6} {'contender':<34}" + "".join(f"{f'{n} streams':>12}" for n in STREAMS))
+    for shape in args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(shape, Path(folder))
+            for name in names:
+                result = run_child(name, folder, shape, args)
+                cells = [f"{result[n]:>12.1f}" if result else f"{'failed':>12}" for n in STREAMS]
+                print(f"{shape:<6} {name:<34}" + "".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

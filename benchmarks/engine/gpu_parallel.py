@@ -1,0 +1,108 @@
+"""The table of docs/performance.md for several GPUs of one host: Llama-3.1-8B's shape by tensor and
+pipeline parallel.
+
+    python benchmarks/engine/gpu_parallel.py [--only TP=2 ...] [--option name=value ...] [--json FILE]
+
+Random weights, bf16; the workloads of gpu_workloads.py, beside what vLLM 0.26 gave on H200s. Runs
+what the machine has GPUs for; pipeline parallel is shown as a multiple of one GPU on the same
+machine, measured in the same call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu_workloads import run_child
+
+MODEL = "llama-3.1-8b"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model lies on GPUs, and what it runs."""
+
+    tensor: int
+    pipeline: int
+    targets: dict[str, tuple[float | None, float]]
+    """By workload: vLLM 0.26, and what we mean to reach. A single request in ms a token, else
+    tokens/s; with pipeline parallel a multiple of one GPU."""
+
+    @property
+    def name(self) -> str:
+        parts = [f"TP={self.tensor}"] * (self.tensor > 1) + [f"PP={self.pipeline}"] * (
+            self.pipeline > 1
+        )
+        return " ".join(parts) or "one GPU"
+
+    @property
+    def options(self) -> list[str]:
+        """For the engine."""
+        sizes = {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
+        return [f"{name}={size}" for name, size in sizes.items() if size > 1]
+
+
+LAYOUTS = (
+    Layout(1, 1, {"mixed256": (9841, 10800)}),
+    Layout(1, 2, {"mixed256": (None, 1.7)}),
+    Layout(2, 1, {"single": (3.507, 2.5), "mixed256": (15880, 17000)}),
+    Layout(4, 1, {"single": (2.746, 1.8), "mixed256": (20957, 23000), "fixed512": (16787, 18000)}),
+)
+
+
+def num_gpus() -> int:
+    """Of this machine."""
+    listed = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return len(listed.stdout.splitlines())
+
+
+def print_row(layout: Layout, result: dict[str, Any], alone: dict[str, Any] | None) -> None:
+    print(f"{layout.name:9} start {result['start']:20.1f} s")
+    for name, (peer, reach) in layout.targets.items():
+        value, unit = result[name], "ms/token" if name == "single" else "tokens/s"
+        if peer is not None:
+            beside = f"vLLM {peer:8g}    reach {reach:8g}"
+        else:
+            times = "not run" if alone is None else f"x {value / alone[name]:.2f}"
+            beside = f"one GPU {times}    reach x {reach:g}"
+        print(
+            f"{layout.name:9} {name:10} {value:15.4g} {unit}    {beside}    GPU idle {result[name + ' idle']:5.1%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=[layout.name for layout in LAYOUTS])
+    parser.add_argument("--option", action="append", default=[], help="name=value, for the engine")
+    parser.add_argument("--json", help="also write the figures to a file")
+    args = parser.parse_args()
+    there, results = num_gpus(), dict[str, dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as cache:
+        for layout in LAYOUTS:
+            if layout.tensor * layout.pipeline > there:
+                print(f"{layout.name}: this machine has {there} GPUs", file=sys.stderr)
+            elif args.only is None or layout.name in args.only:
+                results[layout.name] = run_child(
+                    MODEL, cache, tuple(layout.targets), [*layout.options, *args.option]
+                )
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+    for layout in LAYOUTS:
+        if layout.name in results:
+            print_row(layout, results[layout.name], results.get(LAYOUTS[0].name))
+
+
+if __name__ == "__main__":
+    main()

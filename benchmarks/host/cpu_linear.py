@@ -1,0 +1,78 @@
+"""Which layout of a weight is fastest on this CPU, by shape and number of rows: the figures behind
+layers/linear.py.
+
+    python benchmarks/host/cpu_linear.py [--threads 2]
+
+Microseconds per product, float32: torch's plain product, the same with the weight stored
+transposed, and oneDNN's packed form. Each shape has six weights that take turns, as layers do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+SHAPES = (
+    (384, 192),
+    (192, 192),
+    (1024, 192),
+    (192, 512),
+    (4096, 192),
+    (1536, 256),
+    (3072, 1024),
+    (4096, 1024),
+)
+
+
+def microseconds(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
+    """Best of four rounds."""
+    rounds, best = max(1, 200 // len(calls)), float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        best = min(best, (time.perf_counter() - start) / rounds / len(calls))
+    return best * 1e6
+
+
+def compare(rows: int, shape: tuple[int, int]) -> tuple[float, float, float]:
+    """Plain, transposed, packed."""
+    x = torch.randn(rows, shape[1])
+    weights = [torch.randn(shape) for _ in range(6)]
+    transposed = [w.t().contiguous() for w in weights]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(w, 8) for w in weights]
+    return (
+        microseconds([lambda w=w: torch.nn.functional.linear(x, w) for w in weights]),
+        microseconds([lambda w=w: torch.mm(x, w) for w in transposed]),
+        microseconds(
+            [
+                lambda w=w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+                for w in packed
+            ]
+        ),
+    )
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Prints a line for each shape and number of rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    torch.set_num_threads(parser.parse_args().threads)
+    print(f"{'out x in':>12} {'rows':>5} {'plain':>8} {'transposed':>11} {'packed':>8}")
+    for shape in SHAPES:
+        for rows in (1, 8):
+            plain, transposed, packed = compare(rows, shape)
+            print(
+                f"{f'{shape[0]} x {shape[1]}':>12} {rows:>5} {plain:>8.0f} {transposed:>11.0f} {packed:>8.0f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Where a step's time goes on a GPU: its kernels beside the bytes that it must read.
+
+    python benchmarks/kernels/gpu_step.py [--models qwen3-0.6b llama-3.1-8b] [--batches 1 8 64 256] [--context 1024]
+                                  [--prompts 8]
+
+Drives the worker's runner in this process, without the engine around it: the step alone. For each
+batch size: the time of a captured step; the floor of its weights and of its keys and values at the
+card's measured reading speed; the kernels that take it, as the profiler sees them; and each part of
+a step beside its own floor, of bytes alone, which large products do not come near: they are bound
+by arithmetic. For each number of prompts: a step that computes so many of --context tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.kernels.gpu_step_parts import Kernel, beside_floors, part_times
+from benchmarks.workloads import MODELS, write_model
+from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
+from sidestep.ipc.transport.step import StepInput
+
+
+def read_speed() -> float:
+    """Bytes a second of a reduction over 4 GiB."""
+    data = torch.ones(1 << 31, dtype=torch.bfloat16, device="cuda")
+    views = data.view(torch.int64).view(64, -1)
+    return data.nbytes / timed(lambda: views.sum(1), 10)
+
+
+def timed(run: Any, count: int) -> float:
+    """Seconds of one of `count` runs in a row."""
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def make_runner(
+    model: str, rows: int, context: int, max_tokens: int, options: dict[str, Any]
+) -> GpuRunner:
+    path = write_model(model, tempfile.mkdtemp())
+    blocks = rows * ((context + 400) // (options["block_size"] or 64) + 2)
+    runner = GpuRunner(
+        WorkerArgs(
+            rank=0,
+            spec=load_model_spec(path),
+            model=ModelConfig(model=path, load_format="dummy"),
+            cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
+            parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
+            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max_tokens),
+            max_model_len=context + 400,
+        )
+    )
+    runner.load()
+    cache = getattr(runner._attention, "cache", None)
+    if cache is not None:
+        with torch.inference_mode():
+            for layer in cache:
+                layer.normal_()
+    return runner
+
+
+class Steps:
+    """Decode steps of `rows` requests whose context is in the cache already."""
+
+    def __init__(self, rows: int, context: int, block_size: int, vocab_size: int) -> None:
+        self._rows, self._length, self._block = rows, context, block_size
+        self._vocab = vocab_size
+        self._held = 0
+        self._next_block = 0
+        self._count = 0
+
+    def __next__(self) -> StepInput:
+        rows, first = self._rows, self._count == 0
+        needed = -(-self._length // self._block) - self._held
+        ids = np.arange(self._next_block, self._next_block + needed * rows, dtype=np.int32)
+        self._next_block += needed * rows
+        self._held += needed
+        new = rows if first else 0
+        known = np.full(new, self._length, np.int32)
+        slots = np.arange(rows, dtype=np.int32)
+        step = StepInput(
+            step_id=self._count,
+            slots=slots,
+            num_tokens=np.ones(rows, np.int32),
+            num_new_blocks=np.full(rows, needed, np.int32),
+            block_ids=ids,
+            new_slots=slots[:new],
+            new_num_known=known,
+            new_num_prompt=known,
+            new_num_computed=known - 1,
+            new_num_sent=known,
+            new_token_ids=np.random.default_rng(0)
+            .integers(0, self._vocab, int(known.sum()))
+            .astype(np.int32),
+            new_temperature=np.full(new, 0.6, np.float32),
+            new_top_p=np.ones(new, np.float32),
+            new_min_p=np.zeros(new, np.float32),
+            new_top_k=np.zeros(new, np.int32),
+            new_seed=np.arange(new),
+            new_min_tokens=np.zeros(new, np.int32),
+            new_num_stop_ids=np.zeros(new, np.int32),
+            new_stop_ids=np.empty(0, np.int32),
+            new_control_sizes=np.zeros(new, np.int32),
+            new_controls=np.empty(0, np.uint8),
+        )
+        self._length += 1
+        self._count += 1
+        return step
+
+
+class PromptSteps(Steps):
+    """Steps that compute `rows` prompts of `context` tokens, the same ones again and again."""
+
+    _number = -1
+
+    def __next__(self) -> StepInput:
+        number = self._number = self._number + 1
+        self._count = self._next_block = self._held = 0
+        step = super().__next__()
+        self._length -= 1
+        lengths = step.new_num_known
+        return dataclasses.replace(
+            step, step_id=number, num_tokens=lengths, new_num_computed=np.zeros_like(lengths)
+        )
+
+
+def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
+    """Seconds of a step with another always queued behind it."""
+    flying = [runner.execute(next(steps)) for _ in range(2)]
+    for _ in range(4):
+        flying.pop(0).wait()
+        flying.append(runner.execute(next(steps)))
+    flying.pop(0).wait()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        flying.append(runner.execute(next(steps)))
+        flying.pop(0).wait()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
+    """What the device does in so many steps, each with another queued behind it; microseconds."""
+    from torch.profiler import DeviceType, ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        flying = [runner.execute(next(steps))]
+        for _ in range(count - 1):
+            flying.append(runner.execute(next(steps)))
+            flying.pop(0).wait()
+        flying.pop().wait()
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiled.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+
+
+def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]:
+    """Of each kernel: microseconds and launches in one of the trace's steps, the longest first."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kernel in kernels:
+        entry = found[short_name(kernel.name)]
+        entry[0] += (kernel.end - kernel.start) / count
+        entry[1] += 1 / count
+    return {
+        name: (time, launches)
+        for name, (time, launches) in sorted(found.items(), key=lambda item: -item[1][0])
+    }
+
+
+def short_name(name: str) -> str:
+    return name.split("(")[0].replace("void ", "")[:70]
+
+
+def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
+    """Microseconds to read once what each part of a step reads: weights, or every row's keys and
+    values."""
+    hidden, q, kv = (
+        spec.hidden_size,
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+    )
+    layer = {
+        "qkv": hidden * (q + 2 * kv),
+        "attention": 2 * kv * context * rows,
+        "o": q * hidden,
+        "gate_up": 2 * hidden * spec.intermediate_size,
+        "down": hidden * spec.intermediate_size,
+    }
+    numbers = {part: spec.num_layers * size for part, size in layer.items()} | {
+        "lm_head": spec.vocab_size * hidden
+    }
+    return {part: 2 * size / speed * 1e6 for part, size in numbers.items()}
+
+
+def part_lines(kernels: list[Kernel], bounds: dict[str, float], seconds: float) -> list[str]:
+    """Each part beside its floor, or why the trace does not tell."""
+    try:
+        return beside_floors(part_times(kernels), bounds, seconds * 1e6)
+    except ValueError as error:
+        return [f"    no parts: {error}"]
+
+
+def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, prompts: bool) -> None:
+    """One step's time, floors, kernels and parts."""
+    traced = 4
+    options = {"block_size": args.block_size, "enforce_eager": args.eager}
+    runner = make_runner(
+        model, rows, args.context, rows * args.context if prompts else 2048, options
+    )
+    steps = (PromptSteps if prompts else Steps)(rows, args.context, runner._block_size, 1000)
+    seconds = step_time(runner, steps, 12 if prompts else 40)
+    bounds = floors(runner._args.spec, rows, args.context, speed)
+    weights = sum(bounds.values()) - bounds["attention"]
+    kernels = trace(runner, steps, traced)
+    listed = by_name(kernels, traced)
+    busy = sum(time for time, _ in listed.values())
+    what = "prompts" if prompts else "batch"
+    print(
+        f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
+        f"{weights / 1e3:.3f}, keys and values {bounds['attention'] / 1e3:.3f}; kernels' times together "
+        f"{busy / 1e3:.3f}"
+    )
+    for name, (time, launches) in list(listed.items())[: args.top]:
+        print(f"  {time:9.1f} us  {launches:5.0f} x {time / launches:8.2f}  {name}")
+    if not prompts:
+        print("\n".join(part_lines(kernels, bounds, seconds)))
+    del runner
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--top", type=int, default=14, help="kernels to print")
+    args = parser.parse_args()
+    speed = read_speed()
+    print(f"reading: {speed / 1e12:.2f} TB/s")
+    for model in args.models:
+        for rows in args.batches:
+            report(model, rows, args, speed, prompts=False)
+        for rows in args.prompts:
+            report(model, rows, args, speed, prompts=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Beam search: which continuations go on, which have ended, and when nothing better can come.
+
+The rules are those of transformers' `generate`. Of all beams' continuations the best are looked at,
+twice as many as there are beams (more if several tokens end a sequence). Those that have not ended
+go on, the best `beam_width` of them. Those that have ended count if they are among the best
+`beam_width` of all, and the best `beam_width` of these are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.transport.step import Float32, Int32
+
+
+class Candidates(NamedTuple):
+    """What may follow a beam: tokens and their logprobs, the most probable first."""
+
+    token_ids: Int32
+    logprobs: Float32
+
+
+class Ended(NamedTuple):
+    """A continuation that has ended."""
+
+    score: float
+    """cumulative logprob / length ** length_penalty"""
+    logprob: float
+    token_ids: list[int]
+    """Without the prompt."""
+
+
+class Chosen(NamedTuple):
+    """A beam of the next step: which beam it continues, and with what."""
+
+    parent: int
+    token: int
+
+
+class BeamSearch:
+    """The state of one search. Beams are numbers; their tokens are kept by who calls."""
+
+    def __init__(self, params: BeamSearchParams, eos_ids: frozenset[int], max_tokens: int) -> None:
+        """eos_ids: tokens that end a continuation. max_tokens: as `params` has it, or less."""
+        self._params = params
+        self._eos = np.array(sorted(eos_ids), np.int32)
+        self._max_tokens = max_tokens
+        self._num_candidates = params.num_candidates(len(eos_ids))
+        self.length = 0
+        """Tokens of each beam."""
+        self.scores = np.zeros(1, np.float32)
+        """Cumulative logprobs: of one beam at first, then of `beam_width`. In float32, as in
+        transformers."""
+        self.ended: list[Ended] = []
+        """The best first."""
+
+    def __repr__(self) -> str:
+        return (
+            f"BeamSearch({len(self.scores)} beams of {self.length} tokens, {len(self.ended)} ended)"
+        )
+
+    def advance(
+        self, candidates: Sequence[Candidates], outputs: Sequence[list[int]]
+    ) -> list[Chosen]:
+        """One step: candidates for each beam, and its tokens so far, without the prompt. Returns
+        the beams of the next step, or nothing if the search is over."""
+        width = self._params.beam_width
+        totals = np.concatenate(
+            [score + c.logprobs for score, c in zip(self.scores, candidates, strict=True)]
+        )
+        tokens = np.concatenate([c.token_ids for c in candidates])
+        parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates])
+        best = np.argsort(-totals, kind="stable")[: self._num_candidates]
+        self.length += 1
+        ends = np.isin(tokens[best], self._eos) | (self.length >= self._max_tokens)
+        for place in best[:width][ends[:width]].tolist():
+            self._end(float(totals[place]), [*outputs[parents[place]], int(tokens[place])])
+        going = best[~ends][:width]
+        if not len(going) or self._is_over(float(totals[going[0]])):
+            return []
+        self.scores = totals[going]
+        return [
+            Chosen(parent, token)
+            for parent, token in zip(parents[going].tolist(), tokens[going].tolist(), strict=True)
+        ]
+
+    def best(self, outputs: Sequence[list[int]]) -> list[Ended]:
+        """What to answer when the search must stop here: what has ended, filled up with what has
+        not."""
+        running = [
+            Ended(self._score(float(score), max(1, self.length)), float(score), list(tokens))
+            for score, tokens in zip(self.scores, outputs, strict=True)
+            if tokens
+        ]
+        return (self.ended + sorted(running, reverse=True))[: self._params.beam_width]
+
+    def _score(self, logprob: float, length: int) -> float:
+        return float(logprob / length**self._params.length_penalty)
+
+    def _end(self, logprob: float, token_ids: list[int]) -> None:
+        self.ended.append(Ended(self._score(logprob, self.length), logprob, token_ids))
+        self.ended.sort(key=lambda e: -e.score)
+        del self.ended[self._params.beam_width :]
+
+    def _is_over(self, best_running: float) -> bool:
+        """Whether as many have ended as are wanted, and no running one is expected to become
+        better."""
+        stopping = self._params.early_stopping
+        if len(self.ended) < self._params.beam_width:
+            return False
+        if stopping is True:
+            return True
+        longest = stopping == "never" and self._params.length_penalty > 0
+        return (
+            self._score(best_running, self._max_tokens if longest else self.length)
+            <= self.ended[-1].score
+        )

@@ -1,0 +1,197 @@
+"""Requests that belong together and share the blocks of their prompt: the choices of one call, or
+the beams of one search (engine_core/groups/beams.py).
+
+They are admitted and preempted together. One of them, the group's source, computes the prompt; the
+others are *parked* until the step that computes the prompt's last token has been scheduled. In the
+next step they enter with all tokens of the prompt but the last computed: full blocks are the
+source's own, and what the source has written to the block that is not full is copied before that
+step writes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Request, Status
+from sidestep.ipc.transport.messages import AddRequest
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """`members` are those that have not ended, in the order of their indices."""
+
+    members: list[Request]
+    queued: Request | None = None
+    """Who stands in the queue for those that wait, and enters first."""
+    source: Request | None = None
+    """Who computes the prompt for `forks`."""
+    forks: list[Request] = field(default_factory=list)
+    """Those that run, but are parked until then."""
+
+    @property
+    def parks_after_rows(self) -> bool:
+        """Whether a member that has had its row is parked until the others have."""
+        return False
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that enter together."""
+        return [r for r in self.members if r.status in (Status.WAITING, Status.PREEMPTED)]
+
+    def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
+        """Of those that enter together, the ones that get blocks from the first."""
+        return together[1:]
+
+    def enter(self, together: Sequence[Request]) -> None:
+        """These have got their slots and blocks; all but the first are parked."""
+        self.queued = None
+        for request in together[1:]:
+            request.parked = True
+        self.forks = list(self.sharing(together))
+        self.source = together[0] if self.forks else None
+
+    def stop_forking(self) -> None:
+        """Nobody waits for the prompt any more."""
+        self.source = None
+        self.forks.clear()
+
+
+class ForkingGroups:
+    """Groups whose forks wait for the prompt."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def __repr__(self) -> str:
+        return f"ForkingGroups({len(self._groups)})"
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._groups
+
+    def enter(self, group: Group, together: Sequence[Request]) -> None:
+        """These have got their slots and blocks, and the first its first row."""
+        group.enter(together)
+        if group.forks:
+            self._groups.append(group)
+
+    def unpark(self, kv: KVCacheManager) -> None:
+        """Lets those go on whose prompt is being computed by a step in flight, or has been."""
+        for group in self._groups.copy():
+            source = group.source
+            assert source is not None
+            if source.num_computed >= source.num_prompt:
+                for request in group.forks:
+                    request.parked = False
+                    request.block_hashes = source.block_hashes[: kv.num_shared(request)]
+                self.stop(group)
+
+    def stop(self, group: Group) -> None:
+        """Nobody waits for its prompt any more."""
+        group.stop_forking()
+        if group in self._groups:
+            self._groups.remove(group)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the state contradicts itself."""
+        for group in self._groups:
+            assert group.source is not None and group.forks, "nobody is parked, or for nobody"
+            assert all(
+                r.parked and r.status is Status.RUNNING and not r.num_in_flight for r in group.forks
+            )
+            assert (
+                group.source.status is Status.RUNNING
+                or group.source.num_computed >= group.source.num_prompt
+            )
+
+
+def check_groups(
+    requests: Iterable[Request], queue: Iterable[Request], forking: ForkingGroups
+) -> None:
+    """Raises AssertionError when the groups of these requests, all that live, contradict
+    themselves."""
+    for request in queue:
+        assert request.group is None or request is request.group.queued, (
+            "not who stands for its group"
+        )
+    for request in requests:
+        if (group := request.group) is None:
+            assert not request.parked, f"{request} waits for nobody"
+            continue
+        assert group.queued in group.waiting or not group.waiting, (
+            "nobody stands for those that wait"
+        )
+        assert not group.forks or group in forking, "forks that nobody will unpark"
+        assert request in group.forks or not request.parked or group.parks_after_rows, (
+            f"{request} is parked"
+        )
+
+
+def make_choices(
+    message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int], kv: KVCacheManager
+) -> list[Request]:
+    """The request of a message, or all of its choices. Those of a group may become so long that all
+    of them together fit in the cache: a group alone can always run to its end, as a request alone
+    can."""
+    num = message.sampling.n
+    requests = [
+        Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids)
+        for index in range(num)
+    ]
+    if num > 1:
+        join(requests, Group(requests), kv)
+    return requests
+
+
+def join(requests: Sequence[Request], group: Group, kv: KVCacheManager) -> None:
+    """Makes them one group."""
+    for request in requests:
+        request.group = group
+        request.max_total = min(request.max_total, kv.longest_of_group(request, len(requests)))
+
+
+def _one_choice(message: AddRequest, index: int) -> AddRequest:
+    """The message that asks for one of the choices alone."""
+    if message.sampling.n == 1:
+        return message
+    return msgspec.structs.replace(
+        message,
+        handle=message.handle + index,
+        request_id=f"{message.request_id}/{index}",
+        sampling=message.sampling.for_choice(index),
+    )
+
+
+def why_never(
+    requests: Sequence[Request], max_model_len: int, max_num_seqs: int, field: str
+) -> str | None:
+    """Why these can never run, or None if they can. field: what asks for so many."""
+    first, num = requests[0], len(requests)
+    if not first.num_prompt:
+        return "prompt: is empty"
+    if first.num_prompt >= max_model_len:
+        return f"prompt: {first.num_prompt} tokens and one of output are more than the {max_model_len} that fit"
+    if num > max_num_seqs:
+        return f"{field}: {num} are more than the {max_num_seqs} that run at once (max_num_seqs)"
+    if first.max_total <= first.num_prompt:
+        return f"{field}: {num} continuations of {first.num_prompt} tokens do not fit in the KV cache together"
+    return None
+
+
+def entering_with(request: Request) -> list[Request]:
+    """A waiting request and all that must enter with it; who stands in the queue for them comes
+    first."""
+    group = request.group
+    if group is None:
+        return [request]
+    assert group.queued is not None
+    return [group.queued, *(r for r in group.waiting if r is not group.queued)]
+
+
+def sharing(together: Sequence[Request]) -> Sequence[Request]:
+    """See Group.sharing."""
+    group = together[0].group
+    return () if group is None else group.sharing(together)

@@ -1,0 +1,216 @@
+"""All that the core keeps of one request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from sidestep.ipc.params.sampling_params import SamplingParams
+from sidestep.ipc.transport.messages import AddRequest, FinishReason, unpack_ids
+from sidestep.ipc.transport.records import RequestRecord, WaitReason
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from sidestep.engine_core.groups.group import Group
+    from sidestep.engine_core.structured_outputs.grammar_costs import MaskAccount
+    from sidestep.engine_core.structured_outputs.mask_jobs import MaskJob
+
+
+class Status(enum.IntEnum):
+    """Where a request is in its life."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and its state. `eq=False`: identity is what the scheduler means, and it is
+    faster."""
+
+    client: int
+    handle: int
+    request_id: str
+    token_ids: list[int]
+    """The prompt, then the known outputs."""
+    num_prompt: int
+    sampling: SamplingParams
+    max_total: int
+    """Prompt plus the most outputs it may have."""
+    stop_ids: frozenset[int]
+    """Tokens that end it."""
+    eos_ids: frozenset[int]
+    """Those of `stop_ids` that are the model's own end of sequence."""
+    arrival: float
+    priority: int = 0
+    cache_salt: str | None = None
+    num_public_tokens: int = 0
+    """Blocks of these first tokens alone are shared as if there were no salt."""
+    deadline: float | None = None
+    group: Group | None = None
+    """Those that it belongs to; None if it is alone."""
+    parked: bool = False
+    """Runs, but has no row in any step for now."""
+    is_new: bool = False
+    """Has a slot whose row in the worker is still another's, or an older one of its own."""
+    copy_source: int = -1
+    """A block that it holds until its own at the place of the next token has become a copy of it;
+    -1 for none."""
+    controls: bytes = b""
+    """For the workers; see ipc.controls."""
+    has_past_sent: bool = False
+    """Whether workers get all of its tokens when it enters, also those in the cache."""
+    status: Status = Status.WAITING
+    slot: int = -1
+    """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of the full blocks of `token_ids`, as far as computed."""
+    num_registered: int = 0
+    """How many of its blocks the pool knows by hash."""
+    num_computed: int = 0
+    """Tokens computed, or being computed by a step in flight."""
+    num_placeholders: int = 0
+    """Tokens that steps in flight will add."""
+    num_in_flight: int = 0
+    """Steps in flight that touch its slot and blocks."""
+    next_beat: int = 0
+    """From this beat of the pipeline on, the first stage has what it needs to go on."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the cache when it was first scheduled."""
+    num_preemptions: int = 0
+    was_started: bool = False
+    """Whether its frontend knows that it has been scheduled."""
+    grammar_field: str = ""
+    """Where its user gave its grammar."""
+    matcher: LLMatcher | None = None
+    """Where its output is in its grammar, if it has one."""
+    grammar_text: str = ""
+    """Requests with the same one are held to the same grammar."""
+    matcher_group: int = 0
+    """Requests of one group have matchers of one compilation."""
+    has_ended_grammar: bool = False
+    """Whether all that could follow its last token is the end."""
+    mask_job: MaskJob | None = None
+    mask_row: int = 0
+    """Who computes what it may sample next, and the mask's row there; None between steps."""
+    mask_s: float = 0.0
+    """Seconds of a processor that its last mask took."""
+    num_left_out: int = 0
+    """Steps that left the request out because its masks take long."""
+    mask_account: MaskAccount | None = None
+    grammar_account: MaskAccount | None = None
+    """Time of the masks of all its choices, and of all requests with its grammar."""
+    mask_place: int = 0
+    """Of its last mask in the workers' tables; see engine_core/structured_outputs/mask_table.py."""
+    queued: float = 0.0
+    scheduled: float | None = None
+    first_token: float | None = None
+    """When it came, was first scheduled and got its first token, on the scheduler's clock."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name.lower()}, slot={self.slot}, "
+            f"tokens={len(self.token_ids)}/{self.max_total}, computed={self.num_computed}, "
+            f"in_flight={self.num_in_flight}, blocks={len(self.block_ids)})"
+        )
+
+    @classmethod
+    def from_message(
+        cls, message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int]
+    ) -> Self:
+        """A waiting request."""
+        prompt, outputs = unpack_ids(message.prompt_token_ids), unpack_ids(message.output_token_ids)
+        tokens: list[int] = [*prompt.tolist(), *outputs.tolist()]
+        sampling = message.sampling
+        eos = frozenset() if sampling.ignore_eos else eos_token_ids
+        wanted = max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+        return cls(
+            client=message.client,
+            handle=message.handle,
+            request_id=message.request_id,
+            token_ids=tokens,
+            num_prompt=len(prompt),
+            sampling=sampling,
+            max_total=min(wanted, max_model_len),
+            stop_ids=eos | frozenset(sampling.stop_token_ids or ()),
+            eos_ids=eos,
+            arrival=message.arrival,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            num_public_tokens=message.num_public_tokens,
+            deadline=message.deadline,
+            controls=message.controls,
+            has_past_sent=bool(message.controls),
+            grammar_field="" if message.grammar is None else message.grammar.field,
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """Known output tokens."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def must_tell_of_prompt(self) -> bool:
+        """Whether its whole prompt must be computed, for what it asks to know of it."""
+        return self.sampling.prompt_logprobs is not None and self.first_token is None
+
+    @property
+    def will_be_complete(self) -> bool:
+        """Whether the tokens in flight are its last: it stops by length when they come back. A beam
+        does not: it waits for the others of its search, which may be in steps to come."""
+        return len(self.token_ids) + self.num_placeholders >= self.max_total and not (
+            self.group is not None and self.group.parks_after_rows
+        )
+
+    def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
+        """Appends a sampled token; says why the request ends with it, if it does."""
+        self.token_ids.append(token)
+        if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
+            return FinishReason.STOP, None if token in self.eos_ids else token
+        if self.has_ended_grammar:
+            return FinishReason.STOP, None
+        if len(self.token_ids) >= self.max_total:
+            return FinishReason.LENGTH, None
+        detection = self.sampling.repetition_detection
+        if (
+            detection is not None
+            and self.num_outputs >= self.sampling.min_tokens
+            and detection.found_in(self.token_ids, self.num_prompt)
+        ):
+            return FinishReason.REPETITION, None
+        return None
+
+
+def make_record(
+    request: Request,
+    *,
+    waiting_for: WaitReason | None = None,
+    finished: float | None = None,
+    reason: str | None = None,
+) -> RequestRecord:
+    """What people are told of a request."""
+
+    def nanoseconds(time: float | None) -> int | None:
+        return None if time is None else int(time * 1e9)
+
+    return RequestRecord(
+        request_id=request.request_id,
+        client=request.client,
+        status=request.status.name.lower(),
+        waiting_for=waiting_for,
+        num_prompt_tokens=request.num_prompt,
+        num_cached_tokens=request.num_cached_tokens,
+        num_output_tokens=request.num_outputs,
+        num_preemptions=request.num_preemptions,
+        arrival_ns=int(request.arrival * 1e9),
+        queued_ns=int(request.queued * 1e9),
+        scheduled_ns=nanoseconds(request.scheduled),
+        first_token_ns=nanoseconds(request.first_token),
+        finished_ns=nanoseconds(finished),
+        finish_reason=reason,
+    )

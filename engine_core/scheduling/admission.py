@@ -1,0 +1,108 @@
+"""Who enters: waiting requests, in the queue's order, while there are seats, slots, blocks and
+tokens for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sidestep.engine_core.groups.group import entering_with, sharing
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.roster import Roster
+from sidestep.engine_core.scheduling.step_plan import StepBuilder
+from sidestep.ipc.transport.messages import Started
+from sidestep.ipc.transport.records import WaitReason
+
+
+class Admission:
+    """Lets them in, and says of those outside what they wait for."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        kv: KVCacheManager,
+        max_num_seqs: int,
+        outboxes: Outboxes,
+        clock: Callable[[], float],
+        *,
+        by_priority: bool,
+    ) -> None:
+        self._roster = roster
+        self._kv = kv
+        self._max_num_seqs = max_num_seqs
+        self._outboxes = outboxes
+        self._clock = clock
+        self._by_priority = by_priority
+
+    def __repr__(self) -> str:
+        return f"Admission({self._roster!r})"
+
+    def admit(self, step: StepBuilder, budget: int, seats: int) -> WaitReason:
+        """Rows for waiting requests while there is room; of what there is none for the next one."""
+        roster = self._roster
+        reason: WaitReason | None = None
+        while budget and seats and roster.free_slots:
+            request = roster.queue.peek()
+            if request is None:
+                break
+            together = entering_with(request)
+            # A preempted request's tokens in flight come back before it can be sent again.
+            if any(r.num_in_flight for r in together):
+                reason = "output"
+                break
+            if len(together) > min(seats, len(roster.free_slots)):
+                reason = "max_num_seqs"
+                break
+            if not self._kv.enter(request, *sharing(together)):
+                reason = "kv_cache"
+                break
+            roster.queue.pop()
+            for one in together:
+                roster.seat(one)
+                if not one.was_started:
+                    self._tell_started(one, request.num_computed)
+            if request.group is not None:
+                roster.forking.enter(request.group, together)
+            count = min(len(request.token_ids) - request.num_computed, budget)
+            step.enter(request, count)
+            seats -= len(together)
+            budget -= count
+            self._kv.remember(request)
+        if self._by_priority:
+            roster.running = dict.fromkeys(
+                sorted(roster.running, key=lambda r: (r.priority, r.arrival))
+            )
+        return reason or (
+            "max_num_batched_tokens" if seats and roster.free_slots else "max_num_seqs"
+        )
+
+    def waits_for(self, request: Request) -> WaitReason | None:
+        """See RequestRecord.waiting_for."""
+        roster = self._roster
+        if request.status is Status.RUNNING:
+            return None
+        if roster.awaits_grammar(request):
+            return "grammar"
+        together = entering_with(request)
+        if together[0] is not roster.queue.peek():
+            return "turn"
+        if any(r.num_in_flight for r in together):
+            return "output"
+        if len(together) > min(self._max_num_seqs - roster.num_taken_seats, len(roster.free_slots)):
+            return "max_num_seqs"
+        if self._kv.num_blocks_to_enter(together[0], *sharing(together)) > self._kv.pool.num_free:
+            return "kv_cache"
+        return "max_num_batched_tokens"
+
+    def _tell_started(self, request: Request, num_cached: int) -> None:
+        request.was_started = True
+        request.num_cached_tokens = num_cached
+        request.scheduled = self._clock()
+        self._outboxes.of(request.client).started.append(
+            Started(
+                handle=request.handle,
+                num_cached_tokens=request.num_cached_tokens,
+                scheduled=request.scheduled,
+            )
+        )

@@ -1,0 +1,43 @@
+"""What is always true of the scheduler's state between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sidestep.engine_core.groups.group import check_groups
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Status
+from sidestep.engine_core.scheduling.roster import Roster
+from sidestep.engine_core.scheduling.step_plan import StepPlan
+from sidestep.ipc.config import StepLimits
+
+
+def check_invariants(
+    roster: Roster, kv: KVCacheManager, plans: Iterable[StepPlan], limits: StepLimits
+) -> None:
+    """Raises AssertionError when the state contradicts itself. plans: of all steps in flight."""
+    held = [*roster.running, *roster.leaving]
+    slots = [r.slot for r in held]
+    assert sorted(slots + roster.free_slots) == list(range(limits.num_slots)), (
+        "slots leak or are shared"
+    )
+    assert roster.num_taken_seats <= limits.max_num_seqs
+    assert len(roster.queue) == len(set(roster.queue)), "the queue's count is wrong"
+    assert not set(roster.queue) & set(roster.compiling), (
+        "a request without its grammar is in the queue"
+    )
+    in_flight = [r for plan in plans for r in plan.rows]
+    for request in {*roster.requests.values(), *held}:
+        assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
+    for request in roster.running:
+        assert request.status is Status.RUNNING
+        held_blocks = len(request.block_ids) + (request.copy_source >= 0)
+        assert request.num_computed <= held_blocks * kv.block_size, f"{request}: too few blocks"
+        assert len(request.token_ids) + request.num_placeholders <= request.max_total, (
+            f"{request}: too long"
+        )
+    roster.forking.check_invariants()
+    check_groups([*roster.requests.values(), *roster.running], roster.queue, roster.forking)
+    for request in roster.leaving:
+        assert request.num_in_flight > 0 and request.status is not Status.RUNNING
+    kv.check_invariants(held)

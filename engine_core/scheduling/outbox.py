@@ -1,0 +1,52 @@
+"""What the core tells its frontends after a step: collected for each, sent as one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sidestep.ipc.transport.messages import Finished, Outputs, Started, pack_ids
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What one frontend will be told next."""
+
+    handles: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
+
+    def message(self) -> Outputs:
+        """All of it."""
+        return Outputs(
+            handles=pack_ids(self.handles),
+            token_ids=pack_ids(self.tokens),
+            started=self.started,
+            finished=self.finished,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class Outboxes:
+    """One for each frontend that is to be told something, by its number."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, Outbox] = {}
+
+    def __repr__(self) -> str:
+        return f"Outboxes(of {sorted(self._boxes)})"
+
+    def of(self, client: int) -> Outbox:
+        """That of a frontend."""
+        box = self._boxes.get(client)
+        if box is None:
+            box = self._boxes[client] = Outbox()
+        return box
+
+    def take(self) -> dict[int, Outputs]:
+        """Empties all."""
+        boxes, self._boxes = self._boxes, {}
+        return {client: box.message() for client, box in boxes.items()}

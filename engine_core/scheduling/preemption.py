@@ -1,0 +1,81 @@
+"""Who gives way when blocks or seats are short.
+
+A running request that needs a block takes it from the least important that run; one that waits and
+is more urgent takes their place. What steps in flight will give back anyway is waited for instead,
+and counted on by one request only.
+"""
+
+from __future__ import annotations
+
+from sidestep.engine_core.groups.group import entering_with, sharing
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.scheduling.roster import Roster
+
+
+class Room:
+    """Makes it, by preemption if need be."""
+
+    def __init__(self, roster: Roster, kv: KVCacheManager, max_num_seqs: int) -> None:
+        self._roster = roster
+        self._kv = kv
+        self._max_num_seqs = max_num_seqs
+        self._num_coming: int | None = None
+        """Blocks that steps in flight will give back and that nobody in this step counts on; None
+        until asked for."""
+
+    def __repr__(self) -> str:
+        return f"Room({self._kv!r})"
+
+    def begin_step(self) -> None:
+        """Nobody counts on anything yet."""
+        self._num_coming = None
+
+    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        """New blocks for a running request, preempting less important ones if need be. None: not in
+        this step."""
+        roster = self._roster
+        while (blocks := self._kv.grow(request, num_tokens)) is None:
+            wanted = (
+                self._kv.blocks_for(num_tokens) - len(request.block_ids) - self._kv.pool.num_free
+            )
+            if self._num_coming is None:
+                self._num_coming = roster.num_blocks_coming_back()
+            if wanted <= self._num_coming:
+                self._num_coming -= wanted
+                return None
+            victim = next(r for r in reversed(roster.running) if not r.will_be_complete)
+            coming = roster.num_blocks_coming_back()
+            roster.preempt(victim)
+            if request.status is not Status.RUNNING:
+                return None
+            self._num_coming += roster.num_blocks_coming_back() - coming
+        return blocks
+
+    def yield_to_urgent(self) -> None:
+        """Preempts as many less important requests as the first in the queue needs to enter; none,
+        if all were too few."""
+        roster = self._roster
+        urgent = roster.queue.peek()
+        if (
+            urgent is None
+            or not roster.running
+            or next(reversed(roster.running)).priority <= urgent.priority
+        ):
+            return
+        together = entering_with(urgent)
+        seats = self._max_num_seqs - roster.num_taken_seats - len(together)
+        wanted = self._kv.num_blocks_to_enter(together[0], *sharing(together))
+        room = self._kv.pool.num_free + roster.num_blocks_coming_back() - wanted
+        victims: list[Request] = []
+        for request in reversed(roster.running):
+            if (seats >= 0 and room >= 0) or request.priority <= urgent.priority:
+                break
+            if not request.will_be_complete:
+                victims.append(request)
+                seats += 1
+                room += len(request.block_ids)
+        if seats >= 0 and room >= 0:
+            for victim in victims:
+                if victim.status is Status.RUNNING:  # not with its group already
+                    roster.preempt(victim)

@@ -1,0 +1,250 @@
+"""Where each request is, and the ways from one place to another.
+
+A request waits (in the queue, or outside of it for its grammar), runs (it has a slot and blocks),
+or is leaving: it has ended or was preempted, but steps in flight still touch what it had. Order of
+side effects: slots and blocks go back when the last step that touches them has come back, never
+before (`release`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from sidestep.engine_core.groups.beams import BeamGroup, found_by
+from sidestep.engine_core.groups.group import ForkingGroups, Group, entering_with
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Request, Status, make_record
+from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.queue_wait import QueueWait
+from sidestep.engine_core.scheduling.request_queue import RequestQueue
+from sidestep.ipc.transport.messages import Finished, FinishReason
+from sidestep.ipc.transport.records import RequestRecord
+
+_REMEMBERED = 4096
+"""Requests that have ended and are still known to `request_records`."""
+
+
+class Roster:
+    """All requests that have not ended, by the place where each is."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        num_slots: int,
+        kv: KVCacheManager,
+        outboxes: Outboxes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._kv = kv
+        self._outboxes = outboxes
+        self._clock = clock
+        self.requests: dict[tuple[int, int], Request] = {}
+        """Those that a frontend knows, by its number and their handles."""
+        self.queue = queue
+        self.compiling: dict[Request, None] = {}
+        """Those that wait for their grammar, outside of the queue: others pass them."""
+        self.running: dict[Request, None] = {}
+        """Most important first: in the order of admission, or of priority."""
+        self.leaving: dict[Request, None] = {}
+        self.free_slots = list(range(num_slots))
+        self.forking = ForkingGroups()
+        self.num_preemptions = 0
+        self.waits = QueueWait()
+        self.ended: deque[RequestRecord] = deque(maxlen=_REMEMBERED)
+        self._deadlines: list[tuple[float, int, int]] = []
+        """Time, client, handle; not the request, whose tokens would be kept until then."""
+
+    def __repr__(self) -> str:
+        return f"running={len(self.running)}, waiting={len(self.queue)}"
+
+    # Waiting.
+
+    def know(self, request: Request) -> None:
+        """A new one, which its frontend may ask about from now on."""
+        request.queued = self._clock()
+        self.requests[request.client, request.handle] = request
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
+
+    def join_queue(self, request: Request) -> None:
+        """If it and all that enter with it have their grammars."""
+        if not self.awaits_grammar(request):
+            self.elapse()
+            self.queue.add(entering_with(request)[0])
+
+    def awaits_grammar(self, request: Request) -> bool:
+        """Whether it waits, outside of the queue, for its grammar or that of one that enters with
+        it."""
+        return (
+            bool(self.compiling)
+            and request.status is Status.WAITING
+            and any(r in self.compiling for r in entering_with(request))
+        )
+
+    def take_compiled(self, compiled: Iterable[tuple[Request, str | None]]) -> None:
+        """Those whose grammar is ready join the queue; those that have a problem end with it."""
+        for request, problem in compiled:
+            if request not in self.compiling:
+                continue  # it has failed and was too late as well
+            if problem is not None:
+                self.fail(request, problem)
+            else:
+                del self.compiling[request]
+                self.waits.waited("grammar", self._clock() - request.queued)
+                self.join_queue(request)
+
+    def elapse(self) -> None:
+        """Counts how long those in the queue have waited; called before it changes."""
+        self.waits.elapse(self._clock(), len(self.queue))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run: in the queue, or waiting for their grammar."""
+        outside = {entering_with(request)[0] for request in self.compiling}
+        return sum(len(entering_with(request)) for request in chain(self.queue, outside))
+
+    # Running.
+
+    def seat(self, request: Request) -> None:
+        """It has got its blocks and runs from now on."""
+        request.slot = heapq.heappop(self.free_slots)
+        request.status = Status.RUNNING
+        request.is_new = True
+        self.running[request] = None
+
+    @property
+    def num_taken_seats(self) -> int:
+        """Those that run, but not those whose last token is on its way: they need no row any
+        more."""
+        return sum(not r.will_be_complete for r in self.running)
+
+    def num_blocks_coming_back(self) -> int:
+        """Blocks that nobody holds any more as soon as the steps in flight are back."""
+        ending = (r for r in self.running if r.will_be_complete)
+        held = Counter(block for r in chain(self.leaving, ending) for block in r.block_ids)
+        return sum(map(self._kv.pool.is_last, held.keys(), held.values()))
+
+    def preempt(self, request: Request) -> None:
+        """Takes slot and blocks away, of its whole group; what was computed will be computed again.
+        All or nothing: keeping some blocks would leave several requests each too short of blocks to
+        go on."""
+        group = request.group
+        # A choice whose last token is on its way ends by itself.
+        together = (
+            [request]
+            if group is None
+            else [r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
+        )
+        for one in together:
+            del self.running[one]
+            one.status = Status.PREEMPTED
+            one.num_preemptions += 1
+            one.parked = False
+            self.num_preemptions += 1
+            self._leave(one)
+        if group is not None:
+            self.forking.stop(group)
+            if group.queued is not None:  # others of it wait already
+                return
+            group.queued = together[0]
+        self.elapse()
+        self.queue.put_back(together[0])
+
+    # Ending.
+
+    def end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        error: str | None = None,
+        field: str | None = None,
+        stop_reason: int | str | None = None,
+        completes_grammar: bool = False,
+    ) -> None:
+        """Ends a request wherever it is, and tells its frontend why."""
+        word = Finished(
+            handle=request.handle,
+            reason=reason,
+            error=error,
+            field=field,
+            stop_reason=stop_reason,
+            num_preemptions=request.num_preemptions,
+            completes_grammar=completes_grammar,
+            beams=found_by(request),
+        )
+        self.forget(request, reason)
+        self._outboxes.of(request.client).finished.append(word)
+
+    def fail(self, request: Request, problem: str) -> None:
+        """Ends a request whose grammar cannot be followed."""
+        self.end(request, FinishReason.ERROR, error=problem, field=request.grammar_field)
+
+    def forget(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request wherever it is, and tells nobody."""
+        del self.requests[request.client, request.handle]
+        group = request.group
+        for one in reversed(group.members.copy()) if isinstance(group, BeamGroup) else [request]:
+            self._stop(one)
+        self.ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
+
+    def expire(self) -> None:
+        """Ends those whose deadline has come."""
+        while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
+            request = self.requests[heapq.heappop(self._deadlines)[1:]]
+            self.end(request, FinishReason.ABORT, stop_reason="deadline")
+
+    def next_deadline(self) -> float | None:
+        """Of those that have not ended."""
+        while self._deadlines and self._deadlines[0][1:] not in self.requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def release(self, request: Request) -> None:
+        """No step in flight touches its slot and blocks any more."""
+        del self.leaving[request]
+        heapq.heappush(self.free_slots, request.slot)
+        request.slot = -1
+        self._kv.free(request)
+
+    def _stop(self, request: Request) -> None:
+        """Takes it out of wherever it is."""
+        was_running, was_outside = request.status is Status.RUNNING, self.awaits_grammar(request)
+        if was_running:
+            del self.running[request]
+        elif was_outside:
+            self.compiling.pop(request, None)
+        elif request.group is None or request is request.group.queued:
+            self.elapse()
+            self.queue.forget(request)
+        request.status = Status.FINISHED
+        if request.group is not None:
+            self._part(request, request.group, was_outside)
+        if was_running:
+            self._leave(request)
+
+    def _part(self, request: Request, group: Group, was_outside: bool) -> None:
+        """One of a group has ended; the others go on without it. was_outside: of the queue, for a
+        grammar."""
+        request.parked = False
+        group.members.remove(request)
+        if request is group.queued:
+            group.queued = next(iter(group.waiting), None)
+            if group.queued is not None and not was_outside:
+                self.queue.replace(request, group.queued)
+        if was_outside and group.queued is not None:
+            self.join_queue(group.queued)
+        if request in group.forks:
+            group.forks.remove(request)
+        if not group.forks:
+            self.forking.stop(group)
+        elif request is group.source and request.num_computed < request.num_prompt:
+            self.preempt(group.forks[0])  # nobody computes their prompt now
+
+    def _leave(self, request: Request) -> None:
+        self.leaving[request] = None
+        if request.num_in_flight == 0:
+            self.release(request)

@@ -1,0 +1,436 @@
+"""What runs in each step.
+
+There is no prefill phase and no decode phase: each step gives each request a number of tokens to
+compute, one to those that decode, the rest of the token budget to chunks of prompts. `schedule()`
+decides and returns the step; `update()` takes its output. With overlap the second is called one
+step later than the first: a token that is not back yet counts as a placeholder. Synchronous,
+without sockets; the clock is given.
+
+Steps enter a pipeline in beats. As many are in flight as it has stages, and one more with overlap;
+a beat for which nobody is due is left out (micro_batches.py).
+
+`schedule()` returns None only if nothing is left to run, or if a step in flight must come back
+first: whoever drives it may sleep until then.
+
+Its parts: where each request is (roster.py), who enters (admission.py), who gives way (room.py),
+what an output does (step_results.py). This file puts them in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
+
+from sidestep.engine_core.groups.beams import BeamGroup, make_beams
+from sidestep.engine_core.groups.group import make_choices, why_never
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Request, Status, make_record
+from sidestep.engine_core.scheduling.admission import Admission
+from sidestep.engine_core.scheduling.flight_recorder import Situation
+from sidestep.engine_core.scheduling.invariants import check_invariants
+from sidestep.engine_core.scheduling.micro_batches import pick_due, share_prompts
+from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.preemption import Room
+from sidestep.engine_core.scheduling.prompt_budget import PromptBudget
+from sidestep.engine_core.scheduling.request_queue import QUEUES
+from sidestep.engine_core.scheduling.roster import Roster
+from sidestep.engine_core.scheduling.step_plan import StepBuilder, StepPlan
+from sidestep.engine_core.scheduling.step_results import StepResults
+from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, share_masks
+from sidestep.engine_core.structured_outputs.grammars import Grammars
+from sidestep.engine_core.structured_outputs.mask_jobs import FOREVER
+from sidestep.engine_core.structured_outputs.mask_table import MaskTable
+from sidestep.ipc.config import SchedulerConfig, StepLimits
+from sidestep.ipc.transport.messages import AddRequest, Finished, FinishReason, Outputs
+from sidestep.ipc.transport.records import RequestRecord
+from sidestep.ipc.transport.step import Int32, StepInput, StepMasks, StepOutput
+
+_NO_BLOCKS: list[int] = []
+_PATIENCE_S = 0.5e-3
+_LATE_SHARE = 4
+"""For at least so many seconds, and half as long as a step without prompts lasts, a step waits for
+all of its masks; after that for all but those of one row, or of one row in so many. So what takes
+long costs its own request a turn, and not everybody."""
+_LONGEST_S = 20e-3
+_LONGEST_SHARE = 8
+"""After `_LONGEST_S` seconds, or a step's time divided by `_LONGEST_SHARE` if that is longer, a
+step waits for no mask. The time of a step contains that wait, so the share is small."""
+
+
+class Scheduler:
+    """Decides what each step runs, and keeps every request's state."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: StepLimits,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        grammars: Grammars,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._limits = limits
+        self.kv = kv
+        # A request alone can always run to its end: so nothing that was admitted can get stuck.
+        self._max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
+        self._eos = frozenset(eos_token_ids)
+        self.grammars = grammars
+        self._clock = clock
+        self._outboxes = Outboxes()
+        self._by_priority = config.scheduling_policy == "priority"
+        self._roster = Roster(
+            QUEUES[config.scheduling_policy](), limits.num_slots, kv, self._outboxes, clock
+        )
+        self._requests = self._roster.requests
+        self._room = Room(self._roster, kv, limits.max_num_seqs)
+        self._admission = Admission(
+            self._roster,
+            kv,
+            limits.max_num_seqs,
+            self._outboxes,
+            clock,
+            by_priority=self._by_priority,
+        )
+        self._results = StepResults(self._roster, kv, grammars, self._outboxes, clock)
+        self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
+        self._plans: deque[StepPlan] = deque()
+        """Of the steps in flight, the oldest first."""
+        self._followed: StepPlan | None = None
+        """A step whose tokens the grammars have, and nobody else yet."""
+        self._next_step = self._next_beat = 0
+        self._masks = MaskTable(limits.num_masks)
+        self._last_masked = -1
+        """The last step whose masks were taken."""
+        self._num_postponed = 0
+        """Tokens that were not sampled in the first step that could have, for want of a mask."""
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self._roster!r}, in_flight={len(self._plans)}, {self.kv!r})"
+
+    # What frontends ask for.
+
+    def add(self, message: AddRequest) -> None:
+        """Takes a request with all its choices; one that can never run is ended at once."""
+        if message.beam_search is None:
+            requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
+        else:
+            requests, field = (
+                make_beams(message, message.beam_search, self._max_model_len, self._eos, self.kv),
+                "beam_width",
+            )
+        told = requests if message.beam_search is None else requests[:1]
+        problem = why_never(requests, self._max_model_len, self._limits.max_num_seqs, field)
+        if problem is not None:
+            self._refuse(told, problem)
+            return
+        if message.grammar is not None:
+            account = self.grammars.open_account()
+            for request in requests:
+                request.mask_account = account
+                if (problem := self.grammars.start(request, message.grammar)) is not None:
+                    self._refuse(told, problem, request.grammar_field)
+                    return
+            self._roster.compiling |= dict.fromkeys(r for r in requests if r.matcher is None)
+        for request in told:
+            self._roster.know(request)
+        if requests[0].group is not None:
+            requests[0].group.queued = requests[0]
+        self._roster.join_queue(requests[0])
+
+    def _refuse(self, requests: Iterable[Request], problem: str, field: str | None = None) -> None:
+        """Ends requests that have not been taken."""
+        for request in requests:
+            request.status = Status.FINISHED
+            self._outboxes.of(request.client).finished.append(
+                Finished(
+                    handle=request.handle, reason=FinishReason.ERROR, error=problem, field=field
+                )
+            )
+
+    def abort(self, client: int, handles: Iterable[int]) -> None:
+        """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have
+        ended already."""
+        for handle in handles:
+            request = self._requests.get((client, handle))
+            if request is not None:
+                self._roster.forget(request)
+
+    def abort_client(self, client: int) -> None:
+        """Ends all requests of a frontend."""
+        self.abort(client, [handle for owner, handle in self._requests if owner == client])
+
+    # The step.
+
+    def schedule(self) -> StepInput | None:
+        """The next step, or None when nothing can run now."""
+        roster = self._roster
+        roster.expire()
+        roster.take_compiled(self.grammars.take_compiled())
+        if roster.queue:
+            roster.elapse()
+        # A step may be as many beats ahead of the oldest in flight as there may be steps; with
+        # nothing in flight all tokens are known to the first stage within one round of beats.
+        limits = self._limits
+        end = (
+            self._plans[0].beat + limits.max_steps_in_flight
+            if self._plans
+            else self._next_beat + limits.num_stages
+        )
+        for beat in range(self._next_beat, end):
+            step = StepBuilder(self._next_step, self.kv.block_size, beat, limits.num_stages)
+            self._fill(step, beat)
+            if not step.is_empty:
+                return self._launch(step, beat)
+        return None
+
+    def _fill(self, step: StepBuilder, beat: int) -> None:
+        """Rows for all that can have one."""
+        roster = self._roster
+        self._room.begin_step()
+        # 1. A more urgent request that waits takes the place of the least important that run.
+        if self._by_priority:
+            self._room.yield_to_urgent()
+        # 2. Those that run, most important first: one token each, or a chunk of prompt.
+        num_preemptions = roster.num_preemptions
+        budget, prompts, seats = self._schedule_running(step, beat)
+        # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
+        if roster.queue:
+            roster.waits.reason = (
+                self._admission.admit(step, min(budget, prompts), seats)
+                if roster.num_preemptions == num_preemptions
+                else "kv_cache"
+            )
+
+    def _launch(self, step: StepBuilder, beat: int) -> StepInput:
+        """Remembers what is in flight."""
+        message, plan = step.build()
+        self.kv.pool.free(step.copied)
+        self._plans.append(plan)
+        self._next_step += 1
+        self._next_beat = beat + 1
+        return message
+
+    def _schedule_running(self, step: StepBuilder, beat: int) -> tuple[int, int, int]:
+        """Rows for running requests; returns what is left of the token budget, how much of it
+        prompts may have, and how many more may enter."""
+        budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
+        self._roster.forking.unpark(self.kv)
+        # Not those whose last token is on its way: they need no row any more, so their seats are
+        # free already. (See Request.will_be_complete; beams are parked then.)
+        live = [
+            r
+            for r in self._roster.running
+            if len(r.token_ids) + r.num_placeholders < r.max_total or r.parked
+        ]
+        due, waiting = pick_due(live, beat, self._limits.num_stages), self._roster.queue.num_tokens
+        decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in due)
+        prompts = self._prompt_budget.tokens(len(due) if decodes else 0, waiting)
+        prompts = share_prompts(prompts, live, waiting, self._limits.num_stages)
+        left_out = share_masks(due, self._longest_s * self.grammars.num_workers)
+        later = len(due)
+        for request in due:
+            later -= 1
+            if request.status is not Status.RUNNING or request.parked or request in left_out:
+                # preempted while this loop made room for another; or its prompt is being computed
+                continue
+            count = len(request.token_ids) + request.num_placeholders - request.num_computed
+            if (
+                count > 1
+                # Each request after this one can count on a token: prompts never starve those that
+                # decode.
+            ):
+                count = min(count, budget - later, prompts)
+            if count <= 0:
+                continue
+            blocks: list[int] | None = _NO_BLOCKS
+            if request.num_computed + count > len(request.block_ids) * block_size:
+                blocks = self._room.grow(request, request.num_computed + count)
+            if blocks is None:
+                continue
+            if request.is_new:
+                step.enter(request, count)
+            elif request.group is None:
+                step.add(request, count, blocks)
+            else:
+                step.add(request, count, blocks)
+                if isinstance(request.group, BeamGroup):
+                    request.parked = request.num_placeholders > 0  # until the search has chosen
+                    if count == 1:
+                        step.force(request)
+            budget -= count
+            if count > 1:
+                prompts -= count
+                self.kv.remember(request)
+        return budget, max(0, prompts), self._limits.max_num_seqs - len(live)
+
+    def follow(self, output: StepOutput) -> StepPlan:
+        """Gives the oldest step's tokens to the grammars of their requests, so that `take_masks`
+        knows what the next step waits for. `update` must come next."""
+        plan = self._followed = self._plans.popleft()
+        assert plan.step_id == output.step_id, (
+            f"output of step {output.step_id} came for step {plan.step_id}"
+        )
+        if plan.masked:
+            self._results.follow_grammars(plan, output)
+        return plan
+
+    def update(self, output: StepOutput) -> dict[int, Outputs]:
+        """Takes the oldest step's tokens; returns what each frontend must be told."""
+        plan = self._followed or self.follow(output)
+        self._followed = None
+        self._prompt_budget.learn(
+            plan.num_tokens - len(plan.rows), (output.end_ns - output.start_ns) / 1e9
+        )
+        self._results.take(plan, output)
+        return self.take_outputs()
+
+    def take_outputs(self) -> dict[int, Outputs]:
+        """What frontends must be told by now, by client."""
+        self._roster.expire()
+        return self._outboxes.take()
+
+    def take_masks(self) -> StepMasks | None:
+        """What the newest step in flight may sample, if it waits for that: once, and before the
+        next `schedule`. All that it depends on has come back when that is so of the steps whose
+        tokens are its inputs."""
+        plan = self._plans[-1] if self._plans else None
+        if (
+            plan is None
+            or not plan.masked
+            or plan.step_id == self._last_masked
+            or self._plans[0].beat <= plan.beat - self._limits.num_stages
+        ):
+            return None
+        self._last_masked = plan.step_id
+        # The token of a request that has ended in the meantime is dropped, whatever it is.
+        requests = [request for _, request in plan.masked if request.status is not Status.FINISHED]
+        masks = self._masks_in_time(plan, requests)
+        there = [(row, request) for row, request in plan.masked if request in masks]
+        return self._masks.message(
+            plan.step_id,
+            [row for row, _ in there],
+            [request for _, request in there],
+            [masks[request] for _, request in there],
+        )
+
+    def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
+        """Of the newest step; those whose masks are late do not sample in it."""
+        most_late, longest_s = (
+            max(len(plan.rows) // _LATE_SHARE, min(1, len(plan.rows) - 1)),
+            self._longest_s,
+        )
+        if self._limits.num_stages > 1:  # later stages' steps have been planned with all rows
+            most_late, longest_s = 0, FOREVER
+        found = self.grammars.masks(requests, most_late, self._patience_s, longest_s)
+        masks = {
+            request: mask for request, mask in zip(requests, found, strict=True) if mask is not None
+        }
+        for request in requests:
+            if request not in masks:
+                self._postpone(plan, request)
+            elif (
+                request.mask_s > COUNTED_S
+                and (problem := self.grammars.charge(request)) is not None
+            ):
+                self._roster.fail(request, problem)
+        return masks
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds that a step waits for all of its masks."""
+        return min(max(_PATIENCE_S, self._prompt_budget.decode_s / 2), self._longest_s)
+
+    @property
+    def _longest_s(self) -> float:
+        """Seconds that a step waits for any mask."""
+        return max(_LONGEST_S, self._prompt_budget.decode_s / _LONGEST_SHARE)
+
+    def _postpone(self, plan: StepPlan, request: Request) -> None:
+        """It does not sample in this step, the newest; the next one computes the same token of it
+        once more. For the workers it is as if it entered then, with all that it has."""
+        request.num_placeholders -= 1
+        request.num_computed -= 1
+        request.is_new = True
+        plan.late.add(request)
+        self._num_postponed += 1
+
+    # Questions.
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request runs, waits, or still holds what it had."""
+        return bool(self._requests or self._roster.leaving)
+
+    def next_deadline(self) -> float | None:
+        """When a turn must be taken at the latest, on the given clock."""
+        own, compiling = self._roster.next_deadline(), self.grammars.next_deadline()
+        return min(
+            (deadline for deadline in (own, compiling) if deadline is not None), default=None
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run: in the queue, or waiting for their grammar."""
+        return self._roster.num_waiting
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; requests that run keep their blocks."""
+        self.kv.reset_prefix_cache([*self._roster.running, *self._roster.leaving])
+        return True
+
+    def stats(self) -> dict[str, float]:
+        """Counts for people and metrics. Prefix-cache counts are in tokens."""
+        return {
+            "num_running": len(self._roster.running),
+            "num_waiting": self.num_waiting,
+            "num_steps": self._next_step,
+            "num_preemptions": self._roster.num_preemptions,
+            "num_postponed_tokens": self._num_postponed,
+            "kv_cache_usage": self.kv.usage,
+            "kv_cache_cached_blocks": self.kv.pool.num_cached,
+            "prefix_cache_queries": self.kv.num_queried_tokens,
+            "prefix_cache_hits": self.kv.num_hit_tokens,
+            **self._roster.waits.stats(),
+        }
+
+    def situation(self) -> Situation:
+        """Of the step just scheduled, for the flight recorder."""
+        plan, roster = self._plans[-1], self._roster
+        return Situation(
+            len(plan.rows),
+            plan.num_tokens,
+            plan.num_entered,
+            plan.num_prompts,
+            len(roster.running),
+            len(roster.queue) + len(roster.compiling),
+            self.kv.pool.num_free,
+        )
+
+    def request_records(self, limit: int | None = None) -> list[RequestRecord]:
+        """The last requests that have ended, oldest first, then all that have not; with a limit at
+        most so many that have ended, that run, and that wait, the next one to enter among them."""
+        roster = self._roster
+        if limit is None:
+            return [*roster.ended, *map(self._record, self._requests.values())]
+        ended = islice(reversed(roster.ended), limit)
+        return [
+            *reversed(list(ended)),
+            *map(self._record, islice(roster.running, limit)),
+            *map(self._record, self._first_waiting(limit)),
+        ]
+
+    def _first_waiting(self, limit: int) -> Iterable[Request]:
+        head = self._roster.queue.peek()
+        others = (r for r in self._roster.queue if r is not head)
+        return islice(chain(() if head is None else (head,), others, self._roster.compiling), limit)
+
+    def _record(self, request: Request) -> RequestRecord:
+        return make_record(request, waiting_for=self._admission.waits_for(request))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the state contradicts itself."""
+        check_invariants(self._roster, self.kv, self._plans, self._limits)

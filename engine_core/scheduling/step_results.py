@@ -1,0 +1,119 @@
+"""What a step's output does to its requests: tokens take the place of placeholders, grammars and
+searches go on, requests end, and frontends are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sidestep.engine_core.groups.beam_search import Candidates
+from sidestep.engine_core.groups.beams import BeamGroup, candidates_of_beams
+from sidestep.engine_core.groups.request_logprobs import share_logprobs
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.roster import Roster
+from sidestep.engine_core.scheduling.step_plan import StepPlan
+from sidestep.engine_core.structured_outputs.grammars import Grammars, problem_of
+from sidestep.ipc.transport.messages import FinishReason
+from sidestep.ipc.transport.step import StepOutput
+
+
+class StepResults:
+    """Takes the outputs of steps, the oldest first."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        kv: KVCacheManager,
+        grammars: Grammars,
+        outboxes: Outboxes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._roster = roster
+        self._kv = kv
+        self._grammars = grammars
+        self._outboxes = outboxes
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return f"StepResults({self._roster!r})"
+
+    def follow_grammars(self, plan: StepPlan, output: StepOutput) -> None:
+        """Takes a step's tokens into the matchers of their requests, before `take`. One that cannot
+        go on ends its request before the token is told."""
+        tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
+        followed = [
+            (request, request.matcher, token)
+            for request, token in tokens
+            if request.matcher is not None
+            and request.status is not Status.FINISHED
+            and request not in plan.late
+        ]
+        self._grammars.advance([(matcher, token) for _, matcher, token in followed])
+        for request, matcher, _ in followed:
+            if (problem := problem_of(matcher)) is not None:
+                self._roster.fail(request, problem)
+            request.has_ended_grammar = matcher.is_stopped()
+
+    def take(self, plan: StepPlan, output: StepOutput) -> None:
+        """The output of a step that was planned so."""
+        for client, told in share_logprobs(output.logprobs, plan.sampling, plan.late):
+            self._outboxes.of(client).logprobs = told
+        for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
+            self._outboxes.of(client).prompt_logprobs = told
+        candidates = (
+            candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
+        )
+        # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
+        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
+            if request in plan.late:
+                continue
+            request.num_placeholders -= 1
+            if request.status is Status.FINISHED:
+                continue
+            if candidates and isinstance(request.group, BeamGroup):
+                self._take_candidates(request, request.group, candidates[request])
+            else:
+                self._take_token(request, token)
+        # 2. Slots and blocks that no step in flight touches any more go back.
+        for request in plan.rows:
+            request.num_in_flight -= 1
+            if request.num_in_flight == 0 and request.status is not Status.RUNNING:
+                self._roster.release(request)
+
+    def _take_token(self, request: Request, token: int) -> None:
+        outbox = self._outboxes.of(request.client)
+        outbox.handles.append(request.handle)
+        outbox.tokens.append(token)
+        if request.first_token is None:
+            request.first_token = self._clock()
+        finish = request.finish_of(token)
+        # A block that has become full can be shared from now on.
+        if (
+            min(request.num_computed, len(request.token_ids)) // self._kv.block_size
+            > request.num_registered
+            and request.status is Status.RUNNING
+        ):
+            self._kv.remember(request)
+        if finish is not None:
+            reason, stop_reason = finish
+            self._roster.end(
+                request,
+                reason,
+                stop_reason=stop_reason,
+                completes_grammar=reason is FinishReason.STOP and token not in request.stop_ids,
+            )
+
+    def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
+        """What may follow a beam. With the last of them the search goes on, or ends."""
+        if request.first_token is None:
+            request.first_token = self._clock()
+        if not group.take(request, candidates):
+            return
+        for beam in group.beams:
+            if group.is_running:
+                self._kv.remember(beam)
+            elif beam.status is Status.RUNNING:
+                self._roster.preempt(beam)  # as others of it were meanwhile
+        if not group.advance(self._kv):
+            self._roster.end(group.members[0], FinishReason.STOP)

@@ -1,0 +1,392 @@
+"""Grammars in the core: compiled by threads, followed token by token, and turned into masks of
+allowed tokens.
+
+The library releases the interpreter lock while it compiles and computes masks, so a grammar that
+takes long holds up neither the loop nor other requests; its own limits end it. Reading a tokenizer
+does hold the lock, for up to seconds, so that happens while the workers load the model and never
+later. All methods are for the core's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.structured_outputs.grammar_costs import GRAMMAR_S, REQUEST_S, MaskAccount
+from sidestep.engine_core.structured_outputs.mask_jobs import MaskJobs
+from sidestep.ipc.config import available_cores
+from sidestep.ipc.params.structured_outputs_params import Grammar, first_line, grammar_limits
+from sidestep.ipc.transport.step import Int32
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+COMPILE_S = 10.0
+"""Seconds after which a request no longer waits for its grammar."""
+_CACHED = 128
+"""Grammars that are kept compiled."""
+_SHARERS = 8
+"""Requests for which one compilation is enough. What it learns about tokens serves all of them, but
+their masks are computed one after the other, so that with more requests there are more
+compilations, up to one for each thread."""
+_CHEAP_S = 0.05
+"""Seconds of compiling beyond which all share one."""
+_STRING = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)),
+    f"{_STRING}+",
+]
+"""Kinds of tokens that the library looks at as one where all of a kind may follow. A string that
+may go on for n characters allows all shorter tokens, so that with many lengths few of the tokens
+are looked at one by one."""
+_ACCOUNTS = 1024
+"""Number of grammars for which the time of their masks is remembered."""
+_USES = 256
+"""Requests after which a compilation is made anew, because what it has learnt only grows."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request: Request
+    deadline: float
+
+    @property
+    def waits(self) -> bool:
+        return self.request.matcher is None and self.request.status is Status.WAITING
+
+
+@dataclass(slots=True, eq=False)
+class _Compilation:
+    """One grammar on its way, and who waits for it."""
+
+    text: str
+    waiting: list[_Waiting] = field(default_factory=list)
+    matcher: LLMatcher | None = None
+    seconds: float = 0.0
+    mask_s: float = 0.0
+    """Seconds of a processor that the first mask took."""
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    text: str
+    matcher: LLMatcher
+    """At its beginning; each request gets a copy."""
+    group: int
+    """Its number."""
+    is_cheap: bool
+    mask_s: float
+    """Seconds of a processor that its first mask took."""
+    uses: int = 0
+
+
+class _Bell:
+    """Wakes whoever polls `ears`. Held by the threads that ring it too, so it is there as long as
+    one of them."""
+
+    def __init__(self) -> None:
+        self.ears, self._rope = os.pipe()
+        os.set_blocking(self.ears, False)
+
+    def __del__(self) -> None:
+        os.close(self.ears)
+        os.close(self._rope)
+
+    def ring(self) -> None:
+        os.write(self._rope, b"\0")
+
+    def hear(self) -> int:
+        """How often it has rung since the last time, as far as can be told at once."""
+        try:
+            return len(os.read(self.ears, 4096))
+        except BlockingIOError:
+            return 0
+
+
+class Grammars:
+    """Matchers of requests with a grammar."""
+
+    def __init__(
+        self,
+        folder: str | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float],
+        num_threads: int = 2,
+        num_workers: int | None = None,
+    ) -> None:
+        """folder: folder of the tokenizer's files; None if there is none. num_threads: threads that
+        compile. num_workers: threads that compute masks; None: as many as the cores allow. Call
+        `load` before the first request."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._clock = clock
+        self._tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._problem = "the engine has not loaded the tokenizer"
+        """Why there is no tokenizer."""
+        self._cache: OrderedDict[str, list[_Compiled]] = OrderedDict()
+        self._accounts: OrderedDict[str, MaskAccount] = OrderedDict()
+        """Accounts by grammar, the one used last at the end."""
+        self._num_compiled = 0
+        self._num_workers = num_workers or max(1, min(8, available_cores() // 2))
+        self._compiling: dict[str, _Compilation] = {}
+        self._deadlines: deque[_Waiting] = deque()
+        self._jobs: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
+        self._bell = _Bell()
+        self._num_jobs = 0
+        """Jobs whose end has not been heard yet."""
+        self._num_threads = num_threads
+        self._has_threads = False
+        self._masks = MaskJobs(-(-vocab_size // 32), None)
+
+    def __repr__(self) -> str:
+        return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
+
+    def load(self) -> None:
+        """Reads the tokenizer. What is wrong with it is told to each request that needs it, and to
+        no other."""
+        from llguidance import LLExecutor, LLTokenizer
+
+        if self._folder is None:
+            self._problem = "this engine was started without a tokenizer (skip_tokenizer_init)"
+            return
+        if not self._eos:
+            self._problem = "the model names no end-of-sequence token"
+            return
+        try:
+            file = Path(self._folder) / "tokenizer.json"
+            self._tokenizer = LLTokenizer(
+                file.read_text(encoding="utf-8"),
+                n_vocab=self._vocab_size,
+                eos_token=self._eos,
+                slices=_SLICES,
+            )
+            # With one thread there is nothing to share out, and to wake it takes longer than most
+            # masks.
+            if self._num_workers > 1:
+                self._executor = LLExecutor(self._num_workers)
+                self._masks = MaskJobs(
+                    -(-self._vocab_size // 32), self._executor, self._num_workers
+                )
+        except Exception as error:  # the library raises nothing more special
+            self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
+
+    # Compiling.
+
+    def fileno(self) -> int:
+        """Readable when `take_compiled` has something."""
+        return self._bell.ears
+
+    @property
+    def num_workers(self) -> int:
+        """Number of threads that compute the masks of a step."""
+        return self._num_workers
+
+    @property
+    def num_compiling(self) -> int:
+        """Grammars that are being compiled, or wait for it."""
+        return len(self._compiling)
+
+    def start(self, request: Request, grammar: Grammar) -> str | None:
+        """Gives the request its matcher, or has it made: then `take_compiled` will return it. What
+        it returns is why there can be none."""
+        if self._tokenizer is None:
+            return self._problem
+        if (known := self._accounts.get(grammar.text)) is not None and (
+            problem := known.problem()
+        ) is not None:
+            return problem
+        if self._use(grammar.text, request):
+            return None
+        compilation = self._compiling.get(grammar.text)
+        if compilation is None:
+            compilation = _Compilation(grammar.text)
+            self._start_threads()
+            self._give(compilation)
+        waiting = _Waiting(request, self._clock() + COMPILE_S)
+        compilation.waiting.append(waiting)
+        self._deadlines.append(waiting)
+        return None
+
+    def next_deadline(self) -> float | None:
+        """When `take_compiled` must be called at the latest, on the given clock."""
+        while self._deadlines and not self._deadlines[0].waits:
+            self._deadlines.popleft()
+        return self._deadlines[0].deadline if self._deadlines else None
+
+    def take_compiled(self) -> list[tuple[Request, str | None]]:
+        """Requests whose wait has ended, each with what went wrong, if anything did."""
+        if not self._num_jobs:
+            return []
+        ended: list[tuple[Request, str | None]] = []
+        self._num_jobs -= self._bell.hear()
+        while not self._done.empty():
+            compilation = self._done.get()
+            if compilation.matcher is not None:
+                self._remember(compilation, compilation.matcher)
+            waiting = [w for w in compilation.waiting if w.waits]
+            if compilation.error:
+                ended += [(w.request, compilation.error) for w in waiting]
+                waiting = []
+            ended += [(w.request, None) for w in waiting if self._use(compilation.text, w.request)]
+            if left := [
+                w for w in waiting if w.waits
+            ]:  # too many for one, or nobody waited when its turn came
+                self._give(replace(compilation, waiting=left, matcher=None))
+            else:
+                del self._compiling[compilation.text]
+        while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
+            late = self._deadlines.popleft()
+            ended.append((late.request, f"takes longer than {COMPILE_S:g} s to compile"))
+        return ended
+
+    def _give(self, compilation: _Compilation) -> None:
+        self._num_jobs += 1
+        self._compiling[compilation.text] = compilation
+        self._jobs.put(compilation)
+
+    def _use(self, text: str, request: Request) -> bool:
+        """Gives the request its matcher, unless the grammar must be compiled, or compiled once
+        more, for it."""
+        known = self._cache.get(text)
+        if known is None:
+            return False
+        least = min(known, key=lambda compiled: compiled.uses)
+        if least.uses >= _SHARERS and least.is_cheap and len(known) < self._num_workers:
+            return False
+        request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
+        request.grammar_text, request.mask_s = least.text, least.mask_s
+        request.grammar_account = self._account_of(text)
+        if request.num_outputs:  # given by a replica that has died
+            request.matcher.consume_tokens(request.token_ids[request.num_prompt :])
+        least.uses += 1
+        self._cache.move_to_end(text)
+        if least.uses >= _USES:
+            known.remove(least)
+            if not known:
+                del self._cache[text]
+        return True
+
+    def _remember(self, compilation: _Compilation, matcher: LLMatcher) -> None:
+        self._num_compiled += 1
+        self._cache.setdefault(compilation.text, []).append(
+            _Compiled(
+                compilation.text,
+                matcher,
+                self._num_compiled,
+                compilation.seconds < _CHEAP_S,
+                compilation.mask_s,
+            )
+        )
+        if len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
+
+    def _start_threads(self) -> None:
+        if not self._has_threads:
+            self._has_threads = True
+            for i in range(self._num_threads):
+                threading.Thread(
+                    target=_compile_all,
+                    name=f"grammar {i}",
+                    daemon=True,
+                    args=(self._tokenizer, self._jobs, self._done, self._bell),
+                ).start()
+
+    # Time of the masks.
+
+    def open_account(self) -> MaskAccount:
+        """Return an account for the masks of a request, shared by all of its choices."""
+        return MaskAccount("the request", REQUEST_S, self._clock)
+
+    def _account_of(self, text: str) -> MaskAccount:
+        account = self._accounts.get(text)
+        if account is None:
+            account = self._accounts[text] = MaskAccount(
+                "all requests with this grammar", GRAMMAR_S, self._clock
+            )
+            if len(self._accounts) > _ACCOUNTS:
+                self._accounts.popitem(last=False)
+        self._accounts.move_to_end(text)
+        return account
+
+    # Tokens.
+
+    def advance(self, tokens: list[tuple[LLMatcher, int]]) -> None:
+        """Takes one sampled token of each."""
+        if self._executor is not None and tokens:  # it takes no empty list
+            self._executor.consume_token_par(tokens)
+            return
+        for matcher, token in tokens:
+            matcher.consume_token(token)
+
+    def masks(
+        self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
+    ) -> list[Int32 | None]:
+        """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)]: a
+        bit a token, the lowest first. None for a request whose mask was not computed in time; a
+        later call returns it. At most `most_late` masks are late after `patience_s`, and any number
+        after `longest_s`."""
+        return self._masks.compute(requests, most_late, patience_s, longest_s)
+
+    def charge(self, request: Request) -> str | None:
+        """Charge the time of the request's last mask to its accounts. Return why it may have no
+        more masks; None if it may."""
+        for account in (request.mask_account, request.grammar_account):
+            if account is not None:
+                account.charge(request.mask_s)
+                if (problem := account.problem()) is not None:
+                    return problem
+        return None
+
+
+def problem_of(matcher: LLMatcher) -> str | None:
+    """What went wrong with it while it was followed, in one line."""
+    if not matcher.is_error():
+        return None
+    return first_line(matcher.get_error())
+
+
+def _compile_all(
+    tokenizer: LLTokenizer,
+    jobs: queue.SimpleQueue[_Compilation],
+    done: queue.SimpleQueue[_Compilation],
+    bell: _Bell,
+) -> None:
+    """A compiling thread's work, until the process ends."""
+    while True:
+        job = jobs.get()
+        if any(w.waits for w in job.waiting):
+            _compile(tokenizer, job)
+        done.put(job)
+        bell.ring()
+
+
+def _compile(tokenizer: LLTokenizer, job: _Compilation) -> None:
+    """Gives the job its matcher, or its error."""
+    from llguidance import LLMatcher
+
+    begin = time.perf_counter()
+    try:
+        matcher = LLMatcher(tokenizer, job.text, limits=grammar_limits(), log_level=0)
+        begin_mask = time.thread_time()
+        matcher.compute_bitmask()  # the first mask takes longest
+        job.mask_s = time.thread_time() - begin_mask
+        job.error = problem_of(matcher) or ""
+    except BaseException as error:  # a panic of the library is one, and this thread must go on
+        job.error = f"{type(error).__name__}: {error}"
+    job.seconds = time.perf_counter() - begin
+    if not job.error:
+        job.matcher = matcher

@@ -1,0 +1,222 @@
+"""Masks of a step, without waiting for the slowest.
+
+Most masks take microseconds; a few take longer than a step of a small model, and a hostile
+grammar's may all do so. A step waits for all of its masks at first, then until few rows lack
+theirs, and after the longest time for none. The requests of a grammar are one job. If a job has
+more rows than may be late, the caller computes it row by row until the longest time is over; a
+later step that asks for the remaining rows begins them anew. Threads compute the other jobs. A late
+job of a thread goes on, and a later step takes its masks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sidestep.engine_core.requests.request import Request
+from sidestep.ipc.transport.step import Int32
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_MOST_JOBS = 8
+"""That a step begins: each costs the waking of a thread. Of more grammars some share one."""
+_CHUNK = 16
+"""Masks for each thread of the library, between two looks at the time."""
+_PRECISE_S = 0.2e-3
+"""Seconds. The clock of the thread is read for masks that took longer, which takes a
+microsecond."""
+FOREVER = float("inf")
+"""Seconds that a step may wait for its masks if no mask may be late."""
+
+
+@dataclass(slots=True, eq=False)
+class MaskJob:
+    """Masks of some requests, all of a grammar among them."""
+
+    matchers: list[tuple[LLMatcher, int]]
+    """With their rows in `masks`; nothing else may touch them until the job is done."""
+    masks: Int32
+    """[n, ceil(vocab_size / 32)] A bit a token, the lowest first."""
+    num_left: int
+    """Masks that nobody has taken yet."""
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of a processor for each mask that has been computed, in the order of `matchers`."""
+    is_done: bool = False
+    error: BaseException | None = None
+    """What the library raised, if it did."""
+
+    def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
+        """Compute the masks until `until`, a time of the monotonic clock. executor: shares the work
+        among `num_threads` threads of its own."""
+        if executor is not None:
+            self._run_shared(executor, num_threads, until)
+            return
+        start, size = self.masks.ctypes.data, self.masks.shape[1] * 4
+        begin, worked = time.monotonic(), time.thread_time()
+        for i, (matcher, row) in enumerate(self.matchers):
+            if i and begin >= until:
+                return
+            matcher.unsafe_compute_mask_ptr(start + row * size, size)
+            end = time.monotonic()
+            took, begin = end - begin, end
+            if took > _PRECISE_S:  # the thread may have been suspended for a part of it
+                now = time.thread_time()
+                took, worked = min(took, now - worked), now
+            self.seconds.append(took)
+
+    def _run_shared(self, executor: LLExecutor, num_threads: int, until: float) -> None:
+        start, size, chunk = self.masks.ctypes.data, self.masks.shape[1] * 4, _CHUNK * num_threads
+        for first in range(0, len(self.matchers), chunk):
+            begin = time.monotonic()
+            if first and begin >= until:
+                return
+            part = self.matchers[first : first + chunk]
+            executor.unsafe_compute_mask_ptr(part, start, size, len(self.masks))
+            # The time of each mask is not known, nor the time in which its thread was suspended.
+            each = (time.monotonic() - begin) * min(num_threads, len(part)) / len(part)
+            self.seconds += [each] * len(part)
+
+
+class MaskJobs:
+    """The threads, and what they have to do. `compute` is for one thread."""
+
+    def __init__(self, num_words: int, executor: LLExecutor | None, num_threads: int = 1) -> None:
+        """executor: has `num_threads` threads; None: the caller of `compute` computes all masks."""
+        self._num_words = num_words
+        self._executor = executor
+        self._num_threads = num_threads
+        self._has_threads = False
+        self._jobs: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()
+        self._free: list[Int32] = []
+        self._taken: list[Int32] = []
+        """Memory that jobs no longer need, and that of masks which were taken last."""
+        self._ended = threading.Condition()
+        self._awaited: set[MaskJob] = set()
+        self._is_impatient = False
+        """Whether each job's end is of interest, not the last one's alone."""
+
+    def __repr__(self) -> str:
+        return f"MaskJobs({len(self._awaited)} awaited)"
+
+    def compute(
+        self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
+    ) -> list[Int32 | None]:
+        """Return the mask of each request, valid until the next call; None for a request whose mask
+        is late, which a later call returns. Until `patience_s` is over wait for all masks, then
+        until at most `most_late` are late, and no longer than `longest_s`. Raise what the library
+        raises."""
+        start = time.monotonic()
+        self._free, self._taken = self._taken, []
+        own = []
+        for job in self._make([request for request in requests if request.mask_job is None]):
+            if self._executor is None or job.num_left > most_late:
+                own.append(job)
+            else:
+                self._start_threads()
+                self._jobs.put(job)
+        for i, job in enumerate(own):
+            if (
+                i == 0 or time.monotonic() < start + longest_s
+            ):  # the first runs in any case: progress
+                job.run(self._executor, self._num_threads, start + longest_s)
+            job.is_done = True
+        self._wait(requests, most_late, start + patience_s, start + longest_s)
+        return [self._take(request) for request in requests]
+
+    def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
+        """Return a job for each grammar, or for several grammars where there are many. Jobs of
+        cheap masks come first."""
+        grammars: dict[str, list[Request]] = {}
+        for request in requests:
+            grammars.setdefault(request.grammar_text, []).append(request)
+        parts = list(grammars.values())
+        if len(parts) > 1:
+            parts.sort(key=lambda part: part[0].mask_s)
+        jobs = []
+        for part in (
+            list(chain.from_iterable(parts[i::_MOST_JOBS]))
+            for i in range(min(_MOST_JOBS, len(parts)))
+        ):
+            # Side by side, those that share a compilation are most often one thread's.
+            members = sorted(part, key=lambda request: request.matcher_group)
+            job = MaskJob(
+                [(r.matcher, i) for i, r in enumerate(members) if r.matcher is not None],
+                self._memory(len(members)),
+                len(members),
+            )
+            for i, request in enumerate(members):
+                request.mask_job, request.mask_row = job, i
+            jobs.append(job)
+        return jobs
+
+    def _memory(self, count: int) -> Int32:
+        for i, masks in enumerate(self._free):
+            if len(masks) == count:
+                return self._free.pop(i)
+        return np.empty((count, self._num_words), np.int32)
+
+    def _wait(
+        self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float
+    ) -> None:
+        """Wait until all masks are there; after `until`, until all but `most_late` are; but not
+        beyond `at_most_until`."""
+        jobs = [request.mask_job for request in requests]
+        with self._ended:
+            self._awaited = {job for job in jobs if job is not None and not job.is_done}
+            self._is_impatient = False
+            if not self._ended.wait_for(lambda: not self._awaited, until - time.monotonic()):
+                self._is_impatient = True
+                left = None if at_most_until == FOREVER else at_most_until - time.monotonic()
+                self._ended.wait_for(
+                    lambda: sum(job in self._awaited for job in jobs) <= most_late, left
+                )
+
+    def _take(self, request: Request) -> Int32 | None:
+        job = request.mask_job
+        assert job is not None, f"{request}: nobody computes its mask"
+        if not job.is_done:
+            return None
+        if job.error is not None:
+            raise job.error
+        request.mask_job = None
+        job.num_left -= 1
+        if not job.num_left:
+            self._taken.append(job.masks)
+        if request.mask_row >= len(
+            job.seconds
+        ):  # not begun in time; it will take as long as the others
+            request.mask_s = max(request.mask_s, sum(job.seconds) / max(1, len(job.seconds)))
+            return None
+        request.mask_s = job.seconds[request.mask_row]
+        mask: Int32 = job.masks[request.mask_row]
+        return mask
+
+    def _start_threads(self) -> None:
+        if not self._has_threads:
+            self._has_threads = True
+            for i in range(_MOST_JOBS):
+                threading.Thread(target=self._run, name=f"masks {i}", daemon=True).start()
+
+    def _run(self) -> None:
+        """A thread's work, until the process ends."""
+        while True:
+            job = self._jobs.get()
+            try:
+                job.run(self._executor, self._num_threads)
+            except (
+                BaseException
+            ) as error:  # a panic of the library is one; whoever waits for the job must hear of it
+                job.error = error
+            with self._ended:
+                job.is_done = True
+                self._awaited.discard(job)
+                if self._is_impatient or not self._awaited:
+                    self._ended.notify()

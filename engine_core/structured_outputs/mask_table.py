@@ -1,0 +1,62 @@
+"""Which masks the workers keep, and where.
+
+Masks repeat: within a string most tokens may follow, whatever the string, so that requests of one
+grammar share some tens of masks. A mask of a large vocabulary has tens of kilobytes, so a worker is
+sent each of them once, into the next free place of its table, and from then on its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sidestep.engine_core.requests.request import Request
+from sidestep.ipc.transport.step import Int32, StepMasks
+
+
+class MaskTable:
+    """What is in the workers' tables, which are all alike. When it is full it is begun anew: what
+    is still in use is sent once more."""
+
+    def __init__(self, num_places: int) -> None:
+        """num_places: at least the rows of a step."""
+        self._num_places = num_places
+        self._masks: list[bytes] = []
+        """By place."""
+        self._places: dict[bytes, int] = {}
+
+    def __repr__(self) -> str:
+        return f"MaskTable({len(self._masks)} of {self._num_places} places)"
+
+    def message(
+        self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
+    ) -> StepMasks:
+        """What the workers must know of a step's masks, [words] each, those of requests in these
+        rows."""
+        if (
+            len(self._masks) + len(requests) > self._num_places
+        ):  # nothing that this step needs may be overwritten
+            self._masks.clear()
+            self._places.clear()
+        first_new = len(self._masks)
+        for request, mask in zip(requests, masks, strict=True):
+            request.mask_place = self._place(mask.tobytes(), request.mask_place)
+        return StepMasks(
+            step_id,
+            first_new,
+            np.array(rows, np.int32),
+            np.array([request.mask_place for request in requests], np.int32),
+            np.frombuffer(b"".join(self._masks[first_new:]), np.int32),
+        )
+
+    def _place(self, mask: bytes, guess: int) -> int:
+        """Where a mask is, if need be from now on. guess: where it may be; to compare is faster
+        than to look it up."""
+        if guess < len(self._masks) and self._masks[guess] == mask:
+            return guess
+        place = self._places.get(mask)
+        if place is None:
+            place = self._places[mask] = len(self._masks)
+            self._masks.append(mask)
+        return place

@@ -1,0 +1,215 @@
+"""Runs a model's steps on a CPU: what the host lays out, it computes. `execute` returns when the
+step is done, or this stage's part of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.attention.base import AttentionSetup, StepBatch
+from sidestep.executor.base import WorkerReady
+from sidestep.executor.models.decoder import attention_shape
+from sidestep.executor.models.model_loading import (
+    load_model,
+    load_rotary,
+    pick_attention,
+    pick_dtype,
+)
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.parallel.pipeline import Pipeline
+from sidestep.executor.runner.input_batch import HostBatch, make_batch
+from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
+from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.slot_tables import RequestState
+from sidestep.executor.sampling.grammar_masks import GrammarMasks
+from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_prompt_tokens
+from sidestep.executor.sampling.sampler import Sampler
+from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
+from sidestep.executor.sampling.token_logprobs import Logprobs, encode_logprobs
+from sidestep.ipc.transport.step import Int64, StepInput, StepMasks, StepOutput
+from sidestep.kernels.ops.rms_norm import Stream
+
+_CPU = torch.device("cpu")
+_BLOCK_SIZE = 16
+
+
+class ModelRunner(Runner):
+    """A torch model on a CPU."""
+
+    def __init__(self, args: WorkerArgs) -> None:
+        self._args = args
+        self._dtype = pick_dtype(args, _CPU)
+        self._stage = args.stage
+        self._limits = args.scheduler.limits("cpu", self._stage.count)
+        self._block_size = args.cache.block_size or _BLOCK_SIZE
+        self._parallel = Parallel(
+            args.rank_in_stage,
+            args.parallel.tensor_parallel_size,
+            stage=self._stage.index,
+            num_stages=self._stage.count,
+            rendezvous=args.rendezvous,
+        )
+
+    @torch.inference_mode()
+    def load(self) -> WorkerReady:
+        args = self._args
+        self._model = load_model(args, self._parallel, self._dtype, _CPU)
+        shape = attention_shape(args.spec, self._parallel, self._stage)
+        # Block ids are common to all ranks, so the rank with the least room decides.
+        num_blocks = self._parallel.minimum(
+            cpu_kv_blocks(args, self._limits, shape.bytes_per_token(self._dtype), self._block_size)
+        )
+        self._attention = pick_attention(args, _CPU)(
+            AttentionSetup(
+                shape=shape,
+                num_blocks=num_blocks,
+                block_size=self._block_size,
+                dtype=self._dtype,
+                device=_CPU,
+                rotary=load_rotary(args, _CPU),
+                norm_eps=args.spec.rms_norm_eps,
+                max_rows=self._limits.max_num_seqs,
+            )
+        )
+        self._state = RequestState(self._limits.num_slots, args.max_model_len, self._block_size)
+        self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
+        self._pipeline = Pipeline(args, self._last_sampled, self._limits.max_steps_in_flight)
+        if self._stage.is_last:
+            self._sampler = Sampler(self._state)
+            self._special = make_special_rows(args, self._limits, _CPU)
+        return WorkerReady(
+            num_kv_blocks=num_blocks,
+            block_size=self._block_size,
+            device_type="cpu",
+            device=self._describe(),
+        )
+
+    @torch.inference_mode()
+    def execute(
+        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
+    ) -> PendingOutput:
+        start = time.monotonic_ns()
+        # 1. What is new, and how this step's tokens lie.
+        self._state.apply(step)
+        batch = make_batch(self._state, step, self._block_size)
+        if len(step.copy_sources):
+            self._attention.copy_blocks(step.copy_sources, step.copy_targets)
+        # 2. What this rank's layers start from, and what they make of it.
+        if self._stage.is_first:
+            self._pipeline.begin_step(step.beat)
+            inputs = self._input_ids(batch)
+        else:
+            inputs = self._pipeline.receive_stream(
+                torch.empty(batch.total_tokens, self._args.spec.hidden_size, dtype=self._dtype)
+            )
+            start = time.monotonic_ns()  # it has only waited so far
+        if self._stage.is_last:
+            output = self._compute_tokens(inputs, batch, step, start, receive_masks)
+        else:
+            self._pipeline.send_stream(self._forward(inputs, batch, None).hidden)
+            output = StepOutput(step.step_id, start, time.monotonic_ns(), np.empty(0, np.int32))
+        # 3. What the first stage takes later steps' inputs from.
+        self._pipeline.end_step(step.beat, torch.from_numpy(step.slots.astype(np.int64)))
+        return DoneOutput(output)
+
+    def _compute_tokens(
+        self,
+        inputs: Tensor,
+        batch: HostBatch,
+        step: StepInput,
+        start: int,
+        receive_masks: Callable[[], StepMasks] | None,
+    ) -> StepOutput:
+        """The last layers, the head and the sampler."""
+        # 1. The model, for the tokens that sample, and those of prompts that are asked about.
+        self._special.enter(step)
+        prompts, num_sampled = self._special.find_prompts(batch), len(batch.logits_tokens)
+        rows = None if num_sampled == batch.total_tokens else torch.from_numpy(batch.logits_tokens)
+        if prompts is not None:
+            rows = with_prompt_tokens(torch.from_numpy(batch.logits_tokens), prompts)
+        stream = self._forward(inputs, batch, rows)
+        logits = self._model.logits(stream if prompts is None else stream.part(0, num_sampled))
+        about_prompts = (
+            [] if prompts is None else prompt_logprobs(self._model, stream, num_sampled, prompts)
+        )
+        token_ids, logprobs = np.empty(0, np.int32), list[Logprobs]()
+        if num_sampled:
+            # 2. The tokens, which are the next step's inputs: of plain rows, then of the others.
+            apart, sampling = self._special.find(batch), batch.sampling_rows
+            self._sample(
+                logits,
+                batch,
+                sampling if apart is None else np.setdiff1d(sampling, np.concatenate(apart)),
+            )
+            if step.awaits_masks and receive_masks is not None:
+                self._special.masks.take(step, receive_masks())
+            if apart is not None:
+                self._sample(logits, batch, apart.masked, self._special.masks)
+                logprobs = self._special.run(
+                    logits,
+                    batch,
+                    apart.special,
+                    np.searchsorted(sampling, apart.special),
+                    self._sample_special,
+                )
+            token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(
+                np.int32
+            )
+        return StepOutput(
+            step.step_id,
+            start,
+            time.monotonic_ns(),
+            token_ids,
+            logprobs=encode_logprobs(logprobs),
+            prompt_logprobs=encode_logprobs(about_prompts),
+        )
+
+    def _sample(
+        self, logits: Tensor, batch: HostBatch, rows: Int64, masks: GrammarMasks | None = None
+    ) -> None:
+        """Some of the rows that sample; logits are of them all."""
+        if not len(rows):
+            return
+        slots = batch.slots[rows]
+        if len(rows) < len(logits):
+            logits = logits.index_select(
+                0, torch.from_numpy(np.searchsorted(batch.sampling_rows, rows))
+            )
+        if masks is not None:
+            masks.mask(logits, torch.from_numpy(masks.marks(slots)))
+        tokens = self._sampler(logits, slots, batch.seq_lens[rows])
+        self._last_sampled.index_copy_(0, torch.from_numpy(slots).long(), tokens)
+
+    def _sample_special(self, logits: Tensor, part: SpecialBatch) -> Tensor:
+        tokens = self._sampler(logits, part.slots, part.seq_lens)
+        self._last_sampled.index_copy_(0, part.slot_index, tokens)
+        return tokens
+
+    def _forward(self, inputs: Tensor, batch: HostBatch, rows: Tensor | None) -> Stream:
+        """What this rank's last layer gives for the tokens at `rows`, or for all."""
+        self._attention.begin_step(
+            StepBatch(
+                positions=torch.from_numpy(batch.positions),
+                places=torch.from_numpy(batch.slot_mapping),
+                host=batch,
+                rows=None,
+            )
+        )
+        return self._model.states(inputs, self._attention, rows)
+
+    def _input_ids(self, batch: HostBatch) -> Tensor:
+        """Known ids from the host, sampled ones from steps before."""
+        token_ids = torch.from_numpy(batch.token_ids)
+        if len(batch.unknown):
+            sampled = self._last_sampled.index_select(
+                0, torch.from_numpy(batch.row_slots[batch.unknown])
+            )
+            token_ids.index_copy_(0, torch.from_numpy(batch.unknown), sampled.int())
+        return token_ids
+
+    def _describe(self) -> str:
+        return f"cpu ({torch.get_num_threads()} threads, {str(self._dtype).removeprefix('torch.')})"

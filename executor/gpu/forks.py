@@ -1,0 +1,76 @@
+"""Compilations in forks of a process, each from the moment on that it is known.
+
+Most of a compilation holds the interpreter's lock, so threads do not help much; and a process that
+is not forked would take seconds to import what this one has. What forks must not find here: a
+context on a GPU, other threads that hold locks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Executor, Future
+from typing import Any, NoReturn
+
+from sidestep.ipc.processes.process import end_with_parent
+from sidestep.kernels.compiling import Compilation, Locks
+
+
+class Forks(Executor):
+    """Compiles in up to so many forks at a time."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = num_processes
+        self._num_submitted = 0
+        self._running: set[int] = set()
+        self._locks = Locks()
+        self._results = os.memfd_create("results")
+        """A line of each fork: a file, or what went wrong."""
+
+    def submit(self, compilation: Compilation, /, *_: Any, **__: Any) -> Future[Any]:
+        """Waits for a place; the result, None, is there at once."""
+        while len(self._running) >= self._num_processes:
+            self._wait_for_one()
+        child = os.fork()
+        if child == 0:
+            self._compile(compilation)
+        self._running.add(child)
+        self._num_submitted += 1
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def finish(self) -> list[str]:
+        """When all is done: a file of each kernel in Triton's cache. Raises RuntimeError if one
+        failed."""
+        while self._running:
+            self._wait_for_one()
+        lines = os.pread(self._results, os.fstat(self._results).st_size, 0).decode().splitlines()
+        files = [line for line in lines if os.path.isabs(line)]
+        if len(files) != self._num_submitted:
+            problems = [line for line in lines if line not in files] or ["killed"]
+            raise RuntimeError(
+                f"{self._num_submitted - len(files)} of {self._num_submitted} failed: {problems[0]}"
+            )
+        return files
+
+    def _wait_for_one(self) -> None:
+        self._running.discard(os.wait()[0])
+
+    def _compile(self, compilation: Compilation) -> NoReturn:
+        """All that a fork does. It ends with the engine, like the process that it is a fork of."""
+        try:
+            threading.Thread(target=end_with_parent, daemon=True).start()
+            kernel = self._locks.with_launcher(compilation())
+            (file,) = (
+                path
+                for path in kernel.metadata_group.values()
+                if path.endswith(f"{kernel.name}.json")
+            )
+            os.write(self._results, f"{os.path.abspath(file)}\n".encode())
+        except BaseException as error:
+            os.write(
+                self._results, f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode()
+            )
+        finally:
+            os._exit(0)

@@ -1,0 +1,194 @@
+"""Weights by their checkpoint names: whole or the slice of a rank, in the run's type and on its
+device.
+
+Layers ask for what they need, so loading and building are one pass and no second copy of the model
+exists. What a checkpoint lacks, has in another shape, or has and nobody asked for, is an error that
+names it.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sidestep.ipc.common.errors import EngineStartError
+
+Shape = tuple[int, ...]
+_IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+"""Buffers that old checkpoints carry and that follow from the config."""
+_COMPARED_ROWS = 4096
+"""Rows of each of two tensors that are in memory at a time while they are compared."""
+
+
+class Weights(abc.ABC):
+    """A source of weights."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    @abc.abstractmethod
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """The named tensor, which has `shape` as a whole, or only some of its rows or columns."""
+
+
+class SafetensorsWeights(Weights):
+    """A folder with model.safetensors, or with several files and model.safetensors.index.json. A
+    context manager."""
+
+    def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._files = ExitStack()
+        self._handle_of: dict[str, Any] = {}
+        for file in _files_of(Path(folder)):
+            try:
+                handle = self._files.enter_context(safe_open(file, framework="pt"))
+            except Exception as error:  # the library raises its own and the system's
+                raise EngineStartError(
+                    f"model: {file} cannot be read as safetensors: {error}"
+                ) from None
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                self._handle_of[name] = handle
+        self._names: dict[str, str] = {}
+        """Other names of tensors -> their names in the files."""
+        self._unused = set(self._handle_of)
+
+    def __enter__(self) -> SafetensorsWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._handle_of
+
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        handle = self._handle_of.get(name)
+        if handle is None:
+            raise EngineStartError(f"model: the checkpoint lacks {name}")
+        stored = self._names.get(name, name)
+        self._unused.discard(stored)
+        part = handle.get_slice(stored)
+        found = tuple(part.get_shape())
+        if found != shape:
+            raise EngineStartError(
+                f"model: {name} has shape {list(found)} in the checkpoint, config.json wants "
+                f"{list(shape)}"
+            )
+        if rows is not None:
+            tensor = part[rows.start : rows.stop]
+        elif columns is not None:
+            tensor = part[:, columns.start : columns.stop]
+        else:
+            tensor = part[:]
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def alias(self, name: str, other: str) -> None:
+        """Read the tensor `other` of the checkpoint where `name`, which the checkpoint lacks, is
+        asked for."""
+        self._handle_of[name] = self._handle_of[other]
+        self._names[name] = other
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Return whether two tensors of the checkpoint hold the same values. Read them part by
+        part."""
+        parts = [self._handle_of[name].get_slice(name) for name in (one, other)]
+        shapes = [tuple(part.get_shape()) for part in parts]
+        if shapes[0] != shapes[1] or not shapes[0]:
+            return False
+        starts = range(0, shapes[0][0], _COMPARED_ROWS)
+        pairs = ([part[row : row + _COMPARED_ROWS] for part in parts] for row in starts)
+        return all(torch.equal(first, second) for first, second in pairs)
+
+    def ignore(self, *beginnings: str) -> None:
+        """Tensors whose names begin so may be there without being asked for."""
+        self._unused = {name for name in self._unused if not name.startswith(beginnings)}
+
+    def finish(self) -> None:
+        """All layers have what they need. Raises EngineStartError if something was left over."""
+        left = sorted(n for n in self._unused if not n.endswith(_IGNORED))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise EngineStartError(
+                f"model: the checkpoint has {left[0]}{more}, which this architecture does not use"
+            )
+
+
+class DummyWeights(Weights):
+    """Random weights; the same for any number of ranks, since each whole tensor is drawn from its
+    own seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._seed = seed
+
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(
+            0.0, 0.02, generator=generator
+        )
+        if rows is not None:
+            tensor = tensor[rows.start : rows.stop].clone()
+        if columns is not None:
+            tensor = tensor[:, columns.start : columns.stop].clone()
+        return tensor
+
+
+class NoWeights(Weights):
+    """Shapes alone, for torch's meta device."""
+
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        if rows is not None:
+            shape = (len(rows), *shape[1:])
+        if columns is not None:
+            shape = (shape[0], len(columns))
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files that the index names; without one, model.safetensors rather than what else lies
+    beside it."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = _names_in(index)
+        missing = [n for n in names if not (folder / n).exists()]
+        if missing:
+            raise EngineStartError(
+                f"model: {folder} lacks {', '.join(missing)}, which its index names"
+            )
+        return [folder / n for n in names]
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineStartError(
+            f"model: {folder} has no safetensors files (load_format 'dummy' needs none)"
+        )
+    return files
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise EngineStartError(
+            f"model: {index} does not hold a JSON object with a weight_map"
+        ) from None

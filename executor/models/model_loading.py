@@ -1,0 +1,129 @@
+"""From WorkerArgs to a model on a device: which device, which type, the weights."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import torch
+
+from sidestep.executor.attention.base import AttentionBackend
+from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.layers.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
+from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.ipc.common import registry
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.layer_split import Stage
+from sidestep.ipc.model.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def pick_device(args: WorkerArgs) -> torch.device:
+    """The GPU of this rank, or the CPU. Raises EngineStartError where a GPU is asked for and there
+    is none."""
+    wanted = args.parallel.device
+    have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
+    if wanted == "cpu" or (wanted == "auto" and have == 0):
+        return torch.device("cpu")
+    ranks, replicas = args.parallel.num_ranks, args.parallel.data_parallel_size
+    if have < ranks * replicas:
+        many = f"{replicas} replicas of {ranks} ranks" if replicas > 1 else f"{ranks} ranks"
+        field = "data" if replicas > 1 else "pipeline" if args.stage.count > 1 else "tensor"
+        raise EngineStartError(
+            f"{field}_parallel_size: {many} need as many GPUs, torch sees {have}; use device 'cpu' "
+            "or fewer of them"
+        )
+    return torch.device("cuda", args.gpu_index)
+
+
+def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
+    """Return the type that was asked for; by default the checkpoint's type on a GPU, and float32 on
+    a CPU."""
+    if args.model.dtype != "auto":
+        return getattr(torch, args.model.dtype)
+    return torch.float32 if device.type == "cpu" else getattr(torch, args.spec.dtype)
+
+
+def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:
+    """The backend asked for, or the device's default. Raises EngineStartError if it cannot run
+    there."""
+    name = args.parallel.attention_backend
+    if name == "auto":
+        name = "torch" if device.type == "cpu" else "triton"
+    backend: type[AttentionBackend] = registry.load(registry.ATTENTION_BACKENDS[name])
+    reason = backend.missing(device)
+    if reason is not None:
+        raise EngineStartError(f"attention_backend: {name!r} cannot run here: {reason}")
+    return backend
+
+
+def load_model(
+    args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device
+) -> DecoderForCausalLM:
+    """What this rank has of the model, with its weights. Raises EngineStartError naming what is
+    wrong with them."""
+    spec, stage = args.spec, args.stage
+    build = model_class(spec.architecture)
+    if device.type == "meta":
+        return build(spec, NoWeights(dtype, device), parallel, stage)
+    if args.model.load_format == "dummy":
+        return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
+    with SafetensorsWeights(spec.path, dtype, device) as weights:
+        if spec.tie_word_embeddings:
+            spec = tie_as_found(spec, weights, stage, tells=args.rank_in_stage == 0)
+        model: DecoderForCausalLM = build(spec, weights, parallel, stage)
+        weights.ignore(*weights_elsewhere(spec, stage))
+        weights.finish()
+    return model
+
+
+def model_class(architecture: str) -> type[DecoderForCausalLM]:
+    """Return the class of an architecture, from this project or from an installed package.
+
+    Raises EngineStartError where this process cannot import it.
+    """
+    target = registry.model_class(architecture)
+    try:
+        found: type[DecoderForCausalLM] = registry.load(target or "")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EngineStartError(
+            f"model: {target!r}, the class of {architecture}, cannot be imported "
+            f"by a worker: {error}"
+        ) from None
+    return found
+
+
+def tie_as_found(
+    spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *, tells: bool
+) -> ModelSpec:
+    """Return the spec of a model with a tied head, changed to fit the head and the embedding of the
+    checkpoint.
+
+    As in transformers: a head that differs from the embedding is used; a head that equals the
+    embedding is not; and a head alone is used as both. tells: whether this rank writes the message
+    to the user.
+    """
+    if HEAD not in weights:
+        return spec
+    if EMBEDDING not in weights:
+        weights.alias(EMBEDDING, HEAD)
+    elif stage.is_last and not weights.are_equal(EMBEDDING, HEAD):
+        if tells:
+            logger.warning(
+                "the checkpoint has an lm_head that differs from the embedding, so the "
+                "two are not tied as config.json says (tie_word_embeddings)"
+            )
+        return msgspec.structs.replace(spec, tie_word_embeddings=False)
+    weights.ignore(HEAD)
+    return spec
+
+
+def load_rotary(args: WorkerArgs, device: torch.device) -> RotaryTable:
+    """cos and sin of every position that a request may reach."""
+    spec = args.spec
+    return RotaryTable(spec.rope, spec.head_dim, args.max_model_len, device)

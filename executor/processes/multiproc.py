@@ -1,0 +1,263 @@
+"""Worker processes, one a rank: steps are broadcast over one ring, each rank answers on its own.
+
+The first rank that samples returns the outputs; the other ranks' rings carry only "ready" and
+failures. A worker that dies makes its doorbell readable (its end of the pipe closes), so the core
+wakes at once and `poll` says which one died and how. Ranks wait for each other, so one that dies
+makes others fail: see `_cause`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import tempfile
+import time
+
+import msgspec
+
+from sidestep.executor.base import Executor, WorkerReady
+from sidestep.executor.gpu.cuda_driver import has_driver
+from sidestep.executor.gpu.kernel_compiler import CompilerArgs
+from sidestep.executor.processes.worker import Failure, Order, Reply, WorkerProcArgs
+from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
+from sidestep.ipc.config import EngineConfig, available_cores, exact_products_environment
+from sidestep.ipc.processes.process import Child, spawn
+from sidestep.ipc.transport.shm_ring import (
+    DEFAULT_SLOTS,
+    RingClosed,
+    RingReader,
+    RingSpec,
+    RingWriter,
+    create_ring,
+)
+from sidestep.ipc.transport.step import Columns, StepInput, StepMasks, StepOutput
+
+_THREAD_WIDTH = 256
+"""Values of a hidden state for each thread: waking a thread for fewer takes longer than it
+saves."""
+_PATIENCE_S = 0.5
+"""How long it is looked for a rank that died when another one says that it fails."""
+
+
+class MultiprocExecutor(Executor):
+    """Runs each rank in a process of its own."""
+
+    def __init__(self, config: EngineConfig, replica: int = 0) -> None:
+        self._config = config
+        self._replica = replica
+        self._world = config.parallel.num_ranks
+        self._children: list[Child] = []
+        self._replies: list[RingReader] = []
+        self._selector = selectors.DefaultSelector()
+        self._steps: RingWriter | None = None
+        self._ready: dict[int, WorkerReady] = {}
+        self._failures: dict[int, Failure] = {}
+        self._gone: list[int] = []
+        """Ranks that have ended without a word."""
+        self._compiler: Child | None = None
+
+    def launch(self) -> None:
+        # The last stage of a pipeline reads a step long after the first one has.
+        steps = create_ring(
+            self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
+        rendezvous = os.path.join(self._folder.name, "store") if self._world > 1 else None
+        compiled, compiling = os.pipe()
+        for rank in range(self._world):
+            self._spawn(rank, steps, rendezvous, compiled)
+        for bell in (*steps.bells_in, compiled):
+            os.close(bell)
+        self._spawn_compiler(compiling)
+        os.close(compiling)
+        self._steps = RingWriter(steps)
+
+    def start(self) -> WorkerReady:
+        with self._folder:
+            self._wait_ready()
+        ready = [self._ready[rank] for rank in range(self._world)]
+        return WorkerReady(
+            num_kv_blocks=min(r.num_kv_blocks for r in ready),
+            block_size=ready[0].block_size,
+            device_type=ready[0].device_type,
+            device=ready[0].device,
+        )
+
+    def submit(self, step: StepInput) -> None:
+        self._send(step, Order.STEP)
+
+    def submit_masks(self, masks: StepMasks) -> None:
+        self._send(masks, Order.MASKS)
+
+    def _send(self, message: Columns, kind: Order) -> None:
+        assert self._steps is not None, "launch() comes first"
+        try:
+            self._steps.send(message.encode(), kind)
+        except RingClosed as closed:
+            raise EngineDeadError(self._cause() or f"the workers take no steps: {closed}") from None
+
+    def poll(self) -> StepOutput | None:
+        output = self._hear_all()
+        if output is None and self._has_failed:
+            raise EngineDeadError(self._cause())
+        return output
+
+    def fileno(self) -> int:
+        return int(self._selector.fileno())
+
+    def worker_pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def shutdown(self) -> None:
+        children = [*self._children, *([self._compiler] if self._compiler is not None else [])]
+        for child in children:
+            child.let_go()
+        for child in children:
+            child.stop()
+
+    def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None, compiled: int) -> None:
+        replies = create_ring(1)
+        args = WorkerProcArgs(
+            worker=self._worker_args(rank, rendezvous, compiled),
+            steps=steps,
+            reader=rank,
+            replies=replies,
+            cpu_threads=self._cpu_threads(),
+        )
+        child = spawn(
+            self._config.parallel.rank_name(rank),
+            "sidestep.executor.processes.worker:main",
+            args,
+            env=worker_environment(self._cpu_threads()),
+            remove=(self._folder.name,),
+            pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled),
+        )
+        for bell in replies.bells_out:
+            os.close(bell)  # so that the last writer's end closes with the worker
+        self._children.append(child)
+        self._replies.append(RingReader(replies, 0))
+        self._selector.register(replies.bells_in[0], selectors.EVENT_READ)
+
+    def _spawn_compiler(self, compiling: int) -> None:
+        """Beside the workers, where there may be a GPU. The end of the process closes this end of
+        the pipe."""
+        if self._config.parallel.device in ("auto", "cuda") and has_driver():
+            args = CompilerArgs(
+                worker=self._worker_args(0, None, None), num_processes=available_cores()
+            )
+            self._compiler = spawn(
+                "kernel compiler",
+                "sidestep.executor.gpu.kernel_compiler:main",
+                args,
+                env={"OMP_NUM_THREADS": "1"},
+                pass_fds=(compiling,),
+            )
+
+    def _worker_args(self, rank: int, rendezvous: str | None, compiled: int | None) -> WorkerArgs:
+        config = self._config
+        return WorkerArgs(
+            rank=rank,
+            replica=self._replica,
+            spec=config.spec,
+            model=config.model,
+            cache=config.cache,
+            parallel=config.parallel,
+            scheduler=config.scheduler,
+            max_model_len=config.max_model_len,
+            rendezvous=rendezvous,
+            compiled=compiled,
+        )
+
+    def _cpu_threads(self) -> int:
+        if self._config.parallel.cpu_threads:
+            return self._config.parallel.cpu_threads
+        ranks = self._world * self._config.parallel.data_parallel_size
+        worth_sharing = self._config.spec.hidden_size // _THREAD_WIDTH
+        return max(1, min(available_cores() // ranks, worth_sharing))
+
+    def _wait_ready(self) -> None:
+        """Until all ranks have loaded, or one cannot."""
+        while len(self._ready) < self._world:
+            self._selector.select()
+            self._hear_all()
+            if self._has_failed:
+                raise EngineStartError(self._cause())
+
+    def _hear_all(self) -> StepOutput | None:
+        """The next output; takes note of whatever else ranks have to say until then."""
+        for rank in range(len(self._replies)):
+            if (output := self._hear(rank)) is not None:
+                return output
+        return None
+
+    def _hear(self, rank: int) -> StepOutput | None:
+        replies = self._replies[rank]
+        closed = replies.clear_bell()
+        message = replies.receive()
+        if message is None:
+            if closed and rank not in self._failures and rank not in self._gone:
+                self._gone.append(rank)
+            return None
+        kind, data = message
+        if kind == Reply.OUTPUT:
+            return StepOutput.decode(data)
+        if kind == Reply.READY:
+            self._ready[rank] = msgspec.json.decode(bytes(data), type=WorkerReady)
+        else:
+            self._failures[rank] = msgspec.json.decode(bytes(data), type=Failure)
+        return None
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._failures or self._gone)
+
+    def _cause(self) -> str:
+        """How it began: with a rank that ended without a word, else with the one that spoke first.
+        Empty if nobody knows, after some time."""
+        until = time.monotonic() + _PATIENCE_S
+        while (
+            not self._gone
+            and time.monotonic() < until
+            and not (self._failures and self._world == 1)
+        ):
+            self._hear_all()
+            time.sleep(0.01)
+        if self._gone:
+            child = self._children[self._gone[0]]
+            child.wait(2.0)
+            return child.death_cause()
+        if not self._failures:
+            return ""
+        rank, failure = min(self._failures.items(), key=lambda item: item[1].at_ns)
+        if len(self._ready) == self._world:
+            return f"{self._config.parallel.rank_name(rank)} failed: {failure.text}"
+        return (
+            failure.text
+            if self._world == 1
+            else f"{self._config.parallel.rank_name(rank)}: {failure.text}"
+        )
+
+
+def worker_environment(cpu_threads: int) -> dict[str, str]:
+    """Return the environment variables that a rank's libraries read when they are loaded."""
+    return {
+        "OMP_NUM_THREADS": str(cpu_threads),
+        # Bounded spinning: by default OpenMP's threads spin at each barrier. Where the frontend and
+        # the core need the same cores, that costs more than half of the throughput.
+        "GOMP_SPINCOUNT": "100",
+        **exact_products_environment(),
+        # Keep freed memory. Otherwise each large temporary is mapped, faulted in page by page and
+        # unmapped again.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+        "MALLOC_TOP_PAD_": str(1 << 26),
+        # Bound the compiled products that are kept, one for each number of rows: each takes some
+        # hundreds of KB.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        # The KV cache fills the GPU. Without this, steps of ever new sizes end in a search for free
+        # pieces, for which the device must stop.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        # torch sets the same, but after the context has been made (executor/processes/worker.py).
+        "CUDA_MODULE_LOADING": "LAZY",
+    }

@@ -1,0 +1,277 @@
+"""A device without a model: scripted tokens, scripted step times, no torch. For tests, and to
+stress the overlap.
+
+The script depends on the whole context as read through the block table: each position of the fake
+KV cache holds a hash of all tokens up to it, made from the hash at the position before. So a
+scheduler that hands out a wrong block, or one that is still in use, changes the tokens, as it would
+with a real model; the batch, the chunking and the timing do not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sidestep.executor.base import WorkerReady
+from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.ipc.params.logits_controls import decode_controls
+from sidestep.ipc.transport.step import (
+    Int64,
+    LogprobColumns,
+    StepInput,
+    StepMasks,
+    StepOutput,
+    UInt8,
+)
+
+_MASK = (1 << 61) - 1
+DEFAULT_BLOCKS = 8192
+DEFAULT_BLOCK_SIZE = 16
+
+
+def chain(previous: int, token: int) -> int:
+    """The hash of a context that ends with `token`, given the hash of what is before it."""
+    return (previous * 1_000_003 + token * 8_191 + 12_345) & _MASK
+
+
+def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
+    """The token that follows a context."""
+    return ((context_hash ^ (seed * 0x9E3779B97F4A7C15)) & _MASK) % 1_000_000_007 % vocab_size
+
+
+def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[float, int]]:
+    """The best tokens to follow a context, for a search: what stands for their logprobs, and the
+    tokens."""
+    rated = (
+        (-(chain(context_hash, token) % 1_000_003) / 100_000, token) for token in range(vocab_size)
+    )
+    return sorted(rated, reverse=True)[:count]
+
+
+def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: int) -> list[int]:
+    """What a request must give, whatever ran beside it."""
+    state, tokens = 0, []
+    for token in prompt:
+        state = chain(state, token)
+    for _ in range(count):
+        tokens.append(next_token(state, seed, vocab_size))
+        state = chain(state, tokens[-1])
+    return tokens
+
+
+class FakeMasks:
+    """The table of masks, each as the tokens that it allows."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._table: dict[int, Int64] = {}
+
+    def take(self, step: StepInput, masks: StepMasks) -> dict[int, Int64]:
+        """What the slots that have a mask may sample in a step."""
+        assert masks.step_id == step.step_id, (
+            f"masks of step {masks.step_id} came for step {step.step_id}"
+        )
+        for place, words in enumerate(masks.words.reshape(-1, self._num_words), masks.first_new):
+            self._table[place] = np.flatnonzero(
+                np.unpackbits(words.view(np.uint8), bitorder="little")
+            )
+        return {
+            slot: self._table[place]
+            for slot, place in zip(
+                step.slots[masks.rows].tolist(), masks.places.tolist(), strict=True
+            )
+        }
+
+
+class FakeDevice:
+    """One stream for each stage of a pipeline: a step begins in a stage when it is launched, the
+    stage has done the one before and the stage before has done this one; it takes `step_s` seconds
+    in each. The first stage also waits for the tokens that the step may need, as said in
+    ipc.step."""
+
+    def __init__(self, step_s: float, num_stages: int = 1) -> None:
+        self._step_s = step_s
+        self._free_at = [0.0] * num_stages
+        self._ends: deque[tuple[int, float]] = deque()
+        """Beats of steps, and when their tokens were there, as long as steps may have to wait for
+        them."""
+
+    def launch(self, beat: int) -> tuple[float, float]:
+        """Start and end, in the last stage, of a step launched now, in seconds of
+        time.monotonic()."""
+        start = end = time.monotonic()
+        while self._ends and self._ends[0][0] <= beat - len(self._free_at):
+            end = max(end, self._ends.popleft()[1])
+        for stage, free_at in enumerate(self._free_at):
+            start = max(end, free_at)
+            end = self._free_at[stage] = start + self._step_s
+        self._ends.append((beat, end))
+        return start, end
+
+    def sample_late(self) -> float:
+        """The end of the last step, which has all that it needs for its sampling by now."""
+        beat, end = self._ends.pop()
+        end = self._free_at[-1] = max(time.monotonic(), end)
+        self._ends.append((beat, end))
+        return end
+
+
+class TimedOutput(PendingOutput):
+    """Ready when the device's clock says so."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    @property
+    def ready(self) -> bool:
+        return time.monotonic_ns() >= self._output.end_ns
+
+    def wait(self) -> StepOutput:
+        while (left := self._output.end_ns - time.monotonic_ns()) > 0:
+            time.sleep(left / 1e9)
+        return self._output
+
+
+class FakeRunner(Runner):
+    """Keeps the same rows per slot as the real runner."""
+
+    def __init__(self, args: WorkerArgs) -> None:
+        self._vocab_size = args.spec.vocab_size
+        self._block_size = args.cache.block_size or DEFAULT_BLOCK_SIZE
+        self._num_blocks = args.cache.num_kv_blocks or DEFAULT_BLOCKS
+        self._num_stages = args.parallel.pipeline_parallel_size
+        self._device = FakeDevice(args.parallel.fake_step_ms / 1e3, self._num_stages)
+        self._instant = args.parallel.fake_step_ms == 0
+        slots = args.scheduler.limits("fake", self._num_stages).num_slots
+        self._cache = [[0] * self._block_size for _ in range(self._num_blocks)]
+        self._known: list[list[int]] = [[] for _ in range(slots)]
+        self._blocks: list[list[int]] = [[] for _ in range(slots)]
+        self._num_computed = [0] * slots
+        self._last_sampled = [0] * slots
+        self._known_from = [0] * slots
+        """The beat from which on the first stage of a pipeline would know that token."""
+        self._seed = [0] * slots
+        self._num_logprobs = [0] * slots
+        self._masks = FakeMasks(self._vocab_size)
+
+    def load(self) -> WorkerReady:
+        return WorkerReady(
+            num_kv_blocks=self._num_blocks,
+            block_size=self._block_size,
+            device_type="fake",
+            device="fake",
+        )
+
+    def execute(
+        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
+    ) -> PendingOutput:
+        for source, target in zip(
+            step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True
+        ):
+            self._cache[target] = self._cache[source].copy()
+        self._enter(step)
+        for slot, token in zip(
+            step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True
+        ):
+            self._last_sampled[slot] = token
+            self._known_from[slot] = step.beat
+        start, end = self._device.launch(step.beat)
+        allowed: dict[int, Int64] = {}
+        if step.awaits_masks:
+            assert receive_masks is not None, "nobody gives the masks"
+            allowed = self._masks.take(step, receive_masks())
+            end = self._device.sample_late()
+        states = self._run_rows(step, allowed)
+        tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
+        output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
+        if any(self._num_logprobs[slot] for slot in states):
+            output.logprobs = self._logprobs(states)
+        return DoneOutput(output) if self._instant else TimedOutput(output)
+
+    def _enter(self, step: StepInput) -> None:
+        ends, controls = (
+            np.cumsum(step.new_num_sent).tolist(),
+            np.cumsum(step.new_control_sizes).tolist(),
+        )
+        for i, (slot, end) in enumerate(zip(step.new_slots.tolist(), ends, strict=True)):
+            known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
+            self._known[slot] = [-1] * (known - sent) + step.new_token_ids[
+                end - sent : end
+            ].tolist()
+            self._num_computed[slot] = int(step.new_num_computed[i])
+            self._seed[slot] = int(step.new_seed[i])
+            control = step.new_controls[
+                controls[i] - int(step.new_control_sizes[i]) : controls[i]
+            ].tobytes()
+            self._num_logprobs[slot] = max(0, decode_controls(control).logprobs)
+            self._blocks[slot] = []
+
+    def _logprobs(self, states: dict[int, int]) -> UInt8:
+        """Of those that ask for the most probable tokens; states: slots that sample, and the hashes
+        of contexts."""
+        rows = [
+            (
+                row,
+                self._last_sampled[slot],
+                candidates(state, self._num_logprobs[slot], self._vocab_size),
+            )
+            for row, (slot, state) in enumerate(states.items())
+            if self._num_logprobs[slot]
+        ]
+        count = len(rows)
+        return LogprobColumns(
+            keys=np.array([row for row, _, _ in rows], np.int32),
+            positions=np.zeros(count, np.int32),
+            sizes=np.array([1 + len(best) for _, _, best in rows], np.int32),
+            ranks=np.ones(count, np.int32),
+            token_ids=np.array(
+                [t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32
+            ),
+            logprobs=np.array(
+                [v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32
+            ),
+        ).pack()
+
+    def _run_rows(self, step: StepInput, allowed: dict[int, Int64]) -> dict[int, int]:
+        """For each slot that samples, in the order of rows, the hash of its context."""
+        slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
+        for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
+            self._blocks[slot] += block_ids[used : used + new_blocks]
+            used += new_blocks
+        # A row may read a block that another row of the same step writes. A model computes all rows
+        # layer by layer; here the one that begins at the lower position goes first, since the other
+        # begins after what it writes.
+        rows = sorted(
+            zip(slots, step.num_tokens.tolist(), strict=True),
+            key=lambda row: self._num_computed[row[0]],
+        )
+        sampled: dict[int, int] = {}
+        for slot, count in rows:
+            state = self._compute(slot, count, step.beat)
+            if self._num_computed[slot] >= len(self._known[slot]):
+                tokens = allowed.get(slot)
+                token = next_token(
+                    state, self._seed[slot], self._vocab_size if tokens is None else len(tokens)
+                )
+                self._last_sampled[slot] = token if tokens is None else int(tokens[token])
+                self._known_from[slot] = step.beat + self._num_stages
+                sampled[slot] = state
+        return {slot: sampled[slot] for slot in slots if slot in sampled}
+
+    def _compute(self, slot: int, count: int, beat: int) -> int:
+        """Runs `count` positions of a slot and returns the hash at the last one."""
+        known, blocks, size = self._known[slot], self._blocks[slot], self._block_size
+        first = self._num_computed[slot]
+        state = self._cache[blocks[(first - 1) // size]][(first - 1) % size] if first else 0
+        for position in range(first, first + count):
+            assert position < len(known) or self._known_from[slot] <= beat, (
+                "the first stage has not got its token"
+            )
+            token = known[position] if position < len(known) else self._last_sampled[slot]
+            state = chain(state, token)
+            self._cache[blocks[position // size]][position % size] = state
+        self._num_computed[slot] = first + count
+        return state

@@ -1,0 +1,134 @@
+"""A step's tokens laid out one request after the other, without padding: the host's view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestep.executor.runner.slot_tables import RequestState
+from sidestep.ipc.transport.step import Int32, Int64, StepInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostBatch:
+    """What the host knows of a step: everything but the ids of tokens that were sampled. R rows, T
+    tokens.
+
+    What only some devices need is made when asked for, from the state's tables: so before the next
+    step is applied.
+    """
+
+    state: RequestState
+    block_size: int
+    slots: Int32
+    """[R]"""
+    num_tokens: Int32
+    """[R]"""
+    seq_lens: Int32
+    """[R] Tokens in the cache after this step."""
+    query_starts: Int64
+    """[R + 1] Where each row's tokens begin in T; the last entry is T."""
+    num_decode_rows: int
+    """Leading rows of one token."""
+    row_slots: Int32
+    """[T] Slot of each token's row."""
+    positions: Int64
+    """[T]"""
+    token_ids: Int32
+    """[T] -1 where the id is on the device: `last_sampled` of the token's slot."""
+    samples: npt.NDArray[np.bool_]
+    """[R] Whether this step computes the last known token of a row, so that it samples."""
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @cached_property
+    def entries(self) -> Int64:
+        """[R] A number for each stay of a request in a slot, never used again: what is kept from
+        step to step goes by it, since a slot is taken by one request after another."""
+        return self.state.entries[self.slots]
+
+    @cached_property
+    def block_tables(self) -> Int32:
+        """[R, max_blocks]"""
+        return self.state.block_table[self.slots]
+
+    @cached_property
+    def slot_mapping(self) -> Int64:
+        """[T] Block id * block size + offset of each token's place in the cache."""
+        blocks = self.state.block_table[self.row_slots, self.positions // self.block_size].astype(
+            np.int64
+        )
+        return blocks * self.block_size + self.positions % self.block_size
+
+    @cached_property
+    def unknown(self) -> Int64:
+        """Indices into T of tokens whose id is on the device."""
+        return np.flatnonzero(self.token_ids < 0)
+
+    @cached_property
+    def sampling_rows(self) -> Int64:
+        """Rows that sample."""
+        return np.flatnonzero(self.samples)
+
+    @cached_property
+    def logits_tokens(self) -> Int64:
+        """For each of them, the index into T of its last token."""
+        return self.query_starts[1:][self.sampling_rows] - 1
+
+    @cached_property
+    def token_ranges(self) -> list[tuple[int, int]]:
+        """Each row's tokens as a range of T."""
+        ends = self.query_starts.tolist()
+        return list(zip(ends, ends[1:], strict=False))
+
+
+class Apart(NamedTuple):
+    """Rows that sample, but not with the others: their numbers in the step."""
+
+    special: Int64
+    """Those of executor/sampling/special_rows.py."""
+    masked: Int64
+    """Those that are sampled like plain ones when their masks have come."""
+
+
+def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBatch:
+    """Lays a step out and advances the rows' counts. The differences have been applied already."""
+    slots, counts = step.slots, step.num_tokens
+    first = state.num_computed[slots]
+    seq_lens = first + counts
+    starts = np.zeros(len(slots) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    total = int(starts[-1])
+    if total == len(slots):  # all rows have one token
+        row_slots, positions, num_decode = slots, first.astype(np.int64), len(slots)
+    else:
+        row_slots = np.repeat(slots, counts)
+        positions = np.arange(total) - np.repeat(starts[:-1] - first, counts)
+        num_decode = int((counts > 1).argmax())
+    known = positions < state.num_known[row_slots]
+    token_ids = np.where(
+        known, state.token_ids[row_slots, np.where(known, positions, 0)], np.int32(-1)
+    )
+    if len(step.forced_slots):
+        token_ids[starts[:-1][np.isin(slots, step.forced_slots)]] = step.forced_tokens
+    state.num_computed[slots] = seq_lens
+    return HostBatch(
+        state=state,
+        block_size=block_size,
+        slots=slots,
+        num_tokens=counts,
+        seq_lens=seq_lens,
+        query_starts=starts,
+        num_decode_rows=num_decode,
+        row_slots=row_slots,
+        positions=positions,
+        token_ids=token_ids,
+        samples=seq_lens >= state.num_known[slots],
+    )

@@ -1,0 +1,108 @@
+"""What a worker process runs its steps on. No torch here: the fake runner must start without it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sidestep.executor.base import WorkerReady
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.layer_split import Stage
+from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerArgs:
+    """All that a worker needs to know; sent to its process as JSON."""
+
+    rank: int
+    """Within its replica."""
+    spec: ModelSpec
+    model: ModelConfig
+    cache: CacheConfig
+    parallel: ParallelConfig
+    scheduler: SchedulerConfig
+    max_model_len: int
+    replica: int = 0
+    """Which data-parallel replica; its GPUs follow those of the replicas before it."""
+    rendezvous: str | None = None
+    """A file for torch.distributed to meet in; None with one rank."""
+    compiled: int | None = None
+    """Reads end-of-file when the process that compiles kernels ahead has ended
+    (executor/gpu/kernel_compiler.py)."""
+
+    @property
+    def gpu_index(self) -> int:
+        """Which of the GPUs that this process sees is the rank's, if it has one."""
+        return self.replica * self.parallel.num_ranks + self.rank
+
+    @property
+    def stage(self) -> Stage:
+        """The layers of this rank."""
+        return self.parallel.stage(self.spec, self.rank)
+
+    @property
+    def rank_in_stage(self) -> int:
+        """Among those that share these layers."""
+        return self.rank % self.parallel.tensor_parallel_size
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank sends the outputs: the first of those that sample, which all sample the
+        same tokens."""
+        return self.stage.is_last and self.rank_in_stage == 0
+
+
+class PendingOutput(abc.ABC):
+    """A step that has been launched."""
+
+    @property
+    @abc.abstractmethod
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @abc.abstractmethod
+    def wait(self) -> StepOutput:
+        """Blocks until the device has ended the step. Called from another thread than `execute`."""
+
+
+class DoneOutput(PendingOutput):
+    """The output of a device that computes while `execute` runs."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> StepOutput:
+        return self._output
+
+
+class Runner(abc.ABC):
+    """One rank's model and its tables: a row for each slot, changed only by the differences in a
+    step."""
+
+    @abc.abstractmethod
+    def __init__(self, args: WorkerArgs) -> None:
+        """Cheap; the work is in `load`."""
+
+    @abc.abstractmethod
+    def load(self) -> WorkerReady:
+        """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for
+        the user."""
+
+    @abc.abstractmethod
+    def execute(
+        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
+    ) -> PendingOutput:
+        """Launches a step. Its columns may be used until this returns. receive_masks: waits for the
+        masks of a step that awaits some; called when the model has been launched, since they depend
+        on the step before."""
+
+    def settle(self) -> None:  # noqa: B027
+        """No step has come for a while: ends what is under way between ranks and waits for the next
+        one."""

@@ -1,0 +1,76 @@
+"""A worker's tables: one row for each slot, changed only by the differences that a step brings.
+
+All that can be known without the sampled tokens, and so without waiting for the device: how many
+tokens a row has computed advances by the step's own numbers. What was sampled is the runner's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sidestep.ipc.transport.step import StepInput
+
+
+class RequestState:
+    """Rows of requests, by slot."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        # Large but mostly untouched: memory is taken only for what requests fill.
+        self.token_ids = np.zeros((num_slots, max_model_len), np.int32)
+        self.block_table = np.zeros((num_slots, max_blocks), np.int32)
+        self.num_known = np.zeros(num_slots, np.int32)
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.num_computed = np.zeros(num_slots, np.int32)
+        self.num_blocks = np.zeros(num_slots, np.int32)
+        self.entries = np.zeros(num_slots, np.int64)
+        self._num_entries = 0
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.seed = np.zeros(num_slots, np.int64)
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.stop_ids: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = [
+            np.empty(0, np.int32)
+        ] * num_slots
+
+    def apply(self, step: StepInput) -> None:
+        """Lets new requests in and appends new blocks."""
+        if len(step.new_slots):
+            self._enter(step)
+        if len(step.block_ids):
+            self._append_blocks(step)
+
+    def _enter(self, step: StepInput) -> None:
+        slots = step.new_slots
+        self.num_known[slots] = step.new_num_known
+        self.num_prompt[slots] = step.new_num_prompt
+        self.num_computed[slots] = step.new_num_computed
+        self.num_blocks[slots] = 0
+        self.entries[slots] = np.arange(len(slots)) + self._num_entries + 1
+        self._num_entries += len(slots)
+        self.temperature[slots] = step.new_temperature
+        self.top_p[slots] = step.new_top_p
+        self.min_p[slots] = step.new_min_p
+        self.top_k[slots] = step.new_top_k
+        self.seed[slots] = step.new_seed
+        self.min_tokens[slots] = step.new_min_tokens
+        token_ends, stop_ends = np.cumsum(step.new_num_sent), np.cumsum(step.new_num_stop_ids)
+        for i, slot in enumerate(slots.tolist()):
+            known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
+            self.token_ids[slot, known - sent : known] = step.new_token_ids[
+                token_ends[i] - sent : token_ends[i]
+            ]
+            # A copy: the step's columns are views over memory that is reused.
+            self.stop_ids[slot] = step.new_stop_ids[
+                stop_ends[i] - step.new_num_stop_ids[i] : stop_ends[i]
+            ].copy()
+
+    def _append_blocks(self, step: StepInput) -> None:
+        counts = step.num_new_blocks
+        rows = np.repeat(step.slots, counts)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        columns = self.num_blocks[rows] + np.arange(len(rows)) - first
+        self.block_table[rows, columns] = step.block_ids
+        self.num_blocks[step.slots] += counts

@@ -1,0 +1,75 @@
+"""Log-probabilities of tokens, as the model gave them: before penalties, masks, temperature and
+filters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.runner.transfer import to_host
+from sidestep.ipc.transport.step import Int32, Int64, LogprobColumns, UInt8
+
+MOST_TOKENS = 64
+"""Tokens whose logits are float32 at a time: what bounds the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprobs:
+    """Of n tokens, on their way to the host: that of the token itself, then those of the most
+    probable ones."""
+
+    keys: Int64
+    """[n] Whose they are; see LogprobColumns."""
+    positions: Int64
+    """[n]"""
+    sizes: Int32
+    """[n] How many of the K + 1 are wanted of each token."""
+    packed: Tensor
+    """int32 [n, 1 + 2 (K + 1)] on the host when the step has ended: rank, ids, and the bits of the
+    numbers."""
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
+    """What `Logprobs.packed` holds, on the device, from logits [n, V] and int64 [n]; `most`
+    probable ones of each. A token's rank is 1 if no other is more probable."""
+    values = logits.float().log_softmax(-1)
+    own = values.gather(1, token_ids[:, None])
+    rank = (values > own).sum(1, keepdim=True) + 1
+    top = values.topk(min(most, values.shape[1]), dim=1)
+    ids = torch.cat((rank, token_ids[:, None], top.indices), 1).int()
+    return torch.cat((ids, torch.cat((own, top.values), 1).view(torch.int32)), 1)
+
+
+def make_logprobs(packed: Tensor, keys: Int64, positions: Int64, numbers: Int32) -> Logprobs:
+    """Sends `packed` on its way. numbers: how many most probable tokens each asks for."""
+    return Logprobs(keys=keys, positions=positions, sizes=numbers + 1, packed=to_host(packed))
+
+
+def encode_logprobs(parts: Sequence[Logprobs]) -> UInt8:
+    """For a StepOutput, once the step has ended; empty without any."""
+    if not parts:
+        return np.empty(0, np.uint8)
+    ranks, ids, values = [], [], []
+    for part in parts:
+        packed = part.packed.numpy()
+        width = packed.shape[1] // 2
+        wanted = np.arange(width) < part.sizes[:, None]
+        ranks.append(packed[:, 0])
+        ids.append(packed[:, 1 : 1 + width][wanted])
+        values.append(np.ascontiguousarray(packed[:, 1 + width :]).view(np.float32)[wanted])
+    return LogprobColumns(
+        keys=_joined([part.keys for part in parts]),
+        positions=_joined([part.positions for part in parts]),
+        sizes=_joined([part.sizes for part in parts]),
+        ranks=_joined(ranks),
+        token_ids=_joined(ids),
+        logprobs=np.concatenate(values),
+    ).pack()
+
+
+def _joined(columns: Sequence[Int32 | Int64]) -> Int32:
+    return np.concatenate(columns).astype(np.int32)

@@ -1,0 +1,357 @@
+"""LLM: offline batches, for scripts and notebooks without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import numbers
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import tqdm
+
+from sidestep.frontend.api.async_llm import AsyncLLM
+from sidestep.frontend.api.event_loop import new_event_loop
+from sidestep.frontend.input.input_processor import as_sampling_params
+from sidestep.frontend.input.prompts import ChatPrompt, Prompt
+from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
+from sidestep.frontend.replicas.replica_set import ReplicaStatus
+from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
+from sidestep.ipc.common.errors import EngineDeadError, ValidationError
+from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from sidestep.ipc.processes.forking import Home
+from sidestep.ipc.transport.records import RequestRecord, StepRecord
+
+T = TypeVar("T")
+Conversation = Sequence[Mapping[str, Any]]
+OneParams = SamplingParams | Mapping[str, Any]
+Params = OneParams | Iterable[OneParams] | None
+"""Sampling parameters for all prompts, or one for each. Each may be a dict of fields."""
+Bar = bool | Callable[..., Any]
+"""Whether to show a bar, or a function that makes one, as tqdm.tqdm does."""
+_OF_A_PROMPT = ("prompt", "prompt_token_ids", "messages")
+"""Fields of one prompt. In an error of a call with several prompts, the prompt's index is added."""
+
+
+class LLM(RefusesVllmMethods):
+    """An engine for whole batches: each call returns when all of its requests have ended, in the
+    order given.
+
+    Runs an AsyncLLM on an event loop in a thread of its own, so it works where a loop runs already
+    (a notebook).
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        """`options` are the options of EngineArgs. Raises ValidationError, which names an unknown
+        or wrong option, or EngineStartError."""
+        self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
+        self._thread.start()
+        # Runs before the AsyncLLM's own finalizer, which must not meet a running loop of another
+        # thread.
+        self._home = Home()
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._home, self._llm, self._loop, self._thread
+        )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Return an engine with these options. Raises ValidationError or EngineStartError."""
+        return cls(**{f.name: getattr(engine_args, f.name) for f in fields(engine_args)})
+
+    @takes_vllm_arguments
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many. `sampling_params` and `priority` hold for all prompts, or
+        are lists with one for each."""
+        return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm, priority)
+
+    @takes_vllm_arguments
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many. ChatPrompt describes the template's arguments."""
+        prompts: list[Prompt] = [
+            ChatPrompt(
+                messages=one,
+                tools=tools,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for one in as_list_of_conversations(messages)
+        ]
+        return self._run_batch(prompts, sampling_params, use_tqdm, priority)
+
+    @takes_vllm_arguments
+    def beam_search(
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, use_tqdm: Bar = False
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of one prompt or many."""
+        several = as_list_of_prompts(prompts)
+        with Progress(len(several), use_tqdm) as progress:
+
+            async def search(prompt: Prompt) -> BeamSearchOutput:
+                output = await self._llm.beam_search(prompt, params)
+                num_prompt = len(output.prompt_token_ids)
+                progress.add(
+                    num_prompt, sum(len(found.tokens) - num_prompt for found in output.sequences)
+                )
+                return output
+
+            return self._call(_all_of([search(prompt) for prompt in several]))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See AsyncLLM.get_default_sampling_params."""
+        return self._llm.get_default_sampling_params()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return self._llm.max_model_len
+
+    @takes_vllm_arguments
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self._call(self._llm.reset_prefix_cache())
+
+    def get_stats(self) -> dict[str, float]:
+        """As AsyncLLM.get_stats."""
+        return self._call(self._llm.get_stats())
+
+    def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
+        """As AsyncLLM.get_step_records."""
+        return self._call(self._llm.get_step_records(since, replica=replica))
+
+    def get_request_records(self) -> list[RequestRecord]:
+        """As AsyncLLM.get_request_records."""
+        return self._call(self._llm.get_request_records())
+
+    @property
+    def replicas(self) -> list[ReplicaStatus]:
+        """As AsyncLLM.replicas."""
+        return self._llm.replicas
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """As AsyncLLM.pids."""
+        return self._llm.pids
+
+    def shutdown(self) -> None:
+        """End the engine. May be called twice; also happens when the program ends. Raises
+        SidestepError in a forked child."""
+        self._home.check()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._home.is_here:  # a forked child that leaves the block ends nothing
+            self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"LLM({self._llm!r})"
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs it on the loop's thread; Ctrl-C here cancels it there, which ends its requests."""
+        if not self._home.is_here:
+            coroutine.close()
+            self._home.check()
+        if not self._finalizer.alive:
+            coroutine.close()
+            raise EngineDeadError("the engine has been shut down")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _run_batch(
+        self,
+        prompts: list[Prompt],
+        params: Params,
+        use_tqdm: Bar,
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        """Run the prompts. `params` and `priority` hold for all prompts, or are lists with one for
+        each."""
+        each = (
+            [params] * len(prompts)
+            if params is None or isinstance(params, SamplingParams | Mapping)
+            else list(params)
+        )
+        priorities = (
+            [priority or 0] * len(prompts)
+            if priority is None or isinstance(priority, int)
+            else list(priority)
+        )
+        for name, given in (("sampling_params", each), ("priority", priorities)):
+            if len(given) != len(prompts):
+                raise ValidationError(name, f"has {len(given)} entries for {len(prompts)} prompts")
+        default = self.get_default_sampling_params()
+        final = [
+            (default if one is None else as_sampling_params(one)).clone(
+                output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            for one in each
+        ]
+        with Progress(len(prompts), use_tqdm) as progress:
+            return self._call(self._gather(prompts, final, priorities, progress))
+
+    async def _gather(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        priorities: Sequence[int],
+        progress: Progress,
+    ) -> list[RequestOutput]:
+        async def run(prompt: Prompt, sampling: SamplingParams, priority: int) -> RequestOutput:
+            async for output in self._llm.generate(prompt, sampling, priority=priority):
+                pass
+            progress.add(
+                len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
+            )
+            return output
+
+        return await _all_of([run(*one) for one in zip(prompts, params, priorities, strict=True)])
+
+
+async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results, one for each prompt. The first failure ends the other requests and is
+    raised; with several prompts, the error names the index of the prompt."""
+    tasks = list[asyncio.Task[T]]()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks += [group.create_task(one) for one in work]
+    except BaseExceptionGroup as several:
+        error = several.exceptions[0]
+        if isinstance(error, ValidationError) and error.field in _OF_A_PROMPT and len(tasks) > 1:
+            index = next(
+                i
+                for i, task in enumerate(tasks)
+                if not task.cancelled() and task.exception() is error
+            )
+            raise error.in_list("prompts", index) from None
+        raise error from None
+    return [task.result() for task in tasks]
+
+
+def _shut_down(
+    home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread
+) -> None:
+    """End the engine on its own thread, then the thread. In a forked child, which has no such
+    thread, do nothing."""
+    if not home.is_here:
+        return
+
+    async def shut_down() -> None:
+        llm.shutdown()
+
+    if (
+        threading.current_thread() is thread
+    ):  # the last reference to the engine was held by one of its own tasks
+        llm.shutdown()
+        loop.stop()
+        return
+    asyncio.run_coroutine_threadsafe(shut_down(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def as_list_of_conversations(messages: Conversation | Iterable[Conversation]) -> list[Conversation]:
+    """One conversation or several, as a list."""
+    given: object = messages
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise ValidationError("messages", f"must be a list of messages, not {type(given).__name__}")
+    several = list(given)
+    if not several:
+        raise ValidationError("messages", "is empty")
+    conversations = [several] if isinstance(several[0], Mapping) else several
+    for one in conversations:
+        if not isinstance(one, Sequence) or not one or not isinstance(one[0], Mapping):
+            raise ValidationError("messages", f"holds {one!r}, which is not a list of messages")
+    return cast(list[Conversation], conversations)
+
+
+def as_list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. A list of numbers or of messages is one prompt."""
+    given: object = prompts
+    if isinstance(given, str | Mapping):
+        return [cast(Prompt, given)]
+    if not isinstance(given, Iterable):
+        raise ValidationError(
+            "prompts", f"must be prompts or a single one, not {type(given).__name__}"
+        )
+    several = list(given)
+    if several and isinstance(several[0], numbers.Integral):
+        return [several]
+    if several and isinstance(several[0], Mapping) and "role" in several[0]:
+        return [several]
+    return several
+
+
+class Progress:
+    """A bar of finished requests, with tokens a second in and out."""
+
+    def __init__(self, total: int, bar: Bar) -> None:
+        make = bar if callable(bar) else tqdm.tqdm
+        self._bar = make(total=total, disable=not bar, desc="Processed prompts", dynamic_ncols=True)
+        self._tokens_in = self._tokens_out = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+
+    def add(self, num_in: int, num_out: int) -> None:
+        """Count a request that has ended, with its prompt's and its output's number of tokens."""
+        self._tokens_in += num_in
+        self._tokens_out += num_out
+        elapsed = self._bar.format_dict["elapsed"] or 1e-9
+        rates = (
+            f"in {self._tokens_in / elapsed:.0f} tok/s, out {self._tokens_out / elapsed:.0f} tok/s"
+        )
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update()

@@ -1,0 +1,49 @@
+"""Make what a frontend needs before it serves: the tokenizer, the channels to the replicas and its
+seed."""
+
+from __future__ import annotations
+
+from sidestep.frontend.input.no_tokenizer import NoTokenizer
+from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.core_args import Invitation
+from sidestep.ipc.transport.channels import FrontendChannel
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Return the tokenizer that an engine of this configuration has. Raises EngineStartError."""
+    folder = config.tokenizer_path
+    return NoTokenizer(config.spec.vocab_size) if folder is None else Tokenizer(folder)
+
+
+def open_channels(
+    config: EngineConfig, invitation: Invitation | None
+) -> dict[int, tuple[FrontendChannel, int]]:
+    """Return a channel to each replica, with this frontend's number there. The frontend that starts
+    the engine has number 0."""
+    if invitation is None:
+        return {
+            replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)
+        }
+    channels: dict[int, tuple[FrontendChannel, int]] = {}
+    try:
+        for seat in invitation.seats:
+            channels[seat.replica] = FrontendChannel(seat.address), seat.client
+    except EngineStartError:
+        for channel, _ in channels.values():
+            channel.close()
+        raise
+    return channels
+
+
+def seed_of_frontend(config: EngineConfig, invitation: Invitation | None) -> str | None:
+    """Return the text that the seeds of this frontend's requests are derived from; None without the
+    option `seed`. Each frontend of an engine has another text, so that no two of them draw the same
+    seeds."""
+    seed = config.frontend.seed
+    return (
+        None
+        if seed is None
+        else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
+    )

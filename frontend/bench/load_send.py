@@ -1,0 +1,117 @@
+"""Sends a load to a target, and counts what comes back as the receiver sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from sidestep.frontend.api.async_llm import AsyncLLM
+from sidestep.frontend.bench.load import PlannedRequest
+from sidestep.frontend.bench.load_report import Report, Sample
+from sidestep.ipc.common.errors import QueueFullError, RequestError, ValidationError
+from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from sidestep.ipc.processes.process import cpu_seconds
+
+IDLE_CAUSES = ("result", "schedule", "prepare")
+
+
+class Target(Protocol):
+    """What requests are sent to."""
+
+    async def send(self, request: PlannedRequest, sample: Sample) -> None:
+        """One request to its end, noted in `sample`. Raises RequestError, ValidationError or
+        QueueFullError for one that cannot be served; any other exception ends the load."""
+
+    async def figures(self) -> dict[str, float]:
+        """What host and device have spent so far, of what can be known: device_busy_s,
+        device_idle_s and its causes, and cpu_s_NAME for processes."""
+
+
+class EngineTarget:
+    """An engine that this process has started."""
+
+    def __init__(
+        self, llm: AsyncLLM, temperature: float, *, ignore_eos: bool = True, detokenize: bool = True
+    ) -> None:
+        self._llm = llm
+        self._temperature = temperature
+        self._ignore_eos = ignore_eos
+        self._detokenize = detokenize
+
+    async def send(self, request: PlannedRequest, sample: Sample) -> None:
+        params = SamplingParams(
+            temperature=self._temperature,
+            max_tokens=request.output_len,
+            ignore_eos=self._ignore_eos,
+            detokenize=self._detokenize,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        async for output in self._llm.generate(request.prompt, params):
+            if output.outputs[0].token_ids:
+                sample.arrivals.append(time.monotonic())
+                sample.num_output_tokens += len(output.outputs[0].token_ids)
+        sample.num_input_tokens = len(output.prompt_token_ids)
+
+    async def figures(self) -> dict[str, float]:
+        stats = await self._llm.get_stats()
+        return {name: value for name, value in stats.items() if name.startswith("device_")} | {
+            f"cpu_s_{name}": seconds for name, seconds in cpu_times(self._llm).items()
+        }
+
+
+async def send_all(
+    target: Target,
+    load: Sequence[PlannedRequest],
+    begin: float,
+    max_concurrency: int | None,
+    on_end: Callable[[], object] = lambda: None,
+) -> list[Sample]:
+    """Send each request at its time, or as soon after as `max_concurrency` allows. Call `on_end` at
+    the end of each."""
+    room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
+    running: list[asyncio.Task[Sample]] = []
+    for request in load:
+        if (early := begin + request.at - time.monotonic()) > 0:
+            await asyncio.sleep(early)
+        await room.acquire()
+        task = asyncio.create_task(_send(target, request, begin))
+        task.add_done_callback(lambda _: room.release())
+        task.add_done_callback(lambda _: on_end())
+        running.append(task)
+    return await asyncio.gather(*running)
+
+
+async def _send(target: Target, request: PlannedRequest, begin: float) -> Sample:
+    sample = Sample(planned=begin + request.at, sent=time.monotonic())
+    try:
+        await target.send(request, sample)
+    except (RequestError, ValidationError, QueueFullError) as error:  # must not end the others
+        sample.error = str(error)
+    return sample
+
+
+def cpu_times(llm: AsyncLLM) -> dict[str, float]:
+    """CPU seconds of each of the engine's processes so far, where the system tells."""
+    times = {name: cpu_seconds(pid) for name, pid in llm.pids.items()}
+    return {name: seconds for name, seconds in times.items() if seconds is not None}
+
+
+def usage(after: dict[str, float], before: dict[str, float]) -> Report:
+    """What device and host did between two readings of a target's figures, of what both have."""
+    spent = {name: after[name] - before[name] for name in after.keys() & before.keys()}
+    report: Report = {}
+    if "device_busy_s" in spent:
+        working = max(1e-9, spent["device_busy_s"] + spent["device_idle_s"])
+        report = {
+            "device_busy_s": spent["device_busy_s"],
+            "device_idle_share": spent["device_idle_s"] / working,
+            **{
+                f"device_idle_share_{cause}": spent[f"device_idle_{cause}_s"] / working
+                for cause in IDLE_CAUSES
+            },
+        }
+    return report | {
+        name: spent[name] for name in after if name in spent and name.startswith("cpu_s_")
+    }

@@ -1,0 +1,115 @@
+"""`sidestep generate`: complete prompts, and print tokens as they come.
+
+Standard output holds the prompts with their completions and nothing else. Headings and figures go
+to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sidestep.frontend.api.async_llm import AsyncLLM
+from sidestep.frontend.api.event_loop import new_event_loop
+from sidestep.frontend.options.flags import check_url_flags, engine_args, sampling_params
+from sidestep.frontend.output.outputs import RequestOutput
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.logs import tell
+from sidestep.ipc.config import EngineArgs
+from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
+
+
+class Printer:
+    """Prints several streams one after the other: the first as it comes, the others when it is
+    their turn."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._pending = [""] * len(prompts)
+        self._ended = [False] * len(prompts)
+        self._turn = -1
+        self._next()
+
+    def add(self, index: int, text: str, ended: bool) -> None:
+        """New text of one stream."""
+        self._pending[index] += text
+        self._ended[index] = ended
+        while self._turn < len(self._prompts):
+            sys.stdout.write(self._pending[self._turn])
+            self._pending[self._turn] = ""
+            if not self._ended[self._turn]:
+                break
+            sys.stdout.write("\n")
+            self._next()
+        sys.stdout.flush()
+
+    def _next(self) -> None:
+        self._turn += 1
+        if self._turn == len(self._prompts):
+            return
+        if self._turn:
+            sys.stdout.write("\n")
+        if len(self._prompts) > 1:
+            sys.stdout.flush()
+            tell(f"--- {self._turn + 1}")
+        sys.stdout.write(self._prompts[self._turn])
+
+
+def run_generate(parsed: argparse.Namespace) -> int:
+    """The command."""
+    prompts = parsed.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ValidationError("prompts", "none given, neither as arguments nor on standard input")
+    check_url_flags(parsed)
+    if parsed.url is not None:
+        from sidestep.frontend.cli.remote_commands import run_remote_generate
+
+        return run_remote_generate(parsed, prompts)
+    sampling_params(parsed, max_tokens=64)  # raises before the engine starts if they are wrong
+    arguments = engine_args(parsed)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        llm = start_engine(arguments)
+        params = sampling_params(parsed, **{"max_tokens": 64, **llm.sampling_defaults})
+        runner.run(generate(llm, prompts, params))
+    return 0
+
+
+def start_engine(arguments: EngineArgs) -> AsyncLLM:
+    """Starts the engine, telling on standard error what is going on."""
+    start = time.perf_counter()
+    tell(f"starting the engine with {arguments.model} ...")
+    llm = AsyncLLM.from_engine_args(arguments)
+    tell(f"ready in {time.perf_counter() - start:.1f} s on {llm.device}")
+    return llm
+
+
+async def generate(llm: AsyncLLM, prompts: Sequence[str], params: SamplingParams) -> None:
+    """Streams all prompts at once, prints them in order, then the summary."""
+    params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
+    async with llm:
+        printer = Printer(prompts)
+
+        async def stream(index: int, prompt: str) -> RequestOutput:
+            async for output in llm.generate(prompt, params):
+                printer.add(index, output.outputs[0].text, output.finished)
+            return output
+
+        start = time.perf_counter()
+        last = await asyncio.gather(*(stream(i, p) for i, p in enumerate(prompts)))
+        tell(summary(last, time.perf_counter() - start))
+
+
+def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
+    """One line: tokens, TTFT, tokens/s."""
+    tokens = sum(o.metrics.num_generation_tokens for o in outputs)
+    latencies = [o.metrics.first_token_latency or 0.0 for o in outputs]
+    mean_ms = sum(latencies) / len(latencies) * 1e3
+    return (
+        f"{len(outputs)} requests, {tokens} tokens in {seconds:.2f} s: TTFT {mean_ms:.0f} ms, "
+        f"{tokens / seconds:.0f} tokens/s"
+    )

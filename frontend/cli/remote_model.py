@@ -1,0 +1,170 @@
+"""A model that runs elsewhere, asked over the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import msgspec
+
+from sidestep.ipc.common.errors import RemoteError, ValidationError
+
+# A long prompt may take minutes until its first token; who waits can leave.
+_TIMEOUT = httpx2.Timeout(None, connect=10.0)
+_LONGEST_PAGE = 200
+"""Characters of an error's body that is not of the API's shape."""
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Named]
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    text: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """What of a stream's event is needed here, of chats and of completions."""
+
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+def base_url(url: str) -> str:
+    """Where the routes are: a URL without a path gets the usual one. Raises ValidationError."""
+    try:
+        parts = urlsplit(url)
+        valid = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and not (parts.query or parts.fragment)
+        )
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValidationError(
+            "url", f"must be like http://127.0.0.1:8000 or https://host/v1, not {url!r}"
+        )
+    return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
+
+
+class QueuePlace(msgspec.Struct):
+    """The data of an event 'queue' of a Sidestep server; see
+    frontend/server/service/queue_events.py."""
+
+    before: int
+    or_more: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the place in words."""
+        return f"waiting, {self.before}{' or more' * self.or_more} before you"
+
+
+class RemoteModel:
+    """One model of one server. Its methods raise RemoteError."""
+
+    def __init__(
+        self, url: str, key: str | None, model: str | None, sampling: Mapping[str, Any]
+    ) -> None:
+        """model: its name there; the server's first one if not given. sampling: fields of every
+        request."""
+        self._url = base_url(url)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        try:
+            self._http = httpx2.AsyncClient(headers=headers, timeout=_TIMEOUT)
+        except UnicodeEncodeError:
+            raise ValidationError("api_key", "has characters that no header may have") from None
+        self._model = model
+        self._sampling = dict(sampling)
+        self.on_queue: Callable[[QueuePlace], None] | None = None
+        """Called while a chat waits in the server's queue, if the server reports the place in
+        it."""
+
+    async def connect(self) -> str:
+        """Finds the server; the model's name there."""
+        if self._model is None:
+            async with self._failures():
+                answer = await self._http.get(f"{self._url}/models")
+                await _check(answer)
+                models = msgspec.json.decode(answer.content, type=_Models).data
+            if not models:
+                raise RemoteError(f"{self._url} serves no model")
+            self._model = models[0].id
+        return self._model
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> AsyncGenerator[str, None]:
+        """The answer to a conversation, piece by piece."""
+        return self._stream("/chat/completions", {"messages": list(messages)})
+
+    def complete(self, prompt: str) -> AsyncGenerator[str, None]:
+        """The completion of a text, piece by piece."""
+        return self._stream("/completions", {"prompt": prompt})
+
+    async def close(self) -> None:
+        """Gives its connections back."""
+        await self._http.aclose()
+
+    async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
+        body = {"model": await self.connect(), **body, **self._sampling, "stream": True}
+        headers = {"x-queue-events": "1"} if self.on_queue is not None else {}
+        async with (
+            self._failures(),
+            self._http.stream("POST", self._url + path, json=body, headers=headers) as answer,
+        ):
+            await _check(answer)
+            async for event in httpx2.EventSource(answer):
+                if event.data == "[DONE]":
+                    return
+                if event.event == "queue":
+                    if self.on_queue is not None:
+                        self.on_queue(msgspec.json.decode(event.data, type=QueuePlace))
+                    continue
+                chunk = msgspec.json.decode(event.data, type=_Chunk)
+                if chunk.error is not None:
+                    raise RemoteError(chunk.error.message)
+                for choice in chunk.choices:
+                    if piece := choice.text or choice.delta.content:
+                        yield piece
+
+    @asynccontextmanager
+    async def _failures(self) -> AsyncIterator[None]:
+        """What goes wrong on the way, told in one line."""
+        try:
+            yield
+        except httpx2.HTTPError as error:
+            raise RemoteError(f"{self._url}: {error or type(error).__name__}") from None
+        except msgspec.DecodeError as error:
+            raise RemoteError(f"{self._url} does not speak the OpenAI API: {error}") from None
+
+
+async def _check(answer: httpx2.Response) -> None:
+    """Raises RemoteError for an answer that is an error, with what it says."""
+    if answer.status_code == 200:
+        return
+    body = await answer.aread()
+    try:
+        message = msgspec.json.decode(body, type=_ErrorBody).error.message
+    except msgspec.DecodeError:
+        message = " ".join(body.decode(errors="replace").split())[:_LONGEST_PAGE]
+    raise RemoteError(f"{answer.url} answered with status {answer.status_code}: {message}")

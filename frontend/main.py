@@ -1,0 +1,150 @@
+"""The `sidestep` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from sidestep.frontend.options.flags import (
+    add_batch_flags,
+    add_engine_flags,
+    add_http_flags,
+    add_json_flag,
+    add_sampling_flags,
+    add_serve_flags,
+    add_topology_flags,
+    add_url_flags,
+    option_values,
+)
+from sidestep.frontend.options.option_parser import OptionParser, check_variables, source_of
+from sidestep.ipc.common import logs
+from sidestep.ipc.common.errors import SidestepError, ValidationError
+from sidestep.ipc.common.logs import LogConfig
+
+_COMPLETE = "complete"
+"""What others call `generate`."""
+
+
+def make_parser(version: str) -> OptionParser:
+    """All commands and their flags."""
+    parser = OptionParser(
+        prog="sidestep", takes_options=False, description="Serves large language models."
+    )
+    parser.add_argument("--version", action="version", version=f"sidestep {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate", aliases=[_COMPLETE], help="complete prompts, streaming"
+    )
+    generate.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompts; the lines of standard input if none"
+    )
+    add_url_flags(generate)
+    add_engine_flags(generate, positional_model=False, samples=True)
+    add_sampling_flags(generate, max_tokens=64)
+
+    chat = commands.add_parser("chat", help="chat in the terminal, streaming")
+    chat.add_argument("--system", help="system message")
+    add_url_flags(chat)
+    add_engine_flags(chat, positional_model=True, samples=True)
+    add_sampling_flags(chat, max_tokens=256)
+
+    server = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
+    add_http_flags(server)
+    add_engine_flags(server, positional_model=True)
+
+    batch = commands.add_parser("run-batch", help="answer a file of requests of the OpenAI API")
+    add_batch_flags(batch)
+    add_engine_flags(batch, positional_model=True)
+
+    bench = commands.add_parser("bench", takes_options=False, help="measure")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
+    for name, text in (
+        ("throughput", "tokens/s of many requests at once"),
+        ("latency", "seconds for one batch, from the call to its last token"),
+    ):
+        kind = kinds.add_parser(name, help=text)
+        kind.add_argument(
+            "--input-len", type=int, default=64, help="tokens in each prompt (default: 64)"
+        )
+        kind.add_argument(
+            "--output-len", type=int, default=128, help="tokens in each output (default: 128)"
+        )
+        if name == "throughput":
+            kind.add_argument("--num-prompts", type=int, default=64, help="requests (default: 64)")
+        else:
+            kind.add_argument(
+                "--batch-size", type=int, default=8, help="requests at once (default: 8)"
+            )
+            kind.add_argument(
+                "--num-iters", type=int, default=5, help="batches that count (default: 5)"
+            )
+        add_json_flag(kind)
+        add_engine_flags(kind, positional_model=True)
+    serve = kinds.add_parser("serve", help="latencies of a stream of requests")
+    add_serve_flags(serve)
+    add_engine_flags(serve, positional_model=True)
+
+    add_topology_flags(
+        commands.add_parser(
+            "topology", help="what this machine has, and which parallel sizes fit a model"
+        )
+    )
+
+    trace = commands.add_parser(
+        "trace", help="run a load and write what the engine did, for Perfetto"
+    )
+    trace.add_argument(
+        "--output", metavar="FILE", default="trace.json", help="the file (default: trace.json)"
+    )
+    trace.add_argument("--num-prompts", type=int, default=16, help="requests (default: 16)")
+    trace.add_argument(
+        "--input-len", type=int, default=64, help="tokens in each prompt (default: 64)"
+    )
+    trace.add_argument(
+        "--output-len", type=int, default=64, help="tokens in each output (default: 64)"
+    )
+    add_engine_flags(trace, positional_model=True)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, version: str = "") -> int:
+    """Runs a command; returns its exit status. What the user can mend is one line on standard
+    error."""
+    try:
+        parser = make_parser(version)
+        parsed = parser.parse_args(argv)
+        check_variables(parser)
+        logs.begin(LogConfig(**option_values(parsed, LogConfig)), parsed.command)
+        if parsed.command in ("generate", _COMPLETE):
+            from sidestep.frontend.cli.generate import run_generate as run
+        elif parsed.command == "chat":
+            from sidestep.frontend.cli.chat import run_chat as run
+        elif parsed.command == "serve":
+            from sidestep.frontend.cli.serve import run_serve
+
+            return run_serve(parsed, version)
+        elif parsed.command == "run-batch":
+            from sidestep.frontend.cli.run_batch import run_run_batch as run
+        elif parsed.command == "topology":
+            from sidestep.frontend.cli.topology_command import run_topology as run
+        elif parsed.command == "trace":
+            from sidestep.frontend.bench.trace_command import run_trace as run
+        elif parsed.bench == "serve":
+            from sidestep.frontend.bench.bench_serve import run_bench_serve as run
+        else:
+            from sidestep.frontend.bench.bench import run_bench as run
+        return run(parsed)
+    except BrokenPipeError:
+        # Whoever read the output has left (`sidestep generate | head`). What is still buffered must
+        # not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (SidestepError, OSError) as error:
+        source = source_of(parsed, error.field) if isinstance(error, ValidationError) else None
+        logs.tell(f"sidestep: {error}{f' ({source})' if source else ''}", logging.ERROR)
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,422 @@
+"""Command-line flags made from the fields that declare the options: nothing is written twice."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import inspect
+import math
+import re
+import textwrap
+import typing
+from collections.abc import Collection
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from sidestep.frontend.options.option_parser import is_of_environment
+from sidestep.frontend.options.serve_options import ServerArgs
+from sidestep.frontend.vllm.vllm_flags import add_vllm_flags, vllm_values
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.options import Parser, parse_bytes, split, value_types
+from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.params.sampling_params import SamplingParams
+from sidestep.ipc.vllm.foreign import translate
+from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS, VALUES, translate_value
+
+_ALIASES = {
+    "tensor_parallel_size": ["-tp"],
+    "pipeline_parallel_size": ["-pp"],
+    "data_parallel_size": ["-dp"],
+    "model": ["-m"],
+}
+_SAMPLING_FLAGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "max_tokens",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_TOPOLOGY_FLAGS = (
+    "dtype",
+    "revision",
+    "max_model_len",
+    "hf_overrides",
+    "gpu_memory_utilization",
+    "block_size",
+)
+_BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
+
+
+def flag_names(name: str) -> list[str]:
+    """The flags of a field, the long one first."""
+    return [f"--{name.replace('_', '-')}", *_ALIASES.get(name, [])]
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser, *, positional_model: bool, samples: bool = False
+) -> None:
+    """Add a flag for every field of EngineArgs.
+
+    positional_model: the command takes the model as a positional argument too. samples: the command
+    has flags for the sampling parameters, and `--seed` is one of them.
+    """
+    group = parser.add_argument_group("engine options")
+    if positional_model:
+        parser.add_argument(
+            "model_argument",
+            nargs="?",
+            metavar="MODEL",
+            help="folder or hub name of the model (default: the bundled one)",
+        )
+    _add_option_flags(
+        group, EngineArgs, {f.name for f in fields(EngineArgs)} - {"seed"} if samples else None
+    )
+    add_vllm_flags(parser, ENGINE_OPTIONS)
+
+
+def add_http_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of ServerArgs."""
+    _add_option_flags(parser.add_argument_group("server options"), ServerArgs)
+    add_vllm_flags(parser, SERVER_OPTIONS)
+
+
+def server_args(parsed: argparse.Namespace) -> ServerArgs:
+    """Return ServerArgs from the command line. Raises ValidationError."""
+    given = option_values(parsed, ServerArgs) | vllm_values(parsed, SERVER_OPTIONS)
+    return ServerArgs(**translate(given, SERVER_OPTIONS))
+
+
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """The files of `sidestep run-batch`, and those of the server's options that have a meaning
+    without a socket."""
+    parser.add_argument(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help='requests, one a line: {"custom_id", "method": "POST", "url", "body"}',
+    )
+    parser.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="where the answers go as they come; requests that it has already are skipped",
+    )
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="at most so many requests at a time (default: 1024)",
+    )
+    _add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
+
+
+def add_topology_flags(parser: argparse.ArgumentParser) -> None:
+    """A machine in the place of this one, and those of the engine's options that say what fits."""
+    parser.add_argument(
+        "model_argument",
+        nargs="?",
+        metavar="MODEL",
+        help="folder or hub name of the model, of which only config.json is read (default: the bundled "
+        "one)",
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs; those of this machine if not given"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=telling(parse_bytes), metavar="SIZE", help="of each, such as 141GiB"
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=telling(parse_bandwidth),
+        metavar="SPEED",
+        help="of each one's memory, such as 4800GB/s; known for many GPUs by their names",
+    )
+    add_json_flag(parser)
+    _add_option_flags(parser.add_argument_group("engine options"), EngineArgs, _TOPOLOGY_FLAGS)
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`, which means the same for every command with a result."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as JSON on standard output, instead of a table",
+    )
+
+
+def parse_bandwidth(text: str) -> float:
+    """'4800GB/s' or '4.8TB/s' (powers of 1000), in bytes a second."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GT])B/s\s*", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ValueError(f"{text!r} is not a speed, such as 4800GB/s")
+    return float(found[1]) * {"g": 1e9, "t": 1e12}[found[2].lower()]
+
+
+def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
+    """Those of a class's options that were given."""
+    return {f.name: getattr(parsed, f.name) for f in fields(cls) if hasattr(parsed, f.name)}
+
+
+def _add_option_flags(
+    group: argparse._ArgumentGroup, cls: type[Any], only: Collection[str] | None = None
+) -> None:
+    kinds = value_types(cls)
+    for field in fields(cls):
+        if only is not None and field.name not in only:
+            continue
+        assert field.default is not MISSING
+        default = "the bundled model" if field.default == DEFAULT_MODEL else field.default
+        doc = field.metadata["doc"]
+        text = doc if "Default:" in doc or default is None else f"{doc} (default: {default})"
+        kind = _flag_type(kinds[field.name])
+        parse = field.metadata["parse"] or (split if kind == list[str] else None)
+        _add_flag(group, field.name, kind, text, choices=field.metadata["choices"], parse=parse)
+
+
+def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
+    """EngineArgs from what was given; `defaults` are the command's own, for what was not."""
+    return EngineArgs(**{**defaults, **engine_options(parsed)})
+
+
+def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that were given."""
+    model = getattr(parsed, "model_argument", None)
+    given = option_values(parsed, EngineArgs) | vllm_values(parsed, ENGINE_OPTIONS)
+    if model is not None:
+        given["model"] = model
+    return given
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Flags for the sampling parameters; `defaults` are the command's own."""
+    group = parser.add_argument_group("sampling options")
+    kinds = value_types(SamplingParams)
+    docs = _field_docs(SamplingParams)
+    for field in msgspec.structs.fields(SamplingParams):
+        if field.name in _SAMPLING_FLAGS:
+            default = defaults.get(field.name, field.default)
+            _add_flag(
+                group,
+                field.name,
+                _flag_type(kinds[field.name]),
+                f"{docs[field.name]} (default: {default})",
+                dest=_sampling_dest(field.name),
+            )
+
+
+def sampling_params(parsed: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """SamplingParams from what was given."""
+    return SamplingParams(**{**defaults, **sampling_values(parsed)})
+
+
+def sampling_values(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Those of the sampling options that were given."""
+    return {
+        name: getattr(parsed, _sampling_dest(name))
+        for name in _SAMPLING_FLAGS
+        if hasattr(parsed, _sampling_dest(name))
+    }
+
+
+def _sampling_dest(name: str) -> str:
+    """Return the attribute of a sampling flag. Both the engine and a request have a seed."""
+    return "sampling_seed" if name == "seed" else name
+
+
+def add_url_flags(parser: argparse.ArgumentParser) -> None:
+    """A server to ask instead of an engine of one's own."""
+    parser.add_argument(
+        "--url",
+        help="ask this server of the OpenAI API, such as http://127.0.0.1:8000, and start no "
+        "engine; the model is one of its own (default: its first), sampling options that are not given "
+        "are as it has them",
+    )
+    add_key_flag(parser)
+
+
+def add_key_flag(group: argparse._ActionsContainer) -> None:
+    """Add the flag for the key of the server at --url."""
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key for --url; SIDESTEP_API_KEY keeps it out of the list of processes",
+    )
+
+
+def check_url_flags(parsed: argparse.Namespace) -> None:
+    """Raises ValidationError for options that mean something only with --url, or only without."""
+    if parsed.url is None:
+        if parsed.api_key is not None and not is_of_environment(parsed, "api_key"):
+            raise ValidationError("api_key", "has a meaning only with --url")
+        return
+    for name in engine_options(parsed):
+        if name != "model" and not is_of_environment(parsed, name):
+            raise ValidationError(
+                name, "is for an engine that is started here; --url asks one that runs"
+            )
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup,
+    name: str,
+    kind: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    parse: Parser | None = None,
+    dest: str | None = None,
+) -> None:
+    # SUPPRESS: only flags that were given appear in the result, so defaults stay with the classes
+    # that declare them.
+    common: dict[str, Any] = {
+        "dest": dest or name,
+        "default": argparse.SUPPRESS,
+        "help": text.replace("%", "%%"),
+    }
+    if kind is bool:
+        group.add_argument(*flag_names(name), action=argparse.BooleanOptionalAction, **common)
+    elif typing.get_origin(kind) is list and parse is None:
+        # One value a flag, given as often as needed: a flag that takes several would take the
+        # prompts that follow, too.
+        common["help"] += "; may be given several times"
+        (item,) = typing.get_args(kind)
+        group.add_argument(
+            *flag_names(name), action="append", type=item, metavar=name.upper(), **common
+        )
+    elif parse is split:
+        common["help"] += "; several have commas between them, or a flag each"
+        group.add_argument(
+            *flag_names(name), action="extend", type=split, metavar=name.upper(), **common
+        )
+    else:
+        if name in VALUES:
+            parse = parse or functools.partial(translate_value, name)
+        group.add_argument(
+            *flag_names(name),
+            type=kind if parse is None else telling(parse),
+            choices=choices,
+            metavar=None if choices else name.upper(),
+            **common,
+        )
+
+
+def telling(parse: Parser) -> Parser:
+    """Return a parser whose own error messages reach the user."""
+
+    def told(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return told
+
+
+def _flag_type(kinds: tuple[Any, ...]) -> Any:
+    """Return the type of one value on the command line: a list if there is one, else the first type
+    that is not None."""
+    lists = [kind for kind in kinds if typing.get_origin(kind) is list]
+    return (lists or [kind for kind in kinds if kind is not type(None)])[0]
+
+
+@cache
+def _field_docs(cls: type) -> dict[str, str]:
+    """The text that follows each field in the source, on one line."""
+    body = typing.cast(
+        ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    ).body
+    docs: dict[str, str] = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """The load of `sidestep bench serve`."""
+    parser.add_argument("--num-prompts", type=int, default=200, help="requests (default: 200)")
+    parser.add_argument(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="requests a second; all at once if not given",
+    )
+    parser.add_argument(
+        "--arrival",
+        choices=("poisson", "fixed"),
+        default="poisson",
+        help="gaps between requests: at random, or all alike (default: poisson)",
+    )
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="at most so many requests at a time; the next waits for one to end",
+    )
+    parser.add_argument(
+        "--input-len",
+        metavar="N or LOW:HIGH",
+        help="tokens in each random prompt (default: 64:512)",
+    )
+    parser.add_argument(
+        "--output-len",
+        metavar="N or LOW:HIGH",
+        help="tokens in each output to one (default: 32:128)",
+    )
+    parser.add_argument(
+        "--dataset",
+        metavar="FILE",
+        help='requests instead of random ones: lines of {"prompt": text or ids, "output_len": N}',
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="outputs are as long as planned; not asked for otherwise (default: yes)",
+    )
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="what a good request keeps to; names: ttft, tpot, itl, e2e",
+    )
+    parser.add_argument(
+        "--load-seed", type=int, default=0, help="of lengths, prompts and arrivals (default: 0)"
+    )
+    add_json_flag(parser)
+    group = parser.add_argument_group("a server in place of an engine in this process")
+    group.add_argument("--url", help="any server of the OpenAI API, like http://127.0.0.1:8000")
+    add_key_flag(group)
+    group.add_argument(
+        "--served-model", metavar="NAME", help="default: the first that the server names"
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="token ids of random prompts are below this (default: 1000)",
+    )

@@ -1,0 +1,95 @@
+"""The choices of one request, read as one stream: what the engine tells of each is put together
+again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sidestep.frontend.input.input_processor import BestOf
+from sidestep.frontend.output.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sidestep.frontend.output.request_state import RequestState
+from sidestep.ipc.params.sampling_params import RequestOutputKind
+
+
+class Choices:
+    """The states of all choices of a request, in order of their indices, and their one reader."""
+
+    def __init__(self, states: Sequence[RequestState]) -> None:
+        self._states = states
+        self._kind = states[0].output_kind
+        self._best_of = states[0].best_of
+        self._live = list(states)
+        """Those whose end the reader has not been told."""
+        self._began = False
+        """Whether the reader has had an output."""
+        self._last: list[RequestOutput | None] = [None] * len(states)
+
+    def __repr__(self) -> str:
+        return f"Choices({len(self._live)} of {len(self._states)} live)"
+
+    async def next_output(self) -> RequestOutput:
+        """The next output, as soon as there is something new of any of them: with DELTA it holds
+        those that have something new, else all. Raises what the request failed with."""
+        while not self._has_news():
+            wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            for state in self._live:
+                state.wake_on(wake)
+            try:
+                await wake
+            finally:
+                for state in self._live:
+                    state.wake_on(None)
+        news = [state for state in self._live if state.has_news()]
+        for state in news:
+            self._last[state.index] = state.take()
+        self._live = [state for state in self._live if not state.is_finished]
+        told = news if self._kind is RequestOutputKind.DELTA else self._states
+        completions = [
+            c for state in told for c in (self._last[state.index] or state.take()).outputs
+        ]
+        return self._together(
+            completions if self._best_of is None else best(completions, self._best_of)
+        )
+
+    def _has_news(self) -> bool:
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return all(state.is_finished for state in self._live) or any(
+                state.has_failed for state in self._live
+            )
+        return any(state.has_news() for state in self._live)
+
+    def _together(self, completions: list[CompletionOutput]) -> RequestOutput:
+        first = self._states[0].request_output(
+            completions, is_first=not self._began or self._kind is not RequestOutputKind.DELTA
+        )
+        self._began = True
+        first.finished = not self._live
+        first.metrics = _sum([state.metrics for state in self._states])
+        return first
+
+
+def best(completions: Sequence[CompletionOutput], best_of: BestOf) -> list[CompletionOutput]:
+    """Those with the highest cumulative logprob, the best first and numbered so."""
+    ranked = sorted(completions, key=lambda c: -(c.cumulative_logprob or 0.0))[: best_of.num]
+    return [
+        replace(c, index=i, logprobs=c.logprobs if best_of.with_logprobs else None)
+        for i, c in enumerate(ranked)
+    ]
+
+
+def _sum(each: Sequence[RequestMetrics]) -> RequestMetrics:
+    """The request's: from the first of them to the last."""
+    first = each[0]
+    begun = [m.first_token_ts for m in each if m.first_token_ts is not None]
+    ended = [m.last_token_ts for m in each if m.last_token_ts is not None]
+    return RequestMetrics(
+        arrival_time=first.arrival_time,
+        queued_ts=first.queued_ts,
+        scheduled_ts=first.scheduled_ts,
+        first_token_ts=min(begun, default=None),
+        last_token_ts=max(ended, default=None),
+        num_generation_tokens=sum(m.num_generation_tokens for m in each),
+        num_preemptions=max(m.num_preemptions for m in each),
+    )

@@ -1,0 +1,253 @@
+"""From the core's columns to each request's outputs: one pass over a step, then each reader is told
+once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from sidestep.frontend.output.request_state import RequestState
+from sidestep.ipc.common.errors import RequestError
+from sidestep.ipc.transport.messages import FinishReason, Outputs, Started, unpack_ids
+from sidestep.ipc.transport.step import LogprobColumns
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 8192
+"""Deliveries that are remembered."""
+_ID_BYTES = 4
+_REREAD_S = 0.02
+"""Seconds that the event loop has, after a deadline, to read outputs that have arrived."""
+
+
+def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
+    """Key, position, rank, token ids and log-probabilities of each token of packed LogprobColumns,
+    if there are any."""
+    if not column:
+        return
+    columns = LogprobColumns.unpack(column)
+    ids, values, end = columns.token_ids.tolist(), columns.logprobs.tolist(), 0
+    for key, position, rank, size in zip(
+        columns.keys.tolist(),
+        columns.positions.tolist(),
+        columns.ranks.tolist(),
+        columns.sizes.tolist(),
+        strict=True,
+    ):
+        begin, end = end, end + size
+        yield key, position, rank, ids[begin:end], values[begin:end]
+
+
+class Delivery(NamedTuple):
+    """One step's tokens taken in by a frontend; times as in ipc.records."""
+
+    number: int
+    """How many had come before it."""
+    start_ns: int
+    end_ns: int
+    num_tokens: int
+
+
+class OutputProcessor:
+    """All live requests of one frontend."""
+
+    def __init__(self, abort_at_core: Callable[[list[int]], None]) -> None:
+        self._states: dict[int, RequestState] = {}
+        self._by_id: dict[str, list[RequestState]] = {}
+        """Of each request, the choices that have not ended."""
+        self._news: dict[int, RequestState] = {}
+        """By handle, those whose readers are to be told of something."""
+        self._abort_at_core = abort_at_core
+        self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
+        self._num_deliveries = 0
+        self.num_waiting = 0
+        """Requests that the engine has not scheduled yet."""
+        self.num_waiting_tokens = 0
+        """The tokens of their prompts."""
+        self.num_tokens = 0
+        """Tokens that have come, of all requests."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Return whether the engine has not scheduled any of this request's choices yet."""
+        states = self._by_id.get(request_id, ())
+        return bool(states) and all(state.is_waiting for state in states)
+
+    def add(self, state: RequestState) -> None:
+        """From now on its tokens are expected."""
+        self._states[state.handle] = state
+        self._by_id.setdefault(state.request_id, []).append(state)
+        self.num_waiting += 1
+        self.num_waiting_tokens += state.num_prompt_tokens
+
+    def handle(self, outputs: Outputs, more: bool = False) -> None:
+        """One step's news for all requests. Tokens for requests that have ended here are dropped.
+        more: another step's follow at once; readers are told of both together, so that a frontend
+        that is late tells less often."""
+        begin = time.monotonic_ns()
+        self._handle_started(outputs.started)
+        if outputs.logprobs or outputs.prompt_logprobs:
+            self._handle_logprobs(outputs)
+        ended = self._handle_tokens(outputs, begin / 1e9)
+        for finished in outputs.finished:
+            if (state := self._states.get(finished.handle)) is not None:
+                self.remove(state)
+                state.finished(finished)
+        if not more:  # last, so that the tokens and the end that one message brings are one output
+            ended += self._tell()
+        if ended:
+            self._abort_at_core(ended)
+        if outputs.handles:
+            count = len(outputs.handles) // _ID_BYTES
+            self.num_tokens += count
+            self._deliveries.append(
+                Delivery(self._num_deliveries, begin, time.monotonic_ns(), count)
+            )
+            self._num_deliveries += 1
+
+    def _handle_started(self, messages: Iterable[Started]) -> None:
+        for started in messages:
+            if (state := self._states.get(started.handle)) is not None:
+                self._waits_no_more(state)
+                state.started(started)
+
+    def _handle_tokens(self, outputs: Outputs, now: float) -> list[int]:
+        """Handles of the requests that their text has ended."""
+        # The token that a request stops at comes in the same message as its end.
+        hidden = (
+            {
+                f.handle
+                for f in outputs.finished
+                if f.reason == FinishReason.STOP and not f.completes_grammar
+            }
+            if outputs.finished
+            else ()
+        )
+        ended, states, news = list[int](), self._states, self._news
+        for handle, token in zip(
+            unpack_ids(outputs.handles).tolist(),
+            unpack_ids(outputs.token_ids).tolist(),
+            strict=True,
+        ):
+            state = states.get(handle)
+            if state is None:
+                continue
+            try:
+                if not state.add_token(token, now, handle in hidden):
+                    continue
+            except (
+                Exception
+            ) as error:  # whatever is wrong with one request's text, the others go on
+                logger.exception("request %r could not be detokenised", state.request_id)
+                state.fail(RequestError(f"its text could not be made: {error}"))
+            news[handle] = state
+            if state.is_finished:
+                self.remove(state)
+                ended.append(handle)
+        return ended
+
+    def _tell(self) -> list[int]:
+        """Tells readers what is new. Handles of the requests that this has ended."""
+        ended = []
+        for handle, state in self._news.items():
+            try:
+                state.tell()
+            except Exception as error:
+                logger.exception("an output of request %r could not be delivered", state.request_id)
+                self.remove(state)
+                ended.append(handle)
+                state.fail(RequestError(f"its output could not be delivered: {error}"))
+        self._news.clear()
+        return ended
+
+    def _handle_logprobs(self, outputs: Outputs) -> None:
+        for handle, _, rank, ids, values in each_token(outputs.logprobs):
+            if (state := self._states.get(handle)) is not None:
+                state.add_logprobs(rank, ids, values)
+        for handle, position, rank, ids, values in each_token(outputs.prompt_logprobs):
+            if (state := self._states.get(handle)) is not None:
+                state.add_prompt_logprobs(position, rank, ids, values)
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """The last ones, oldest first."""
+        return list(self._deliveries)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Ends requests by their ids; unknown ones have ended already. Their readers get what there
+        is."""
+        states = [state for i in request_ids for state in self._by_id.get(i, ())]
+        for state in states:
+            self.remove(state)
+            state.abort()
+        if states:
+            self._abort_at_core([state.handle for state in states])
+
+    def end_at(self, state: RequestState, deadline: float) -> None:
+        """End a request at `deadline` (time.monotonic()) if its core has not ended it: the core may
+        hang or be dead."""
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            if state.handle in self._states:
+                self.remove(state)
+                state.abort("deadline")
+                self._abort_at_core([state.handle])
+
+        def reread() -> None:
+            # A loop that was delayed may run this timer before it reads what the core sent in time,
+            # so it reads that first.
+            state.timer = loop.call_later(_REREAD_S, end)
+
+        state.timer = loop.call_later(max(0.0, deadline - time.monotonic()), reread)
+
+    def drop(self, states: Iterable[RequestState]) -> None:
+        """Their reader has left: ends at the core those that have not ended."""
+        live = [state for state in states if state.handle in self._states]
+        for state in live:
+            self.remove(state)
+        if live:
+            self._abort_at_core([state.handle for state in live])
+
+    def tokens_of(self, handle: int) -> list[int] | None:
+        """What has come for a request; None if it has ended."""
+        state = self._states.get(handle)
+        return None if state is None else state.token_ids
+
+    def fail_all(self, error: Exception) -> None:
+        """Every reader gets an exception like this one."""
+        self.fail(list(self._states), error)
+
+    def fail(self, handles: Iterable[int], error: Exception) -> None:
+        """The readers of these, which have not ended, get one."""
+        for state in [self._states[handle] for handle in handles]:
+            self.remove(state)
+            # One each: an exception that is raised many times collects the frames of all who raised
+            # it.
+            state.fail(type(error)(*error.args))
+
+    def remove(self, state: RequestState) -> None:
+        """No more tokens are expected."""
+        del self._states[state.handle]
+        together = self._by_id[state.request_id]
+        together.remove(state)
+        if not together:
+            del self._by_id[state.request_id]
+        self._waits_no_more(state)
+        if state.timer is not None:
+            state.timer.cancel()
+
+    def _waits_no_more(self, state: RequestState) -> None:
+        if state.is_waiting:
+            state.is_waiting = False
+            self.num_waiting -= 1
+            self.num_waiting_tokens -= state.num_prompt_tokens

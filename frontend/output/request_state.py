@@ -1,0 +1,290 @@
+"""One request as its frontend knows it: its text so far, and the mailbox of its one reader.
+
+The mailbox holds what the reader has not taken yet; tokens that come meanwhile are merged into it.
+So a slow reader costs neither memory nor wake-ups, and a fast one gets every token as it comes. A
+FINAL_ONLY request wakes nobody until it ends. A reader that only writes on what it gets can have
+its outputs pushed (`RequestState.push`): then no task is woken for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Protocol
+
+from sidestep.frontend.input.input_processor import ProcessedRequest
+from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.output.detokenizer import Detokenizer
+from sidestep.frontend.output.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from sidestep.ipc.common.errors import RequestError, ValidationError
+from sidestep.ipc.params.sampling_params import RequestOutputKind
+from sidestep.ipc.transport.messages import Beam, Finished, FinishReason, Started
+
+
+class Sink(Protocol):
+    """Where outputs are pushed to."""
+
+    def ready(self) -> bool:
+        """Whether it can take one now; if not, outputs merge until its reader asks for them."""
+
+    def put(self, output: RequestOutput) -> None:
+        """Takes one."""
+
+
+class RequestState:
+    """One live request, or one choice of it: its text so far, and the mailbox of its one reader."""
+
+    def __init__(
+        self,
+        handle: int,
+        request_id: str,
+        request: ProcessedRequest,
+        tokenizer: Tokenizer,
+        stream_interval: int = 1,
+        index: int = 0,
+    ) -> None:
+        """stream_interval: tokens that must be new before the reader is told, but for the first and
+        the last. index: which of the request's choices it is."""
+        self.handle = handle
+        self.index = index
+        self._interval = stream_interval
+        self.request_id = request_id
+        self._request = request
+        self.output_kind = request.sampling.output_kind
+        self.best_of = request.best_of
+        self._token_ids: list[int] = []
+        self.metrics = RequestMetrics(arrival_time=request.arrival)
+        self._num_cached: int | None = None
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+        self._error: Exception | None = None
+        self.beams: list[Beam] = []
+        """What a beam search has found, once it has ended."""
+        self._taken_tokens = 0
+        self._due_at: float = math.inf if self.output_kind is RequestOutputKind.FINAL_ONLY else 1
+        """Number of tokens from which the reader has something to take."""
+        self._taken_text = 0
+        self._tokenizer = tokenizer
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self._wake: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        """Timer that ends the request at its deadline."""
+        self.is_waiting = True
+        """Whether the engine has not scheduled it yet."""
+        self.num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
+        """That are computed for it: those of a prompt once for all its choices."""
+        self._detokenizer: Detokenizer | None = None
+        if request.sampling.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                stop=request.sampling.stop_strings,
+                include_stop=request.sampling.include_stop_str_in_output,
+                skip_special_tokens=request.sampling.skip_special_tokens,
+                min_tokens=request.sampling.min_tokens,
+            )
+
+    def __repr__(self) -> str:
+        state = self._finish_reason or ("failed" if self._error is not None else "live")
+        return f"RequestState({self.request_id!r}, {state}, {len(self._token_ids)} tokens, {self._taken_tokens} taken)"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self._finish_reason is not None or self._error is not None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What has come so far."""
+        return self._token_ids.copy()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its reader gets an exception."""
+        return self._error is not None
+
+    # What the engine says.
+
+    def share_prompt(self, first: RequestState) -> None:
+        """What is told of the prompt is told of another choice of the same request."""
+        self._prompt_logprobs = first._prompt_logprobs
+
+    def queued(self) -> None:
+        """Note that the request is about to be sent to the core."""
+        self.metrics.queued_ts = time.monotonic()
+
+    def started(self, message: Started) -> None:
+        """It was scheduled for the first time; or again, after the death of a replica."""
+        if self._token_ids:
+            return
+        self._num_cached = message.num_cached_tokens
+        self.metrics.scheduled_ts = message.scheduled
+
+    def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
+        """One more token. True if there is something to tell: enough are new, or its text completes
+        a stop string, which ends the request here. `hidden`: it is a stop token, which ends the
+        output without being part of its text."""
+        self._token_ids.append(token)
+        metrics = self.metrics
+        metrics.last_token_ts = now
+        if metrics.first_token_ts is None:
+            metrics.first_token_ts = now
+        if self._detokenizer is not None and not (
+            hidden and not self._request.sampling.include_stop_str_in_output
+        ):
+            stop = self._detokenizer.add(token)
+            if stop is not None:
+                self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
+                return True
+        return len(self._token_ids) >= self._due_at
+
+    def tell(self) -> None:
+        """There is something new: pushes it, or wakes the reader."""
+        sink = self._sink
+        if sink is not None and not self.is_finished and sink.ready():
+            sink.put(self.take())
+        else:
+            self._sink = None
+            self._wake_reader()
+
+    def finished(self, message: Finished) -> None:
+        """The engine has ended it."""
+        self.metrics.num_preemptions = message.num_preemptions
+        if message.reason == FinishReason.ERROR:
+            problem = message.error or "the request failed"
+            self.fail(
+                RequestError(problem)
+                if message.field is None
+                else ValidationError(message.field, problem)
+            )
+            return
+        self._finish_reason, self._stop_reason = str(message.reason), message.stop_reason
+        self.beams = message.beams
+        stop = self._detokenizer.finish() if self._detokenizer is not None else None
+        if stop is not None:
+            self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
+        self._wake_reader()
+
+    def abort(self, why: str | None = None) -> None:
+        """End the request here: the user has aborted it, or its deadline has passed. why: the stop
+        reason."""
+        self.finished(Finished(handle=self.handle, reason=FinishReason.ABORT, stop_reason=why))
+
+    def fail(self, error: Exception) -> None:
+        """Its reader gets this exception."""
+        self._error = error
+        self._wake_reader()
+
+    def add_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> None:
+        """Of the token that comes next, which is the first of these."""
+        self._logprobs.append(self._make_logprobs(rank, token_ids, values))
+        self._cumulative_logprob += values[0]
+
+    def add_prompt_logprobs(
+        self, position: int, rank: int, token_ids: list[int], values: list[float]
+    ) -> None:
+        """Of the prompt's token at this position. After a preemption some come again."""
+        if position == len(self._prompt_logprobs):
+            self._prompt_logprobs.append(self._make_logprobs(rank, token_ids, values))
+
+    def _make_logprobs(
+        self, rank: int, token_ids: list[int], values: list[float]
+    ) -> dict[int, Logprob]:
+        text = (
+            self._tokenizer.token_text if self._request.sampling.detokenize else lambda token: None
+        )
+        made = {token_ids[0]: Logprob(values[0], rank, text(token_ids[0]))}
+        for i in range(1, len(token_ids)):
+            if token_ids[i] not in made:
+                made[token_ids[i]] = Logprob(values[i], i, text(token_ids[i]))
+        return made
+
+    # What its reader does.
+
+    async def next_output(self) -> RequestOutput:
+        """The next output, as soon as there is something new. Raises what the request failed
+        with."""
+        while not self.has_news():
+            await self._news()
+        return self.take()
+
+    async def push(self, sink: Sink) -> None:
+        """Has outputs pushed to `sink` from now on, in the callback in which they come;
+        `next_output` has what did not go that way. Returns when the sink is not ready for one, or
+        the request has ended."""
+        if self.has_news():
+            return
+        self._sink = sink
+        try:
+            await self._news()
+        finally:
+            self._sink = None
+
+    async def _news(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def wake_on(self, wake: asyncio.Future[None] | None) -> None:
+        """In the place of `next_output`, for a reader of several: this is done when there is
+        something new."""
+        self._wake = wake
+
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
+        return len(self._token_ids) >= self._due_at or self.is_finished
+
+    def _wake_reader(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def take(self) -> RequestOutput:
+        """What there is. Raises what the request failed with."""
+        if self._error is not None:
+            raise self._error
+        text = self._detokenizer.text if self._detokenizer is not None else ""
+        tokens = self._token_ids
+        is_delta = self.output_kind is RequestOutputKind.DELTA
+        self.metrics.num_generation_tokens = len(tokens)
+        first = self._taken_tokens if is_delta else 0
+        new_text, new_tokens = text[self._taken_text :] if is_delta else text, tokens[first:]
+        completion = CompletionOutput(
+            self.index, new_text, new_tokens, self._finish_reason, self._stop_reason
+        )
+        if self._request.sampling.logprobs is not None:
+            completion.logprobs, completion.cumulative_logprob = (
+                self._logprobs[first:],
+                self._cumulative_logprob,
+            )
+        self._taken_tokens, self._taken_text = len(tokens), len(text)
+        self._due_at = len(tokens) + self._interval
+        return self.request_output([completion], is_first=not first)
+
+    def request_output(
+        self, completions: list[CompletionOutput], *, is_first: bool
+    ) -> RequestOutput:
+        """What its reader gets, around these. is_first: the reader has not been told of the
+        prompt."""
+        output = RequestOutput(
+            self.request_id,
+            self._request.prompt,
+            self._request.prompt_token_ids,
+            completions,
+            self._finish_reason is not None,
+            self.metrics,
+            self._num_cached,
+        )
+        if self._request.sampling.prompt_logprobs is not None and is_first:
+            output.prompt_logprobs = self._prompt_logprobs
+        return output

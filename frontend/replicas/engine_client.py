@@ -1,0 +1,260 @@
+"""The frontend's hold on one engine core: starts it, talks to it, and notices when it dies. An
+engine has one for each replica; see replica_set.py.
+
+Messages from the core are handled in one callback of the event loop, which reads all that are
+there. The loop is the one that first uses the engine: the engine itself can be started outside any
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from sidestep.ipc.common.errors import EngineDeadError, EngineStartError, SidestepError
+from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.processes.forking import KeptLoop
+from sidestep.ipc.processes.process import Child, spawn
+from sidestep.ipc.transport.messages import (
+    Answer,
+    Call,
+    Connect,
+    Dead,
+    Outputs,
+    Ready,
+    ToCore,
+    ToFrontend,
+)
+
+_OWNER = 0
+"""The frontend that starts the core; others join."""
+_JOIN_S = 60.0
+
+
+class Channel(Protocol):
+    """What the client needs of a channel to the core; see ipc.channels.FrontendChannel."""
+
+    address: ClientAddress
+
+    def wait_message(self, timeout_s: float) -> ToFrontend | None: ...
+    def seal(self) -> None: ...
+    def send(self, message: ToCore) -> None: ...
+    def fileno(self) -> int: ...
+    def receive(self) -> list[ToFrontend]: ...
+    def gone_fileno(self) -> int: ...
+    def core_is_gone(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class EngineClient:
+    """One engine core and the way to it. All methods but `start_core` belong to the event loop's
+    thread."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        on_outputs: Callable[[Outputs, bool], None],
+        on_death: Callable[[EngineDeadError], None],
+        client: int = _OWNER,
+    ) -> None:
+        """on_outputs: takes a step's tokens, and whether another's follow at once. client: this
+        frontend's number at the core."""
+        self.client = client
+        self._dead_error: EngineDeadError | None = None
+        self._channel = channel
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._core: Child | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._call_ids = itertools.count()
+        self._closed = False
+        self._joined_by: float | None = None
+        self._kept_loop: KeptLoop | None = None
+
+    # Starting and ending.
+
+    def start_core(self, config: EngineConfig, replica: int = 0) -> None:
+        """Starts the core's process and returns at once."""
+        self._core = spawn(
+            "engine core",
+            "sidestep.engine_core.entry:main",
+            CoreArgs(config=config, clients=(self._channel.address,), replica=replica),
+            log_config=config.logs,
+            remove=(self._channel.address.folder,),
+        )
+
+    def poll_ready(self, timeout_s: float) -> Ready | None:
+        """Waits so long for the core to serve. Raises EngineStartError with the cause if it
+        cannot."""
+        if self._joined_by is None:
+            self._joined_by = time.monotonic() + _JOIN_S
+        message = self._channel.wait_message(timeout_s)
+        if isinstance(message, Ready):
+            self._channel.seal()
+            return message
+        if isinstance(message, Dead):
+            raise EngineStartError(message.cause)
+        # A core that is killed says nothing; what it sent before its end has been read above.
+        if message is None and self._core is not None and self._core.wait(0):
+            raise EngineStartError(f"{self._core.death_cause()} while it started")
+        if message is None and self._core is None and time.monotonic() > self._joined_by:
+            raise EngineStartError("the engine that sent the invitation does not answer")
+        return None
+
+    def close(self) -> None:
+        """Ends the core. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._channel.fileno())
+            self._loop.remove_reader(self._channel.gone_fileno())
+        if self._core is not None:
+            self._core.stop()
+        self._channel.close()
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """What it has died of."""
+        unwatched = (
+            self._loop is None and not self._closed
+        )  # no loop yet that would be told of a death
+        if self._dead_error is None and unwatched and self._core is not None and self._core.wait(0):
+            self._dead_error = EngineDeadError(self._core.death_cause())
+        return self._dead_error
+
+    # Talking.
+
+    def attach(self) -> None:
+        """Binds the engine to the running event loop, at its first use there. Raises
+        EngineDeadError."""
+        if (error := self.dead_error) is not None:
+            raise EngineDeadError(
+                *error.args
+            )  # a new one: each collects the frames of those who raise it
+        if self._closed:
+            raise EngineDeadError("the engine has been shut down")
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise SidestepError("this engine is used in another event loop already")
+            self._calls.clear()
+        self._loop = loop
+        self._kept_loop = KeptLoop(loop)
+        loop.add_reader(self._channel.fileno(), self._on_readable)
+        if self._core is not None:
+            self._core.on_death(lambda cause: self._tell_loop(loop, cause))
+        else:  # not our child: its end is seen by its connection
+            loop.add_reader(self._channel.gone_fileno(), self._on_gone)
+            loop.call_soon(self._on_gone)
+        # The descriptor tells of changes only: what came before it was watched must be read now.
+        loop.call_soon(self._on_readable)
+
+    def send(self, message: ToCore) -> None:
+        """Queues a message; never waits. Nothing happens once the engine is dead or closed."""
+        if self._dead_error is None and not self._closed:
+            self._channel.send(message)
+
+    async def ask(
+        self,
+        method: str,
+        *,
+        since: int = 0,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Asks the core's busy loop. Raises EngineDeadError, or TimeoutError."""
+        return await self._ask(
+            lambda call_id: Call(
+                client=self.client, call_id=call_id, method=method, since=since, limit=limit
+            ),
+            timeout_s,
+        )
+
+    async def connect(self, address: ClientAddress) -> int:
+        """Has the core serve another frontend, which will listen there; its number."""
+        answer = await self._ask(
+            lambda call_id: Connect(
+                client=self.client,
+                call_id=call_id,
+                to_core=address.to_core,
+                from_core=address.from_core,
+            ),
+            None,
+        )
+        assert answer.result is not None
+        return int(answer.result["client"])
+
+    def ping(self) -> asyncio.Future[Answer]:
+        """Ask the busy loop for an answer, without waiting. Cancel the future to forget the
+        question."""
+        return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
+
+    def _call(self, make: Callable[[int], Call | Connect]) -> asyncio.Future[Answer]:
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        future.add_done_callback(lambda _: self._calls.pop(call_id, None))
+        self.send(make(call_id))
+        return future
+
+    async def _ask(self, make: Callable[[int], Call | Connect], timeout_s: float | None) -> Answer:
+        self.attach()
+        async with asyncio.timeout(timeout_s):
+            answer = await self._call(make)
+        if answer.error is not None:
+            raise SidestepError(answer.error)
+        return answer
+
+    def fail_calls(self, error: EngineDeadError) -> None:
+        """Everyone who waits for an answer gets an exception like this one."""
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(EngineDeadError(*error.args))
+
+    # What comes.
+
+    def _on_readable(self) -> None:
+        if self._closed:
+            return
+        messages = self._channel.receive()
+        num_steps = sum(isinstance(message, Outputs) for message in messages)
+        for message in messages:
+            if isinstance(message, Outputs):
+                num_steps -= 1
+                self._on_outputs(message, num_steps > 0)
+            elif isinstance(message, Answer):
+                future = self._calls.get(message.call_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            elif isinstance(message, Dead):
+                self._die(message.cause)
+
+    def _on_gone(self) -> None:
+        if not self._closed and self._channel.core_is_gone():
+            self._core_ended("the engine core has ended")
+
+    def _tell_loop(self, loop: asyncio.AbstractEventLoop, cause: str) -> None:
+        """Called in the thread that watches the core."""
+        try:
+            loop.call_soon_threadsafe(self._core_ended, cause)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits there any more
+
+    def _core_ended(self, cause: str) -> None:
+        self._on_readable()  # its last words say more than its exit status
+        self._die(cause)
+
+    def _die(self, cause: str) -> None:
+        if self._dead_error is not None or self._closed:
+            return
+        self._dead_error = EngineDeadError(cause)
+        self.fail_calls(self._dead_error)
+        self._on_death(self._dead_error)

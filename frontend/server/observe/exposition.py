@@ -1,0 +1,239 @@
+"""The server's figures, and the engine's beside them, as Prometheus reads them.
+
+Names end as those of vLLM do, so its dashboards need another prefix only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from sidestep.frontend.replicas.replica_set import ReplicaStatus
+from sidestep.frontend.server.observe.figures import Figures, TenantCounts
+from sidestep.frontend.server.observe.metrics import HISTOGRAMS
+from sidestep.ipc.transport.records import STEP_KINDS, WAIT_REASONS
+
+PREFIX = "sidestep:"
+_ENGINE_GAUGES = {
+    "num_requests_running": ("num_running", "Requests that the engine computes."),
+    "num_requests_waiting": ("num_waiting", "Requests that wait for the engine."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of the KV cache that is held, from 0 to 1."),
+}
+_ENGINE_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Requests that had to make room for others."),
+    "prefix_cache_queries": (
+        "prefix_cache_queries",
+        "Prompt tokens that were looked up in the prefix cache.",
+    ),
+    "prefix_cache_hits": (
+        "prefix_cache_hits",
+        "Prompt tokens that were found in the prefix cache.",
+    ),
+    "engine_steps": ("num_steps", "Steps that were scheduled."),
+    "postponed_tokens": (
+        "num_postponed_tokens",
+        "Tokens that came a step later for want of a grammar's mask.",
+    ),
+    "device_busy_seconds": ("device_busy_s", "Time in which the device computed."),
+    "device_no_work_seconds": ("device_no_work_s", "Time in which there was nothing to compute."),
+}
+_ENGINE = ("engine",)
+"""The label with a replica's number."""
+Stats = Mapping[int, Mapping[str, float]]
+_IDLE_CAUSES = ("result", "schedule", "prepare")
+
+
+class Exposition:
+    """Makes the text for one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self._label = {"model_name": model_name}
+
+    def text(self, engines: Stats, replicas: Sequence[ReplicaStatus], figures: Figures) -> bytes:
+        """Return the metrics in the text format. engines: the stats of each replica that answers.
+        figures: the counts of the server's processes."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(
+            _Collected(
+                [
+                    *self._of_engines(engines, replicas),
+                    *self._of_server(figures),
+                    *self._of_tenants(figures.tenants),
+                ]
+            )
+        )
+        return generate_latest(registry)
+
+    def _of_engines(self, engines: Stats, replicas: Sequence[ReplicaStatus]) -> Iterator[Metric]:
+        yield self._gauge(
+            "engine_alive",
+            "Whether a replica serves: 1, or 0 once it has died.",
+            {(str(status.number),): float(status.dead is None) for status in replicas},
+            _ENGINE,
+        )
+        yield self._gauge(
+            "engine_stalled",
+            "Whether a replica lives and makes no progress: 1, else 0.",
+            {(str(status.number),): float(status.stalled is not None) for status in replicas},
+            _ENGINE,
+        )
+        for name, (key, text) in _ENGINE_GAUGES.items():
+            yield self._gauge(
+                name,
+                text,
+                {(str(engine),): stats[key] for engine, stats in engines.items()},
+                _ENGINE,
+            )
+        for name, (key, text) in _ENGINE_COUNTERS.items():
+            yield self._counter(
+                name,
+                text,
+                {(str(engine),): stats[key] for engine, stats in engines.items()},
+                _ENGINE,
+            )
+        yield self._counter(
+            "device_idle_seconds",
+            "Time in which the device stood still although there was work.",
+            {
+                (str(engine), cause): stats[f"device_idle_{cause}_s"]
+                for engine, stats in engines.items()
+                for cause in _IDLE_CAUSES
+            },
+            (*_ENGINE, "cause"),
+        )
+        yield self._counter(
+            "queue_wait_seconds",
+            "Time that requests have waited, of all together, by what for.",
+            {
+                (str(engine), reason): stats[f"queue_wait_{reason}_s"]
+                for engine, stats in engines.items()
+                for reason in WAIT_REASONS
+            },
+            (*_ENGINE, "reason"),
+        )
+        steps = SummaryMetricFamily(
+            PREFIX + "step_time_seconds",
+            "The device's time for a step, by what it did.",
+            labels=[*self._label, *_ENGINE, "kind"],
+        )
+        for engine, stats in engines.items():
+            for kind in STEP_KINDS:
+                steps.add_metric(
+                    [*self._label.values(), str(engine), kind],
+                    int(stats[f"{kind}_steps"]),
+                    stats[f"{kind}_step_s"],
+                )
+        yield steps
+
+    def _of_server(self, figures: Figures) -> Iterator[Metric]:
+        for name, text, count in (
+            (
+                "prompt_tokens",
+                "Tokens of the prompts of requests that have ended.",
+                figures.prompt_tokens,
+            ),
+            (
+                "prompt_tokens_cached",
+                "Those of them that the prefix cache had.",
+                figures.cached_tokens,
+            ),
+            (
+                "generation_tokens",
+                "Tokens of the outputs of requests that have ended.",
+                figures.generation_tokens,
+            ),
+            (
+                "frontend_tokens",
+                "Tokens that the server's processes have taken in, as they come.",
+                figures.tokens_received,
+            ),
+            ("frontend_cpu_seconds", "CPU time of the server's processes.", figures.cpu_seconds),
+        ):
+            yield self._counter(name, text, {(): count})
+        yield self._gauge(
+            "api_processes",
+            "Processes of the server that have given their figures for this.",
+            {(): figures.num_processes},
+        )
+        yield self._counter(
+            "request_success",
+            "Choices that have ended, by how.",
+            {(reason,): count for reason, count in figures.finished.items()},
+            ("finished_reason",),
+        )
+        yield self._counter(
+            "admission_rejections",
+            "Requests that were not admitted, by reason.",
+            {(reason,): count for reason, count in figures.rejections.items()},
+            ("reason",),
+        )
+        yield self._counter(
+            "http_responses", "Answers, by route and status.", figures.responses, ("path", "status")
+        )
+        for name, histogram in figures.histograms.items():
+            text, bounds = HISTOGRAMS[name]
+            family = HistogramMetricFamily(PREFIX + name, text, labels=list(self._label))
+            family.add_metric(
+                list(self._label.values()), _buckets(bounds, histogram.counts), histogram.sum
+            )
+            yield family
+
+    def _of_tenants(self, tenants: dict[str, TenantCounts]) -> Iterator[Metric]:
+        yield self._gauge(
+            "tenant_requests_running",
+            "Choices whose clients wait, by tenant.",
+            {(tenant,): counts.running for tenant, counts in tenants.items()},
+            ("tenant",),
+        )
+        for name, text, field in (
+            ("tenant_requests", "Choices that have ended, by tenant.", "requests"),
+            ("tenant_prompt_tokens", "Tokens of their prompts.", "prompt_tokens"),
+            ("tenant_generation_tokens", "Tokens of their outputs.", "generation_tokens"),
+        ):
+            yield self._counter(
+                name,
+                text,
+                {(tenant,): getattr(counts, field) for tenant, counts in tenants.items()},
+                ("tenant",),
+            )
+
+    def _gauge(
+        self, name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()
+    ) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=[*self._label, *labels])
+        for key, value in values.items():
+            family.add_metric([*self._label.values(), *key], value)
+        return family
+
+    def _counter(
+        self, name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()
+    ) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=[*self._label, *labels])
+        for key, value in values.items():
+            family.add_metric([*self._label.values(), *key], value)
+        return family
+
+
+class _Collected:
+    """What the library's registry wants: something to ask."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as the library takes them."""
+    return list(zip((*map(str, bounds), "+Inf"), map(float, accumulate(counts)), strict=True))

@@ -1,0 +1,158 @@
+"""What one process of the server counts: in plain lists, since some of it is counted for each
+token."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from copy import copy
+
+from sidestep.frontend.output.outputs import RequestMetrics, RequestOutput
+from sidestep.frontend.server.observe.figures import Figures, HistogramFigures, TenantCounts
+from sidestep.frontend.server.observe.window import Window
+
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    25.0,
+    50.0,
+    100.0,
+    250.0,
+)
+_COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From the request's arrival to its first token.", _SECONDS),
+    "inter_token_latency_seconds": ("Between two tokens of a streamed request.", _SECONDS),
+    "request_time_per_output_token_seconds": (
+        "A request's time after its first token, by token.",
+        _SECONDS,
+    ),
+    "e2e_request_latency_seconds": ("From the request's arrival to its last token.", _SECONDS),
+    "request_queue_time_seconds": ("From the engine's queue to the first step.", _SECONDS),
+    "request_prefill_time_seconds": ("From the first step to the first token.", _SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last.", _SECONDS),
+    "request_inference_time_seconds": ("From the first step to the last token.", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _COUNTS),
+    "request_generation_tokens": ("Tokens of a request's output.", _COUNTS),
+    "request_params_n": ("Choices that a request asked for.", _COUNTS[:8]),
+}
+"""What each is for people, and its upper bounds."""
+
+
+class Histogram:
+    """Counts of values by size; an observation costs a third of a microsecond."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """`times` values of this size."""
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+
+class ServerMetrics:
+    """All that one process of a server counts."""
+
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.token_gaps = self.histograms["inter_token_latency_seconds"]
+        self.last_ttfts, self.last_gaps = Window(1024), Window(4096)
+        """Seconds to the first token of the last requests, and between the last tokens."""
+        self.finished: Counter[str] = Counter()
+        """Requests by how they ended."""
+        self.responses: Counter[tuple[str, str]] = Counter()
+        """Answers by route and status."""
+        self.rejections: Counter[str] = Counter()
+        """Requests that were not admitted, by reason."""
+        self.tenants: defaultdict[str, TenantCounts] = defaultdict(TenantCounts)
+        """By the tenant's name, which is never its key; as many as there are keys at most."""
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+
+    def choice_ended(
+        self, tenant: str, output: RequestOutput | None, reason: str, *, is_first: bool
+    ) -> None:
+        """One choice has ended; `output` is its last one, if it gave any. is_first: of those of its
+        prompt, which is counted with it."""
+        self.finished[reason] += 1
+        counts = self.tenants[tenant]
+        counts.running -= 1
+        counts.requests += 1
+        if output is None:
+            return
+        metrics, observe = output.metrics, self._observe
+        if is_first:
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.num_cached_tokens or 0
+            counts.prompt_tokens += len(output.prompt_token_ids)
+            observe("request_prompt_tokens", float(len(output.prompt_token_ids)))
+        self.generation_tokens += metrics.num_generation_tokens
+        counts.generation_tokens += metrics.num_generation_tokens
+        observe("request_generation_tokens", float(metrics.num_generation_tokens))
+        for name, seconds in _spans(metrics):
+            observe(name, seconds)
+
+    def _observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(value)
+
+    def figures(self, tokens_received: int) -> Figures:
+        """A copy, to be sent to other processes and added to theirs."""
+        return Figures(
+            histograms={
+                name: HistogramFigures(each.counts.copy(), each.sum)
+                for name, each in self.histograms.items()
+            },
+            finished=dict(self.finished),
+            responses=dict(self.responses),
+            rejections=dict(self.rejections),
+            tenants={name: copy(counts) for name, counts in self.tenants.items()},
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generation_tokens=self.generation_tokens,
+            tokens_received=tokens_received,
+            cpu_seconds=time.process_time(),
+            last_ttfts=self.last_ttfts.values(),
+            last_gaps=self.last_gaps.values(),
+        )
+
+
+def _spans(metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
+    """The times between a request's events, of those that have come."""
+    first, last, scheduled = metrics.first_token_ts, metrics.last_token_ts, metrics.scheduled_ts
+    if scheduled is not None and metrics.queued_ts is not None:
+        yield "request_queue_time_seconds", max(0.0, scheduled - metrics.queued_ts)
+    if first is None or last is None:
+        return
+    yield "time_to_first_token_seconds", first - metrics.arrival_time
+    yield "e2e_request_latency_seconds", last - metrics.arrival_time
+    yield "request_decode_time_seconds", last - first
+    if metrics.num_generation_tokens > 1:
+        yield (
+            "request_time_per_output_token_seconds",
+            (last - first) / (metrics.num_generation_tokens - 1),
+        )
+    if scheduled is not None:
+        yield "request_prefill_time_seconds", max(0.0, first - scheduled)
+        yield "request_inference_time_seconds", max(0.0, last - scheduled)

@@ -1,0 +1,414 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sidestep.frontend.input.no_tokenizer import refuse
+from sidestep.frontend.output.outputs import RequestOutput
+from sidestep.frontend.server.openai.answer_logprobs import (
+    CompletionLogprobWriter,
+    joined,
+    prompt_logprobs,
+)
+from sidestep.frontend.server.openai.choice_stream import Encode, events_of, writer_of
+from sidestep.frontend.server.openai.encoding import EventEncoder, IdsOfChoice, usage_event
+from sidestep.frontend.server.schemas.fields import (
+    MAX_N,
+    Natural,
+    NumLogprobs,
+    SamplingFields,
+    StreamOptions,
+    refuse_not_yet,
+    sampling_params,
+)
+from sidestep.frontend.server.schemas.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishWord,
+)
+from sidestep.frontend.server.schemas.structure import form_of
+from sidestep.frontend.server.service.service import Choice, Service, new_id, usage_of
+from sidestep.frontend.server.transport.connection import DONE, EventStream, merged, while_connected
+from sidestep.frontend.server.transport.errors import refused
+from sidestep.frontend.server.transport.http_protocol import BodyWriter
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.sampling_params import RequestOutputKind
+
+MAX_CHOICES = 1024
+"""Prompts times n of one request."""
+_DEFAULT_TOKENS = 16
+
+
+PromptText = Annotated[str, msgspec.Meta(min_length=1)]
+PromptIds = Annotated[list[Natural], msgspec.Meta(min_length=1)]
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to /v1/completions."""
+
+    prompt: PromptText | Annotated[list[PromptText | int | PromptIds], msgspec.Meta(min_length=1)]
+    """Text, token ids, or a list of either."""
+    max_tokens: Natural | None = None
+    """0 is allowed only with echo, for the prompt's logprobs."""
+    echo: bool | None = None
+    """Repeat the prompt before the completion."""
+    add_special_tokens: bool | None = None
+    """Whether a text gets the tokens that the model puts around every text; true if not given."""
+    logprobs: NumLogprobs | None = None
+    """Of each token, and of this many most probable ones; with echo, of the prompt's too."""
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
+    """Make so many completions of each prompt, and return the `n` most probable; not in streams."""
+    # As users of vLLM know it; not in streams, nor with fields that change how tokens are sampled.
+    use_beam_search: bool | None = None
+    """Return the `n` best continuations that a search over as many beams finds."""
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    # Not implemented: see fields.NOT_YET.
+    suffix: Any = None
+
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+class CompletionRoute:
+    """Completes prompts for one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, http: Request, body: bytes) -> Response:
+        service, size = self._service, len(body)
+        request = await service.large.decode(body, _decoder)
+        model = service.check_model(request.model)
+        refuse_not_yet(request)
+        prompts = await self._read(request, size)
+        if request.echo and not service.llm.get_tokenizer().has_texts:
+            refuse("echo", "repeats the prompt's text")
+        kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+        if request.stream and (request.best_of or 0) > (request.n or 1):
+            raise refused(
+                "best_of", "cannot be streamed: which completions are best is known at the end"
+            )
+        form = form_of(request.response_format, request.structured_outputs)
+        only_echo = request.max_tokens == 0
+        if only_echo and (not request.echo or request.use_beam_search):
+            raise refused("max_tokens", "0 has a meaning only with echo, and without a search")
+        defaults = service.llm.sampling_defaults
+        limit = request.max_tokens
+        if limit is None:
+            limit = int(defaults.get("max_tokens", _DEFAULT_TOKENS))
+        # The engine cannot compute the prompt alone, so one token is generated and dropped.
+        limit = max(limit, 1)
+        search = beam_search_params(request, limit)
+        if form is not None and search is not None:
+            raise refused("use_beam_search", "cannot go with a form that the output must have")
+        params = sampling_params(
+            request,
+            limit,
+            defaults,
+            output_kind=kind,
+            logprobs=request.logprobs,
+            n=request.n or 1,
+            best_of=request.best_of,
+            structured_outputs=None if form is None else form.params,
+        )
+        if form is not None:
+            await form.check(service.llm)
+        wants_prompt = request.prompt_logprobs is not None
+        if request.echo and request.logprobs is not None:
+            most = max(request.logprobs, request.prompt_logprobs or 0)
+            params = msgspec.structs.replace(params, prompt_logprobs=most)
+        name, n = new_id("cmpl"), request.n or 1
+        choices = service.choices(http, name, prompts, params, request, n=n, beam_search=search)
+        echo = (
+            await service.large.run(size, self._texts, prompts)
+            if request.echo
+            else [""] * len(prompts)
+        )
+        answer = CompletionAnswer(
+            service,
+            name,
+            model,
+            choices,
+            n,
+            echo,
+            Shown(
+                prompt_logprobs=wants_prompt,
+                output=not only_echo,
+                token_ids=bool(request.return_token_ids),
+            ),
+        )
+        if not request.stream:
+            return await while_connected(answer.whole(), http.receive)
+        events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
+        return EventStream(events, {"x-request-id": name}, comment_s=service.args.stream_comments)
+
+    async def _read(self, request: CompletionRequest, size: int) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError."""
+        prompts = await self._service.large.run(size, _prompts, request.prompt)
+        num = request.best_of or request.n or 1
+        if len(prompts) * num > MAX_CHOICES:
+            raise refused(
+                "prompt",
+                f"{len(prompts)} prompts with {num} completions each are more than {MAX_CHOICES}",
+            )
+        special, tokenize = request.add_special_tokens is not False, self._service.tokenize
+        names = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
+        ids = [
+            await tokenize(name, p, add_special_tokens=special) if isinstance(p, str) else p
+            for name, p in zip(names, prompts, strict=True)
+        ]
+        for name, prompt in zip(names, ids, strict=True):
+            if not prompt:
+                raise refused(name, "is empty")
+            self._service.check_length(name, prompt)
+        await self._service.large.run(size, self._check_ranges, names, ids)
+        return ids
+
+    def _texts(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        tokenizer = self._service.llm.get_tokenizer()
+        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
+
+    def _check_ranges(self, names: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
+        size = self._service.llm.vocab_size
+        for name, ids in zip(names, prompts, strict=True):
+            if max(ids) >= size:
+                raise refused(name, f"{max(ids)} is not a token id: the model has {size}")
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "stream": (False,),
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "seed": (),
+    "stop": (),
+    "stop_token_ids": ([],),
+    "skip_special_tokens": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "repetition_detection": (),
+}
+"""Fields that would do nothing to a beam search, and the values that ask for nothing."""
+
+
+def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearchParams | None:
+    """What a search is asked for; None if there is none. Raises ApiError and ValidationError."""
+    if not request.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(request, name) is not None:
+                raise refused(name, "has a meaning only with use_beam_search: true")
+        return None
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(request, name)) is not None and value not in neutral:
+            raise refused(name, "has no meaning with use_beam_search: true")
+    return BeamSearchParams(
+        beam_width=request.n or 1,
+        max_tokens=max_tokens,
+        ignore_eos=request.ignore_eos is True,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=request.early_stopping or False,
+        include_stop_str_in_output=request.include_stop_str_in_output is True,
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One text or list of token ids for each prompt. Raises ApiError for a mixture."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(item, int) for item in prompt):
+        if any(cast(int, item) < 0 for item in prompt):
+            raise refused("prompt", "holds a negative number, which is not a token id")
+        return [cast(list[int], prompt)]
+    if not all(isinstance(item, str) for item in prompt) and not all(
+        isinstance(item, list) for item in prompt
+    ):
+        raise refused("prompt", "must be text, token ids, or a list of one of these")
+    return cast(list[str | list[int]], prompt)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Parts of an answer that the request asks for, beside its text."""
+
+    prompt_logprobs: bool
+    """Whether the request asks for them itself; the echo's logprobs do not count."""
+    output: bool
+    """False: the answer consists of the echo alone."""
+    token_ids: bool
+
+
+class CompletionAnswer:
+    """The answer to one request, in its two forms."""
+
+    def __init__(
+        self,
+        service: Service,
+        name: str,
+        model: str,
+        choices: Sequence[Choice],
+        n: int,
+        echo: Sequence[str],
+        shown: Shown,
+    ) -> None:
+        """echo: for each prompt, the text that its completions begin with."""
+        self._service = service
+        self._name = name
+        self._model = model
+        self._choices = choices
+        self._n = n
+        self._echo = echo
+        self._shown = shown
+        self._created = int(time.time())
+        self._last: list[RequestOutput | None] = [None] * len(choices)
+
+    async def whole(self) -> Response:
+        """One body."""
+        outputs = [self._trimmed(output) for output in await self._service.whole(self._choices)]
+        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+        body = Completion(
+            id=self._name,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage_of(outputs, self._n),
+        )
+        return Response(
+            msgspec.json.encode(body),
+            media_type="application/json",
+            headers={"x-request-id": self._name},
+        )
+
+    def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
+        completion, logprobs = output.outputs[0], self._writer(index)
+        choice = CompletionChoice(
+            index=index,
+            text=self._echo[index // self._n] + completion.text,
+            logprobs=None if logprobs is None else logprobs.write(output),
+            finish_reason=cast(FinishWord, completion.finish_reason),
+            stop_reason=completion.stop_reason,
+        )
+        if self._shown.prompt_logprobs and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self._shown.token_ids:
+            choice.prompt_token_ids, choice.token_ids = (
+                list(output.prompt_token_ids),
+                list(completion.token_ids),
+            )
+        return choice
+
+    def _trimmed(self, output: RequestOutput) -> RequestOutput:
+        """Return an output without the generated token if the request asks for none."""
+        if self._shown.output:
+            return output
+        completion = replace(output.outputs[0], text="", token_ids=[], logprobs=None)
+        if completion.finish_reason == "stop":  # the dropped token has ended the text
+            completion = replace(completion, finish_reason="length", stop_reason=None)
+        return replace(
+            output, outputs=[completion], metrics=replace(output.metrics, num_generation_tokens=0)
+        )
+
+    def _writer(self, index: int) -> CompletionLogprobWriter | None:
+        params = self._choices[index].params
+        if params.logprobs is None:
+            return None
+        return CompletionLogprobWriter(
+            self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n])
+        )
+
+    def events(
+        self, options: StreamOptions, writer: BodyWriter | None
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events."""
+        head: dict[str, object] = {
+            "id": self._name,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+        }
+        encoders = [
+            EventEncoder(i, head, "text", options.include_usage) for i in range(len(self._choices))
+        ]
+
+        def end() -> bytes:
+            outputs = cast(list[RequestOutput], self._last)
+            return (
+                usage_event(head, usage_of(outputs, self._n)) + DONE
+                if options.include_usage
+                else DONE
+            )
+
+        if len(encoders) == 1:
+            return events_of(
+                self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer
+            )
+        return merged(
+            [
+                events_of(self._service, self._choices[i], self._encode(i, encoder, options))
+                for i, encoder in enumerate(encoders)
+            ],
+            end,
+        )
+
+    def _encode(
+        self,
+        index: int,
+        encoder: EventEncoder,
+        options: StreamOptions,
+        end: Callable[[], bytes] | None = None,
+    ) -> Encode:
+        """What makes the events of one choice; `end` gives what follows the last of them."""
+        echo, logprobs = self._echo[index // self._n], self._writer(index)
+        untold: CompletionLogprobs | None = None
+        ids, has_begun = IdsOfChoice(self._shown.token_ids), False
+
+        def encode(output: RequestOutput) -> bytes:
+            nonlocal echo, untold, has_begun
+            output = self._trimmed(output)
+            before, has_begun = b"" if has_begun else ids.of_prompt(output.prompt_token_ids), True
+            ids.add(output.outputs[0].token_ids)
+            if options.continuous_usage_stats:
+                encoder.set_usage(usage_of([output], 1))
+            event, completion = b"", output.outputs[0]
+            text = completion.text
+            if logprobs is not None:
+                # The prompt's come with the first output, and the prompt with them.
+                text, echo = echo + text, ""
+                untold = joined(untold, logprobs.write(output))
+            elif echo:
+                event, echo, before = encoder.text(echo, None, before), "", b""
+            if text or before:
+                event += encoder.text(text, untold, before + ids.take())
+                untold = None
+            if output.finished:
+                event += encoder.end(
+                    b'""',
+                    completion.finish_reason or "",
+                    completion.stop_reason,
+                    untold,
+                    ids.take(),
+                )
+                self._last[index] = output
+                if end is not None:
+                    event += end()
+            return event
+
+        return encode

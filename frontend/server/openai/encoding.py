@@ -1,0 +1,105 @@
+"""The bytes of a stream's events. What is the same for all of a choice's events is made once; a
+token costs its own text's encoding and one join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sidestep.frontend.server.schemas.protocol import ChatLogprobs, CompletionLogprobs, Delta, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EventEncoder:
+    """Events of one choice of one stream."""
+
+    def __init__(self, index: int, head: dict[str, object], slot: str, include_usage: bool) -> None:
+        """head: what each event has besides its choice. slot: the choice's key for what is new:
+        'delta' or 'text'."""
+        tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (
+            _encode(head)[:-1],
+            index,
+            slot.encode(),
+        )
+        self._set_tail(tail)
+
+    def _set_tail(self, tail: bytes) -> None:
+        self._rest = b',"finish_reason":null}]' + tail
+        self._after = b',"logprobs":null' + self._rest
+        self._tail = tail
+
+    def set_usage(self, usage: Usage) -> None:
+        """The events from here on have these counts."""
+        self._set_tail(b',"usage":%b}\n\n' % _encode(usage))
+
+    def content(self, text: str, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
+        """Return the event with new text of a chat. ids: see IdsOfChoice."""
+        return b'%b{"content":%b}%b' % (self._before, _encode(text), self._with(logprobs, ids))
+
+    def text(
+        self, text: str, logprobs: CompletionLogprobs | None = None, ids: bytes = b""
+    ) -> bytes:
+        """New text of a completion."""
+        return b"%b%b%b" % (self._before, _encode(text), self._with(logprobs, ids))
+
+    def delta(self, delta: Delta, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
+        """Anything else that is new of a chat."""
+        return b"%b%b%b" % (self._before, _encode(delta), self._with(logprobs, ids))
+
+    def end(
+        self,
+        empty: bytes,
+        finish_reason: str,
+        stop_reason: int | str | None,
+        logprobs: ChatLogprobs | CompletionLogprobs | None = None,
+        ids: bytes = b"",
+    ) -> bytes:
+        """The choice's last event; `empty` is what stands where the new text was."""
+        return b'%b%b,"logprobs":%b%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
+            self._before,
+            empty,
+            _encode(logprobs),
+            ids,
+            _encode(finish_reason),
+            _encode(stop_reason),
+            self._tail,
+        )
+
+    def _with(self, logprobs: ChatLogprobs | CompletionLogprobs | None, ids: bytes) -> bytes:
+        """What follows the new text."""
+        if logprobs is None and not ids:
+            return self._after
+        return b',"logprobs":%b%b%b' % (_encode(logprobs), ids, self._rest)
+
+
+class IdsOfChoice:
+    """The token ids of one choice in the events of its stream, if the request asks for them."""
+
+    def __init__(self, asked: bool) -> None:
+        self.asked = asked
+        self._untold: list[int] = []
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Note new tokens for the next event."""
+        if self.asked:
+            self._untold += ids
+
+    def take(self) -> bytes:
+        """Return the next event's field, with all tokens that no event has had yet."""
+        if not self._untold:
+            return b""
+        data = b',"token_ids":%b' % _encode(self._untold)
+        self._untold.clear()
+        return data
+
+    def of_prompt(self, ids: Sequence[int]) -> bytes:
+        """Return the field of the first event, with the prompt's tokens."""
+        return b',"prompt_token_ids":%b' % _encode(list(ids)) if self.asked else b""
+
+
+def usage_event(head: dict[str, object], usage: Usage) -> bytes:
+    """The event after the last choice's end."""
+    return b"data: %b\n\n" % _encode({**head, "choices": [], "usage": usage})

@@ -1,0 +1,104 @@
+"""Every error leaves the server in the OpenAI API's shape: {"error": {message, type, param,
+code}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from sidestep.ipc.common.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    PromptTooLongError,
+    QueueFullError,
+    ValidationError,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = {"retry-after": "1"}
+"""Seconds: a queue that is full is so for some steps."""
+TOO_LONG = "context_length_exceeded"
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    """The field of the request that is wrong."""
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer that is an error. The message is for whoever sent the request."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body = ErrorBody(ErrorDetail(message, kind, param, code))
+
+    def response(self) -> Response:
+        """As an answer of its own."""
+        return Response(
+            msgspec.json.encode(self.body), self.status, self.headers, media_type="application/json"
+        )
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def refused(param: str, problem: str, code: str | None = None) -> ApiError:
+    """A field with a wrong value."""
+    return ApiError(400, f"{param}: {problem}", param=param, code=code)
+
+
+def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
+    """Return the error for a prompt that leaves no room for output, in the words that clients of
+    OpenAI's API look for."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
+        f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. Please reduce "
+        f"the length of the {field}.",
+        param=field,
+        code=TOO_LONG,
+    )
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        code = TOO_LONG if isinstance(error, PromptTooLongError) else None
+        return refused(error.field, str(error).partition(": ")[2], code)
+    if isinstance(error, QueueFullError):
+        return ApiError(
+            429, str(error), kind="rate_limit_error", code="queue_full", headers=RETRY_AFTER
+        )
+    if isinstance(error, EngineDeadError | EngineStalledError):
+        return ApiError(503, str(error), kind="server_error", code="engine_dead")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, str(error) or type(error).__name__, kind="server_error")

@@ -1,0 +1,102 @@
+"""Names to implementations: `name -> "module:attribute"`, imported only when asked for.
+
+So a registry can be read by a process that must not import what it names (the frontend checks that
+an architecture is supported without importing torch), and a new entry is one file and one line
+here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "sidestep.executor.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "sidestep.executor.models.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "sidestep.executor.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "sidestep.executor.models.qwen3:Qwen3ForCausalLM",
+}
+"""Hugging Face architecture name -> model class."""
+
+MODEL_SPECS: dict[str, str] = {
+    "LlamaForCausalLM": "sidestep.ipc.model.model_families:llama",
+    "MistralForCausalLM": "sidestep.ipc.model.model_families:mistral",
+    "Qwen2ForCausalLM": "sidestep.ipc.model.model_families:qwen2",
+    "Qwen3ForCausalLM": "sidestep.ipc.model.model_families:qwen3",
+}
+"""Hugging Face architecture name -> function that reads its config.json, without torch."""
+
+_OUTSIDE_MODELS, _OUTSIDE_SPECS = "sidestep.models", "sidestep.model_specs"
+"""Groups of entry points by which installed packages add to the two registries above, in every
+process."""
+
+RUNNERS: dict[str, str] = {
+    "cpu": "sidestep.executor.cpu.cpu_runner:ModelRunner",
+    "cuda": "sidestep.executor.gpu.gpu_runner:GpuRunner",
+    "fake": "sidestep.executor.runner.fake:FakeRunner",
+}
+"""What a worker process runs its steps on: the device's name."""
+
+EXECUTORS: dict[str, str] = {
+    "multiproc": "sidestep.executor.processes.multiproc:MultiprocExecutor",
+}
+"""How the core reaches its workers."""
+
+ATTENTION_BACKENDS: dict[str, str] = {
+    "flashinfer": "sidestep.executor.attention.flashinfer_backend:FlashInferAttention",
+    "torch": "sidestep.executor.attention.torch_backend:TorchAttention",
+    "triton": "sidestep.executor.attention.triton_backend:TritonAttention",
+}
+"""Paged attention implementations."""
+
+ROUTERS: dict[str, str] = {
+    "prefix": "sidestep.frontend.routing.prefix:PrefixRouter",
+    "least_loaded": "sidestep.frontend.routing.least_loaded:LeastLoadedRouter",
+    "round_robin": "sidestep.frontend.routing.round_robin:RoundRobinRouter",
+}
+"""Which data-parallel replica takes a request."""
+
+TOOL_PARSERS: dict[str, str] = {
+    "hermes": "sidestep.frontend.parsers.hermes:HermesToolParser",
+    "llama3_json": "sidestep.frontend.parsers.llama3_json:Llama3JsonToolParser",
+    "mistral": "sidestep.frontend.parsers.mistral:MistralToolParser",
+    "qwen3": "sidestep.frontend.parsers.hermes:HermesToolParser",
+}
+"""How a model writes tool calls."""
+
+REASONING_PARSERS: dict[str, str] = {
+    "deepseek_r1": "sidestep.frontend.parsers.think:DeepSeekR1ReasoningParser",
+    "qwen3": "sidestep.frontend.parsers.think:Qwen3ReasoningParser",
+}
+"""How a model writes its reasoning."""
+
+
+def model_class(architecture: str) -> str | None:
+    """Return the name of an architecture's class for `load`, from this project or an installed
+    package."""
+    return MODELS.get(architecture) or _outside(_OUTSIDE_MODELS).get(architecture)
+
+
+def model_spec_reader(architecture: str) -> str:
+    """Return the name of the function that reads an architecture's config.json: Llama's reader by
+    default."""
+    found = MODEL_SPECS.get(architecture) or _outside(_OUTSIDE_SPECS).get(architecture)
+    return found or MODEL_SPECS["LlamaForCausalLM"]
+
+
+def model_names() -> list[str]:
+    """Return the names of all architectures that can be loaded."""
+    return sorted({*MODELS, *_outside(_OUTSIDE_MODELS)})
+
+
+def _outside(group: str) -> dict[str, str]:
+    """Return the entries that installed packages have registered, by name."""
+    from importlib import metadata  # slower to import than all else here, and rarely needed
+
+    return {point.name: point.value for point in metadata.entry_points(group=group)}
+
+
+def load(target: str) -> Any:
+    """The object that "module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

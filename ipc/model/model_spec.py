@@ -1,0 +1,138 @@
+"""What the engine needs to know of a model: its Hugging Face config.json, read into one checked,
+typed structure.
+
+Read without torch, so that the frontend refuses what cannot run before any process starts. A value
+that would change the model's arithmetic and that the engine does not implement is refused by name:
+never loaded and silently wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sidestep.ipc.common import registry
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
+from sidestep.ipc.model.hf_config import HfConfig, read_json
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding: base and scaling, with the names of config.json."""
+
+    theta: float
+    rope_type: str = "default"
+    scaling: dict[str, Any] = {}
+    """The type's values by their names in rope_parameters, such as factor or low_freq_factor. All
+    required ones are there."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A dense decoder-only transformer. Sizes are of the whole model, before tensor parallelism.
+
+    A family's reader (ipc/model/model_families.py) makes it; `load_model_spec` adds the tokens that
+    end an output.
+    """
+
+    path: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Bias on the q, k and v projections."""
+    attention_output_bias: bool
+    """Bias on the output projection of attention."""
+    mlp_bias: bool
+    qk_norm: bool
+    """RMSNorm over each head's q and k before the rotary embedding."""
+    windows: tuple[int, ...]
+    """Sliding window of each layer in tokens, the current one included; 0 for full attention."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Ids of the tokens that end an output."""
+    extra: dict[str, Any] = {}
+    """Further values for a family from another package, of types that JSON has."""
+
+
+_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+def resolve_model_path(
+    model: str, revision: str | None = None, files: Sequence[str] = _FILES
+) -> str:
+    """A local folder for a folder's path or a hub name (fetched where a hub is reachable; of it
+    these files)."""
+    if os.path.isdir(model):
+        return os.path.abspath(model)
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise EngineStartError(
+            f"model: {model!r} is not a folder, nor a hub name of the form owner/name"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+    except Exception as error:  # the hub client raises many types, all meaning the same to the user
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise EngineStartError(
+            f"model: {model!r} is not a folder and could not be fetched from a hub: {reason}"
+        ) from None
+
+
+def load_model_spec(
+    path: str,
+    overrides: Mapping[str, Any] | None = None,
+    generation: GenerationConfig | None = None,
+    more_eos: Sequence[int] = (),
+) -> ModelSpec:
+    """Return the spec of the model whose config.json is in a folder.
+
+    overrides: values that replace the file's fields. generation: replaces the folder's own
+    generation_config.json. more_eos: tokens that end an output beside those of the files. Raises
+    EngineStartError with one line on the problem; ValidationError for a wrong override.
+    """
+    values = read_json(Path(path) / "config.json")
+    if values is None:
+        raise EngineStartError(f"model: {path} has no config.json")
+    config = HfConfig(path, values, overrides)
+    spec: ModelSpec = _reader(config.architecture)(config)
+    generation = generation or read_generation_config(path, with_sampling=False)
+    eos = [*_stated_eos(config, generation), *more_eos]
+    config.check_overrides()
+    # A tokenizer may have tokens that the model cannot generate; masks have no place for them.
+    eos = [token for token in dict.fromkeys(eos) if token < spec.vocab_size]
+    return msgspec.structs.replace(spec, eos_token_ids=tuple(eos))
+
+
+def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:
+    """Return the tokens of the user's override, else of generation_config.json, else of
+    config.json."""
+    of_config = config.token_ids("eos_token_id")
+    is_override = "eos_token_id" in config.overridden
+    return of_config if is_override else generation.eos_token_ids or of_config
+
+
+def _reader(architecture: str) -> Any:
+    """Return the function that reads the family's configs. A function of another package may be
+    missing."""
+    target = registry.model_spec_reader(architecture)
+    try:
+        return registry.load(target)
+    except (ImportError, AttributeError) as error:
+        raise EngineStartError(
+            f"model: {target!r}, which reads the config of {architecture}, cannot "
+            f"be imported: {error}"
+        ) from None

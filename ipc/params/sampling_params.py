@@ -1,0 +1,456 @@
+"""How one request is sampled and when it stops. Checked where it is made, so a wrong value fails at
+the call."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from typing import Any, Self
+
+import msgspec
+
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
+from sidestep.ipc.vllm.params import ParamsMeta, plain
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_TOKEN_IDS = 128
+"""With `min_tokens` they travel to the device in each step, in a message of bounded size."""
+MAX_CHOICES = 1024
+"""Most completions of one request."""
+_DERIVE = 0x9E3779B97F4A7C15
+MAX_LOGPROBS = 20
+"""As in OpenAI's API."""
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_PATTERN = 128
+_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0
+    """All text and tokens so far."""
+    DELTA = 1
+    """What is new since the last output."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+def _check(condition: bool, field: str, problem: str) -> None:
+    if not condition:
+        raise ValidationError(field, problem)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class RepetitionDetectionParams(
+    msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, metaclass=ParamsMeta
+):
+    """An output ends when its last tokens are one pattern of tokens, so many times in a row.
+
+    Raises ValidationError, which names the field.
+    """
+
+    max_pattern_size: int
+    """Tokens of the longest pattern that is looked for; at most MAX_PATTERN."""
+    min_pattern_size: int = 1
+    """Tokens of the shortest."""
+    min_count: int = 3
+    """How often it must be there; at least 2."""
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        _check(
+            _is_int(self.min_pattern_size) and self.min_pattern_size >= 1,
+            f"{name}.min_pattern_size",
+            f"must be at least 1, not {self.min_pattern_size!r}",
+        )
+        _check(
+            _is_int(self.max_pattern_size)
+            and self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN,
+            f"{name}.max_pattern_size",
+            f"must be between min_pattern_size and {MAX_PATTERN}, not {self.max_pattern_size!r}",
+        )
+        _check(
+            _is_int(self.min_count) and 2 <= self.min_count <= 2**31 - 1,
+            f"{name}.min_count",
+            f"must be at least 2, not {self.min_count!r}",
+        )
+
+    def found_in(self, tokens: list[int], first: int) -> bool:
+        """Whether the tokens from number `first` on end in a repeated pattern. Costs a comparison
+        for each size that does not repeat."""
+        num_tokens, count = len(tokens) - first, self.min_count
+        for size in range(
+            self.min_pattern_size, min(self.max_pattern_size, num_tokens // count) + 1
+        ):
+            # Shifted by one pattern, the tokens are the same.
+            if (
+                tokens[-1] == tokens[-1 - size]
+                and tokens[-size * (count - 1) :] == tokens[-size * count : -size]
+            ):
+                return True
+        return False
+
+
+class SamplingParams(
+    msgspec.Struct,
+    kw_only=True,
+    frozen=True,
+    array_like=True,
+    forbid_unknown_fields=True,
+    metaclass=ParamsMeta,
+):
+    """Sampling parameters of one request, with vLLM's names and defaults.
+
+    They are frozen: `clone` makes a copy with other values. Numbers and arrays of numpy are
+    converted to Python's own. Raises ValidationError, which names the field, when a value is out of
+    range or the name of a field is unknown.
+    """
+
+    n: int = 1
+    """Completions of the prompt, each with a seed of its own that is derived from `seed`; the first
+    is that of n=1."""
+    best_of: int | None = None
+    """Make so many completions, and return the `n` with the highest cumulative logprob, the best
+    first: in one output, at the end."""
+    temperature: float = 1.0
+    """0 is greedy; otherwise logits are divided by it (by 0.01 if it is less). At most 2."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 or -1 for all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
+    seed: int | None = None
+    """Seed of the sampling. The same seed gives the same tokens, whatever else is in the batch.
+    None or -1 draws a new seed for each request, derived from the engine's option `seed` if it is
+    set."""
+    stop: str | list[str] | None = None
+    """Texts that end the output; left out of it unless `include_stop_str_in_output`."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end the output; at most MAX_STOP_TOKEN_IDS."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    max_tokens: int | None = 16
+    """Most output tokens; None for as many as fit in the model."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens cannot be sampled, nor do stop texts count, before this many
+    output tokens."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the output has the token; in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that prompt or output have are divided by it if positive, else multiplied;
+    in [0.01, 100]."""
+    logprobs: int | None = None
+    """Tell the log-probability of each sampled token and of this many most probable ones; at most
+    MAX_LOGPROBS."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt, which is then computed whole, without cached
+    prefixes."""
+    logit_bias: dict[int, float] | None = None
+    """Numbers from -100 to 100 that are added to the logits of these token ids; at most
+    MAX_LOGIT_BIAS."""
+    allowed_token_ids: list[int] | None = None
+    """No other tokens are sampled."""
+    bad_words: list[str] | None = None
+    """Texts whose tokens are not sampled in a row, with or without a space before them; at most
+    MAX_BAD_WORDS."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Ends the output, with finish_reason 'repetition', when it goes round in circles."""
+    extra_args: dict[str, Any] | None = None
+    """Arguments of logits processors, by the names of their classes."""
+    detokenize: bool = True
+    """False leaves `text` empty (and cannot go with `stop`)."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop text at the end of the output."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of the stream holds."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have. The request ends with 'stop' when nothing more can
+    follow; goes neither with `ignore_eos` nor with `min_tokens`, which could forbid all that the
+    form allows."""
+
+    def __post_init__(self) -> None:
+        self._make_plain()
+        _check(
+            _is_int(self.n) and 1 <= self.n <= MAX_CHOICES,
+            "n",
+            f"must be a whole number between 1 and {MAX_CHOICES}, not {self.n!r}",
+        )
+        _check(
+            self.best_of is None
+            or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_CHOICES),
+            "best_of",
+            f"must be a whole number between n ({self.n}) and {MAX_CHOICES}, not {self.best_of!r}",
+        )
+        _check(
+            not self.ranks_choices or self.output_kind is not RequestOutputKind.DELTA,
+            "best_of",
+            "is known only at the end, so it cannot go with output_kind DELTA",
+        )
+        _check(
+            _is_number(self.temperature) and 0 <= self.temperature <= 2,
+            "temperature",
+            f"must be between 0 and 2, not {self.temperature!r}",
+        )
+        _check(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            f"must be in (0, 1], not {self.top_p!r}",
+        )
+        _check(
+            _is_int(self.top_k) and self.top_k >= -1,
+            "top_k",
+            f"must be -1 or 0 (all) or at least 1, not {self.top_k!r}",
+        )
+        _check(
+            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            f"must be in [0, 1], not {self.min_p!r}",
+        )
+        _check(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            "seed",
+            f"must be a whole number between 0 and 2**63-1, not {self.seed!r}",
+        )
+        _check(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            f"must be at least 1, not {self.max_tokens!r}",
+        )
+        _check(
+            _is_int(self.min_tokens) and self.min_tokens >= 0,
+            "min_tokens",
+            f"must be at least 0, not {self.min_tokens!r}",
+        )
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"{self.min_tokens} is more than max_tokens ({self.max_tokens})",
+        )
+        self._check_stops()
+        self._check_penalties()
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            _check(
+                value != -1,
+                field,
+                f"-1 asks for all tokens of the vocabulary; at most {MAX_LOGPROBS} of the most "
+                "probable ones can be told",
+            )
+            _check(
+                value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
+                field,
+                f"must be between 0 and {MAX_LOGPROBS}, not {value!r}: more of each token would cost more than "
+                "sampling it",
+            )
+        self._check_logit_bias()
+        self._check_tokens_and_words()
+        # The core could not read a message with these of another type, and the request would wait
+        # without end.
+        for field in _SWITCHES:
+            value = getattr(self, field)
+            _check(isinstance(value, bool), field, f"must be True or False, not {value!r}")
+        _check(
+            isinstance(self.output_kind, RequestOutputKind),
+            "output_kind",
+            f"must be a RequestOutputKind, not {self.output_kind!r}",
+        )
+        self._check_structure()
+
+    def _make_plain(self) -> None:
+        """Convert values in other forms: numbers of numpy, dicts of parameters, a seed of -1."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if type(value) in _PLAIN or name == "extra_args":
+                continue
+            if isinstance(value, dict) and name in _NESTED:
+                value = _NESTED[name](**value)
+            msgspec.structs.force_setattr(self, name, plain(value))
+        if self.seed == -1 and _is_int(self.seed):
+            msgspec.structs.force_setattr(self, "seed", None)
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """Return parameters from these fields. A field that is None gets its default."""
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
+    def clone(self, **changes: Any) -> Self:
+        """Return a copy, with some fields changed. Raises ValidationError."""
+        return type(self)(**(copy.deepcopy(msgspec.structs.asdict(self)) | changes))
+
+    def _check_structure(self) -> None:
+        if (structure := self.structured_outputs) is None:
+            return
+        _check(
+            isinstance(structure, StructuredOutputsParams),
+            "structured_outputs",
+            f"must be StructuredOutputsParams, not {type(structure).__name__}",
+        )
+        _check(
+            not self.ignore_eos,
+            "ignore_eos",
+            "cannot go with structured_outputs, which say where the output ends",
+        )
+        _check(
+            self.min_tokens == 0,
+            "min_tokens",
+            "cannot go with structured_outputs, which say where the output ends",
+        )
+
+    def _check_stops(self) -> None:
+        _check(
+            self.stop is None or isinstance(self.stop, str | list | tuple),
+            "stop",
+            f"must be a string or a list of strings, not {self.stop!r}",
+        )
+        for text in self.stop_strings:
+            _check(
+                isinstance(text, str) and text != "",
+                "stop",
+                f"holds {text!r}, which is not a non-empty string",
+            )
+        _check(self.detokenize or not self.stop_strings, "stop", "needs detokenize=True")
+        _check(
+            self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple),
+            "stop_token_ids",
+            f"must be a list of token ids, not {self.stop_token_ids!r}",
+        )
+        _check(
+            len(self.stop_token_ids or ()) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most",
+        )
+        for token in self.stop_token_ids or ():
+            _check(
+                _is_int(token) and token >= 0,
+                "stop_token_ids",
+                f"holds {token!r}, which is not a token id",
+            )
+
+    @property
+    def ranks_choices(self) -> bool:
+        """Whether more completions are made than returned."""
+        return self.best_of is not None and self.best_of > self.n
+
+    def for_choice(self, index: int) -> SamplingParams:
+        """Those of one of the `n` completions alone; `seed` must be filled in."""
+        seed = self.seed if index == 0 else ((self.seed or 0) ^ (index * _DERIVE)) & MAX_SEED
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+    def _check_penalties(self) -> None:
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            _check(
+                _is_number(value) and -2 <= value <= 2,
+                field,
+                f"must be between -2 and 2, not {value!r}",
+            )
+        _check(
+            _is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
+            "repetition_penalty",
+            f"must be between 0.01 and 100, not {self.repetition_penalty!r}",
+        )
+        detection = self.repetition_detection
+        _check(
+            detection is None or isinstance(detection, RepetitionDetectionParams),
+            "repetition_detection",
+            f"must be RepetitionDetectionParams, not {detection!r}",
+        )
+
+    def _check_tokens_and_words(self) -> None:
+        allowed, words, extra = self.allowed_token_ids, self.bad_words, self.extra_args
+        _check(
+            allowed is None or (isinstance(allowed, list | tuple) and len(allowed) > 0),
+            "allowed_token_ids",
+            f"must be a list of at least one token id, not {allowed!r}",
+        )
+        for token in allowed or ():
+            _check(
+                _is_int(token) and token >= 0,
+                "allowed_token_ids",
+                f"holds {token!r}, which is not a token id",
+            )
+        _check(
+            words is None or isinstance(words, list | tuple),
+            "bad_words",
+            f"must be a list of strings, not {words!r}",
+        )
+        _check(
+            len(words or ()) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"holds {len(words or ())} texts; {MAX_BAD_WORDS} are the most",
+        )
+        for word in words or ():
+            _check(
+                isinstance(word, str) and word.strip() != "",
+                "bad_words",
+                f"holds {word!r}, which is not a text with anything but white space",
+            )
+            _check(
+                len(word) <= MAX_BAD_WORD_CHARACTERS,
+                "bad_words",
+                f"holds a text of {len(word)} characters; {MAX_BAD_WORD_CHARACTERS} are the most",
+            )
+        _check(
+            extra is None
+            or (isinstance(extra, dict) and all(isinstance(name, str) for name in extra)),
+            "extra_args",
+            f"must be a dict by names of logits processors, not {extra!r}",
+        )
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias
+        if bias is None:
+            return
+        _check(
+            isinstance(bias, dict),
+            "logit_bias",
+            f"must be a dict from token ids to numbers, not {bias!r}",
+        )
+        _check(
+            len(bias) <= MAX_LOGIT_BIAS,
+            "logit_bias",
+            f"holds {len(bias)} tokens; {MAX_LOGIT_BIAS} are the most",
+        )
+        for token, value in bias.items():
+            _check(
+                _is_int(token) and token >= 0,
+                "logit_bias",
+                f"holds {token!r}, which is not a token id",
+            )
+            _check(
+                _is_number(value) and -100 <= value <= 100,
+                "logit_bias",
+                f"of token {token} must be between -100 and 100, not {value!r}",
+            )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+_PLAIN = (int, float, bool, str, type(None), RequestOutputKind)
+_NESTED: dict[str, Any] = {
+    "structured_outputs": StructuredOutputsParams,
+    "repetition_detection": RepetitionDetectionParams,
+}
+"""Fields that are structs of parameters. A dict may be given for each."""

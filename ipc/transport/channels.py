@@ -1,0 +1,241 @@
+"""ZeroMQ between frontends and the core: one PUSH/PULL pair a frontend, bound by the frontend.
+
+Sending never waits (ZeroMQ's own threads do the I/O), receiving drains what is there. Both ends
+expose a descriptor to wait on. ZeroMQ's descriptor is edge-triggered: after it fires, and before
+waiting on it again, a socket must be read until it is empty; `receive` always does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+
+import zmq
+
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.processes.core_args import ClientAddress
+from sidestep.ipc.processes.forking import close_sockets_of, keep_from_children
+from sidestep.ipc.transport.messages import (
+    ToCore,
+    ToFrontend,
+    decode_to_core,
+    decode_to_frontend,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+_LINGER_MS = 1000
+_CONNECT_MS = 10_000
+
+
+def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    # No high-water mark: dropping or waiting would both break the engine. The queue is bounded by
+    # admission.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
+
+
+def _drain(socket: zmq.Socket[bytes]) -> list[bytes]:
+    frames: list[bytes] = []
+    while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        frames.append(socket.recv(zmq.NOBLOCK))
+    return frames
+
+
+def new_address() -> ClientAddress:
+    """In a private folder of its own (mode 0700), so that no other user can talk to the engine."""
+    folder = tempfile.mkdtemp(prefix="sidestep-")
+    return ClientAddress(
+        to_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
+        from_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
+    )
+
+
+def remove_address(address: ClientAddress) -> None:
+    """Removes the socket files. Connections that are made already go on."""
+    shutil.rmtree(address.folder, ignore_errors=True)
+
+
+def _watch(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """A socket that has something to read once the other end's process has closed its end, or has
+    ended."""
+    return socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+
+
+class FrontendChannel:
+    """A frontend's end. Not thread-safe: one thread sends and receives."""
+
+    def __init__(self, address: ClientAddress | None = None) -> None:
+        """Listens at an address that the core knows, or at a new one. Raises EngineStartError if
+        that address has been taken back."""
+        self.address = address if address is not None else new_address()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._out, self._in = _open(self._context, zmq.PUSH), _open(self._context, zmq.PULL)
+        self._gone = _watch(self._in)
+        self._is_sealed = False
+        self._is_ours = True
+        try:
+            self._out.bind(self.address.to_core)
+            self._in.bind(self.address.from_core)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise EngineStartError(
+                "the engine that sent the invitation has ended, or it was used before"
+            ) from None
+        keep_from_children(self)
+
+    def wait_message(self, timeout_s: float) -> ToFrontend | None:
+        """The next message, waiting for it at most this long."""
+        if not self._in.poll(int(timeout_s * 1000)):
+            return None
+        return decode_to_frontend(self._in.recv())
+
+    def seal(self) -> None:
+        """Removes the socket files, once the core has connected: from then on nothing can be left
+        behind."""
+        # It has connected to one end if it has sent something, but perhaps not to the other, which
+        # it tries again and again. A PUSH socket without a peer cannot be written to.
+        self._out.poll(_CONNECT_MS, zmq.POLLOUT)
+        self._is_sealed = True
+        remove_address(self.address)
+
+    def send(self, message: ToCore) -> None:
+        """Queue a message. Never waits, once `seal` has seen the core connect. A message to a core
+        that has ended is lost; the core's end is reported separately. A forked child sends
+        nothing."""
+        if not self._is_ours:
+            return
+        try:
+            self._out.send(encode(message), zmq.NOBLOCK if self._is_sealed else 0)
+        except zmq.Again:
+            # Without a peer the socket would wait for one, on the thread that is to hear that there
+            # is none any more.
+            pass
+
+    def fileno(self) -> int:
+        """Readable when `receive` may have something."""
+        return int(self._in.getsockopt(zmq.FD))
+
+    def receive(self) -> list[ToFrontend]:
+        """Return all messages that have arrived; none in a forked child, where ZeroMQ would try
+        again for ever."""
+        if not self._is_ours:
+            return []
+        return [decode_to_frontend(frame) for frame in _drain(self._in)]
+
+    def gone_fileno(self) -> int:
+        """Readable when `core_is_gone` may have changed."""
+        return int(self._gone.getsockopt(zmq.FD))
+
+    def core_is_gone(self) -> bool:
+        """Whether the core's process has left since this was last asked."""
+        return self._is_ours and bool(_drain(self._gone))
+
+    def leave_to_parent(self) -> None:
+        """Close a forked process's copies of the connections. With them open, the core would not
+        see this frontend's end."""
+        self._is_ours = False
+        close_sockets_of(
+            {path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)}
+        )
+
+    def close(self) -> None:
+        """Close the sockets. May be called twice. A forked child closes nothing of its parent's."""
+        if not self._is_ours:
+            return
+        remove_address(self.address)
+        self._context.destroy(linger=0)
+
+
+class CoreChannel:
+    """The core's end of all its frontends' channels. Used by the busy loop's thread only."""
+
+    def __init__(self, clients: Sequence[ClientAddress]) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._in = _open(self._context, zmq.PULL)
+        # One descriptor for all: epoll, or what the system has instead.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(int(self._in.getsockopt(zmq.FD)), selectors.EVENT_READ)
+        self._out: dict[int, zmq.Socket[bytes]] = {}
+        self._gone: dict[int, zmq.Socket[bytes]] = {}
+        self._addresses: list[ClientAddress] = []
+        for client in clients:
+            self.connect(client)
+
+    def connect(self, address: ClientAddress) -> int:
+        """Serves another frontend, which may begin to listen later; its number.
+
+        This and `take_gone` may use up the descriptor's news of a message, so `receive` must follow
+        before a wait.
+        """
+        client = len(self._addresses)
+        self._addresses.append(address)
+        self._in.connect(address.to_core)
+        out = _open(self._context, zmq.PUSH)
+        self._gone[client] = _watch(out)
+        self._selector.register(int(self._gone[client].getsockopt(zmq.FD)), selectors.EVENT_READ)
+        out.connect(address.from_core)
+        self._out[client] = out
+        return client
+
+    def take_gone(self) -> list[int]:
+        """Frontends whose processes have left since this was last asked. Nothing more is sent to
+        them."""
+        gone = [client for client, monitor in self._gone.items() if _drain(monitor)]
+        for client in gone:
+            self._in.disconnect(self._addresses[client].to_core)
+            monitor, out = self._gone.pop(client), self._out.pop(client)
+            self._selector.unregister(int(monitor.getsockopt(zmq.FD)))
+            out.disable_monitor()
+            for socket in (monitor, out):
+                socket.close(linger=0)
+        return gone
+
+    def receive(self) -> list[ToCore]:
+        """All messages that are there. One that cannot be read is logged and dropped: it must not
+        end the engine."""
+        messages: list[ToCore] = []
+        for frame in _drain(self._in):
+            try:
+                messages.append(decode_to_core(frame))
+            except ValueError as error:
+                logger.warning("dropped a message of %d bytes: %s", len(frame), error)
+        return messages
+
+    def send(self, client: int, message: ToFrontend) -> None:
+        """Queues a message for one frontend; never waits. For one that has left it does nothing."""
+        if (out := self._out.get(client)) is not None:
+            out.send(encode(message))
+
+    def broadcast(self, message: ToFrontend) -> None:
+        """Queues a message for every frontend."""
+        for client in self._out:
+            self.send(client, message)
+
+    def fileno(self) -> int:
+        """Readable when `receive` or `take_gone` may have something."""
+        return int(self._selector.fileno())
+
+    def close(self) -> None:
+        """Delivers what is queued, for a second at most, then closes."""
+        self._selector.close()
+        self._context.destroy(linger=_LINGER_MS)
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process with this id is there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,216 @@
+"""Messages between a frontend and the engine core: msgspec structs, tagged and array-like.
+
+A request is known to the core by (client, handle): the handle is a number that its frontend chose.
+What the core sends every step is columnar, one message for all requests of one frontend.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.sampling_params import SamplingParams
+from sidestep.ipc.params.structured_outputs_params import Grammar
+from sidestep.ipc.transport.step import Int32
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives the word users see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REPETITION = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+# Frontend to core.
+
+
+class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """A new request, already checked by the frontend."""
+
+    client: int
+    handle: int
+    """Of the first completion; the others' follow it."""
+    request_id: str
+    """For logs only."""
+    prompt_token_ids: bytes
+    """int32, little-endian."""
+    output_token_ids: bytes = b""
+    """int32: what it has given already, at a replica that has died. It goes on like one that was
+    preempted."""
+    sampling: SamplingParams
+    """With `seed` and `max_tokens` filled in, and without `structured_outputs`."""
+    arrival: float
+    """time.monotonic() of the call."""
+    priority: int = 0
+    cache_salt: str | None = None
+    num_public_tokens: int = 0
+    """So many of its first tokens share cached blocks as if it had no salt."""
+    deadline: float | None = None
+    """time.monotonic() after which the request is ended."""
+    controls: bytes = b""
+    """What it asks of its logits, for the workers; see ipc.controls."""
+    beam_search: BeamSearchParams | None = None
+    """Instead of sampling."""
+    grammar: Grammar | None = None
+    """What its output must be."""
+
+
+class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """End these requests; handles that have ended already are ignored."""
+
+    client: int
+    handles: list[int]
+
+
+class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """A question or command to the core itself; answered by `Answer` with the same `call_id`."""
+
+    client: int
+    call_id: int
+    method: str
+    """One of 'reset_prefix_cache', 'ping', 'stats', 'step_records', 'request_records'."""
+    since: int = 0
+    """For step_records: the first step that is wanted."""
+    limit: int | None = None
+    """For request_records: the most that are wanted of each state; None for all."""
+
+
+class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """Serve another frontend too, which will listen there; answered by `Answer` with its number as
+    'client'."""
+
+    client: int
+    call_id: int
+    to_core: str
+    from_core: str
+
+
+ToCore = AddRequest | AbortRequests | Call | Connect
+
+
+# Core to frontend.
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """The engine serves from now on."""
+
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    device: str
+    core_pid: int
+    worker_pids: list[int]
+
+
+class Dead(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """The engine cannot go on (or could not start); the last message on the channel."""
+
+    cause: str
+
+
+class Started(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """First scheduling of a request."""
+
+    handle: int
+    num_cached_tokens: int
+    scheduled: float
+    """time.monotonic()"""
+
+
+class Beam(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """A continuation that beam search has found."""
+
+    token_ids: bytes
+    """int32, without the prompt."""
+    logprob: float
+    """Of all its tokens."""
+    score: float
+    """logprob / length ** length_penalty"""
+    reason: FinishReason
+    """Whether it ends with an end-of-sequence token."""
+
+
+class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """The end of a request. Its last token, if this step gave one, is in the same message's
+    columns."""
+
+    handle: int
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop token's id, or a word such as 'deadline'."""
+    error: str | None = None
+    field: str | None = None
+    """With an error: what of the request is at fault."""
+    num_preemptions: int = 0
+    beams: list[Beam] = []
+    """Of a beam search, the best first."""
+    completes_grammar: bool = False
+    """It stopped because its grammar allows nothing more: its last token is text, and no stop
+    token."""
+
+
+class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """What one step gave to one frontend's requests."""
+
+    handles: bytes
+    """int32, the requests that got a token."""
+    token_ids: bytes
+    """int32, one for each of `handles`."""
+    started: list[Started] = []
+    finished: list[Finished] = []
+    logprobs: bytes = b""
+    """step.LogprobColumns of the tokens whose requests asked, in their order; keys are handles."""
+    prompt_logprobs: bytes = b""
+    """step.LogprobColumns of prompts, chunk by chunk; after a preemption some come again."""
+
+
+class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """The result of a `Call`."""
+
+    call_id: int
+    result: dict[str, float] | None = None
+    records: bytes = b""
+    """For 'step_records' and 'request_records'; see ipc.records."""
+    error: str | None = None
+
+
+ToFrontend = Ready | Dead | Outputs | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
+
+
+def encode(message: ToCore | ToFrontend) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_core(data: bytes | memoryview) -> ToCore:
+    """What a frontend sent. Raises msgspec.DecodeError (a ValueError) for anything else."""
+    return _to_core.decode(data)
+
+
+def decode_to_frontend(data: bytes | memoryview) -> ToFrontend:
+    """What the core sent. Raises msgspec.DecodeError (a ValueError) for anything else."""
+    return _to_frontend.decode(data)
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Integers as an int32 column."""
+    return np.fromiter(ids, np.int32).tobytes()
+
+
+def unpack_ids(column: bytes) -> Int32:
+    """A column as an array over the same bytes."""
+    return np.frombuffer(column, np.int32)

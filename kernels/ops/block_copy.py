@@ -1,0 +1,23 @@
+"""Copying KV blocks, many in one launch: what copy-on-write and swapping within the cache are made
+of."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sidestep.kernels.gpu import on_gpu
+
+
+def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """In every layer, block targets[i] becomes a copy of block sources[i].
+
+    caches [layers, blocks, ...], contiguous; sources, targets int32 [N] on its device. A negative
+    source is skipped. No block is a source of one copy and the target of another.
+    """
+    if on_gpu(caches):
+        from sidestep.kernels.triton.block_copy_triton import copy_blocks as launch
+
+        launch(caches, sources, targets)
+        return
+    kept = sources >= 0
+    caches[:, targets[kept].long()] = caches[:, sources[kept].long()]

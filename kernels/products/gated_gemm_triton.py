@@ -1,0 +1,248 @@
+"""silu(x gate^T) * (x up^T) for tens to hundreds of rows: one product on the tensor cores that ends
+in the activation.
+
+A tile is some rows of x by n columns of the gate and the same n of the other half, so that its end
+has both; the two halves of W are read as one operand (W seen as [2, F, K]). One program a
+multiprocessor takes tile after tile. The tiles of the same part of W are neighbours, and run at the
+same time: W comes from memory once, and from L2 then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sidestep.kernels.launch import has_pdl, num_processors, pdl
+from sidestep.kernels.products.tuned_gated import GATED
+
+
+@dataclass(frozen=True)
+class GatedConfig:
+    """What is tuned by benchmarks/kernels/gpu_kernels.py: rows of x, columns of each half, and step
+    along K, of a tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    programs: int = 1
+    """A multiprocessor; more than one if they fit."""
+    bulk: bool = True
+    """Whether operands come through the bulk copy engine, where it can read them."""
+
+
+@triton.jit
+def _prefetch(weight, column, at, F, K: tl.constexpr, N: tl.constexpr):
+    """Asks for 512 bytes of each row of a tile's part of W to be in L2, and for none behind W."""
+    both = tl.arange(0, 2 * N)
+    rows = (
+        weight
+        + (tl.minimum(column + both % N, F - 1) + both // N * F).to(tl.int64) * K
+        + tl.minimum(at, K - 256)
+    )
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
+        "=r,l",
+        [rows],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _operands(
+    x,
+    weight,
+    x_tiles,
+    w_tiles,
+    row,
+    column,
+    at,
+    T,
+    F,
+    x_stride,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """Rows of x, [M, STEP], and rows of the gate over the same of the other half, [2 N, STEP].
+    Columns beyond K are zero; of rows beyond the last it only matters that they can be read."""
+    if BULK:
+        value = x_tiles.load([row, at])
+        w = w_tiles.load([0, column, at]).reshape(2 * N, STEP)
+    else:
+        both = tl.arange(0, 2 * N)
+        steps = at + tl.arange(0, STEP)
+        rows = tl.minimum(row + tl.arange(0, M), T - 1)
+        columns = tl.minimum(column + both % N, F - 1) + both // N * F
+        given = x + rows[:, None].to(tl.int64) * x_stride + steps[None, :]
+        source = weight + columns[:, None].to(tl.int64) * K + steps[None, :]
+        if K % STEP == 0:
+            value = tl.load(given)
+            w = tl.load(source)
+        else:
+            value = tl.load(given, mask=(steps < K)[None, :], other=0.0)
+            w = tl.load(source, mask=(steps < K)[None, :], other=0.0)
+    return value, w
+
+
+@triton.jit
+def _activate(gate, up, dtype):
+    # Rounded where the kernels that this one replaces write.
+    gate = gate.to(dtype).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (activated * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+# Knowing that there is one row of tiles, the compiler would keep the addresses of all results over
+# the loop.
+@triton.jit(do_not_specialize=["T", "row_tiles", "tiles"])
+def _gated_gemm(
+    x,
+    weight,
+    x_tiles,
+    w_tiles,
+    out,
+    T,
+    F,
+    row_tiles,
+    tiles,
+    x_stride,
+    out_stride,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    BULK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    programs = tl.num_programs(0)
+    first = tl.program_id(0)
+    if PDL:
+        if BULK and K >= 256:  # where W is aligned
+            _prefetch(weight, first // row_tiles * N, 0, F, K, N)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # One loop over the steps of all tiles, so that the next tile is on its way while one ends.
+    acc = tl.zeros([M, 2 * N], tl.float32)
+    for index in tl.range(0, tl.cdiv(tiles - first, programs) * STEPS):
+        tile = first + index // STEPS * programs
+        step = index % STEPS
+        row = tile % row_tiles * M
+        column = tile // row_tiles * N
+        value, w = _operands(
+            x,
+            weight,
+            x_tiles,
+            w_tiles,
+            row,
+            column,
+            step * STEP,
+            T,
+            F,
+            x_stride,
+            K,
+            M,
+            N,
+            STEP,
+            BULK,
+        )
+        acc = tl.dot(value, w.T, acc, input_precision="ieee")
+        if step == STEPS - 1:
+            gate, up = acc.reshape(M, 2, N).permute(0, 2, 1).split()
+            rows = row + tl.arange(0, M)
+            columns = column + tl.arange(0, N)
+            tl.store(
+                out + rows[:, None].to(tl.int64) * out_stride + columns[None, :],
+                _activate(gate, up, out.dtype.element_ty),
+                mask=(rows < T)[:, None] & (columns < F)[None, :],
+            )
+            acc = tl.zeros([M, 2 * N], tl.float32)
+
+
+def default_config(tokens: int) -> GatedConfig:
+    """Where nothing is measured."""
+    if tokens <= 64:
+        return GatedConfig(64, 64, 64, 4, 4, programs=2)
+    if tokens <= 128:
+        return GatedConfig(128, 128, 64, 8, 4)
+    return GatedConfig(256, 64, 64, 8, 4)
+
+
+def choose(
+    tokens: int, num_outputs: int, num_inputs: int, device: torch.device
+) -> GatedConfig | None:
+    """What was measured to be faster than the library's product and the activation after it, on
+    Hopper GPUs, which have what the configurations ask for; None: those two."""
+    if not has_pdl(device):
+        return None
+    for rows, fields in GATED.get((num_outputs, num_inputs), ()):
+        if tokens <= rows:
+            return None if fields is None else GatedConfig(*fields)
+    return None
+
+
+def _can_be_bulk(x: Tensor, weight: Tensor) -> bool:
+    """The copy engine wants rows, and their beginning, at multiples of 16 bytes."""
+    aligned = x.device.type == "meta" or (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    return (
+        aligned
+        and x.stride(0) * x.element_size() % 16 == 0
+        and weight.stride(0) * x.element_size() % 16 == 0
+    )
+
+
+def gated_gemm(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) -> Tensor:
+    """silu(x gate^T) * (x up^T) for x [T, K], its rows contiguous, and W [2 F, K], contiguous, the
+    gate's rows first; returns [T, F]."""
+    tokens, num_inputs = x.shape
+    num_outputs = weight.shape[0] // 2
+    c = config or default_config(tokens)
+    out = torch.empty(tokens, num_outputs, dtype=x.dtype, device=x.device)
+    row_tiles = triton.cdiv(tokens, c.block_m)
+    tiles = row_tiles * triton.cdiv(num_outputs, c.block_n)
+    programs = min(tiles, num_processors(x.device) * c.programs)
+    bulk = c.bulk and _can_be_bulk(x, weight)
+    x_tiles, w_tiles = x, weight
+    if bulk:
+        x_tiles = TensorDescriptor(
+            x, [tokens, num_inputs], [x.stride(0), 1], [c.block_m, c.block_k]
+        )
+        w_tiles = TensorDescriptor(
+            weight,
+            [2, num_outputs, num_inputs],
+            [num_outputs * num_inputs, num_inputs, 1],
+            [2, c.block_n, c.block_k],
+        )
+    _gated_gemm[(programs,)](
+        x,
+        weight,
+        x_tiles,
+        w_tiles,
+        out,
+        tokens,
+        num_outputs,
+        row_tiles,
+        tiles,
+        x.stride(0),
+        out.stride(0),
+        num_inputs,
+        c.block_m,
+        c.block_n,
+        c.block_k,
+        bulk,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+        **pdl(x),
+    )
+    return out

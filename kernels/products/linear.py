@@ -1,0 +1,109 @@
+"""x W^T + b on a GPU, with what lies around it in a layer, by whichever kernels read W fastest: our
+own for a few rows, the library's for more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
+from sidestep.kernels.ops.silu_mul import silu_mul
+
+if TYPE_CHECKING:
+    from sidestep.kernels.products.own_linear import Config
+
+_HALF = (torch.bfloat16, torch.float16)
+_FEW_ROWS, _WIDE = 16, 2048
+"""A product begins the next norm where it was measured to pay: for few rows, and for wide streams.
+Not in float16: a stream that is not scaled yet may be too large for it."""
+
+
+def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
+    """The configuration of our own kernel, if there is one that is faster than the library's."""
+    if not on_gpu(x) or x.dtype not in _HALF:
+        return None
+    from sidestep.kernels.products.own_linear import choose, is_hopper
+
+    return choose(
+        x.shape[0],
+        weight.shape[0] // (1 + gated),
+        weight.shape[1],
+        gated,
+        hopper=is_hopper(x.device),
+    )
+
+
+def _product(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """By our own kernel, if there is one that is faster than the library's."""
+    config = _own(x.hidden if isinstance(x, Stream) else x, weight, gated)
+    if config is None:
+        return None
+    from sidestep.kernels.products.own_linear import own_linear
+
+    return own_linear(x, weight, bias, gated=gated, config=config, out=out)
+
+
+def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
+    """With more rows than _product takes, by the kernel that ends in the activation, where it is
+    faster."""
+    hidden = x.hidden if isinstance(x, Stream) else x
+    if not on_gpu(hidden) or hidden.dtype not in _HALF:
+        return None
+    from sidestep.kernels.products.gated_gemm_triton import choose, gated_gemm
+
+    config = choose(hidden.shape[0], weight.shape[0] // 2, weight.shape[1], hidden.device)
+    return None if config is None else gated_gemm(normed(x), weight, config=config)
+
+
+def linear(
+    x: Tensor | Stream, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N], which is `out` if
+    that is given."""
+    product = _product(x, weight, bias, out=out)
+    if product is not None:
+        return product
+    if out is None:
+        return torch.nn.functional.linear(normed(x), weight, bias)
+    return (
+        torch.mm(normed(x), weight.t(), out=out)
+        if bias is None
+        else torch.addmm(bias, normed(x), weight.t(), out=out)
+    )
+
+
+def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(gate) * up, of x W^T + b = [gate | up] with W [2 F, K]; returns [T, F]."""
+    if bias is None:
+        out = _product(x, weight, bias, gated=True)
+        if out is None:
+            out = _gated_product(x, weight)
+        if out is not None:
+            return out
+    return silu_mul(linear(x, weight, bias))
+
+
+def add_linear(
+    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None
+) -> BegunNorm | None:
+    """Adds x W^T + b to residual [T, N], in place. norm: the one that the sum goes through next;
+    what of it was done on the way is returned."""
+    config = _own(x, weight)
+    if config is None:
+        if bias is not None:
+            residual += bias
+        residual.addmm_(x, weight.t())
+        return None
+    from sidestep.kernels.products.own_linear import add_own_linear
+
+    begins = x.dtype == torch.bfloat16 and (x.shape[0] <= _FEW_ROWS or weight.shape[0] >= _WIDE)
+    return add_own_linear(residual, x, weight, bias, norm=norm if begins else None, config=config)

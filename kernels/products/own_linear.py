@@ -1,0 +1,151 @@
+"""x W^T by our own kernels, for a few rows: which one, if one is faster than the library, and what
+all have in common.
+
+All can end in the gated activation, so that what lies between the halves of an MLP is never
+written, or in the addition to the residual stream.
+
+The norm between two products is shared out between them (see kernels.rms_norm.BegunNorm), so that
+no kernel lies there whose few programs all others would wait for. The product before it also writes
+the new stream times the norm's weight, and each program the sum of the squares of its part of each
+row. The one after it multiplies its results by what those sums make, since a scale that is common
+to a row passes through the product. Nothing is added atomically: the sums, and with them the
+results, are the same in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.products import skinny_linear_triton as skinny
+from sidestep.kernels.products import streamed_config as streamed
+from sidestep.kernels.products.skinny_linear_triton import SkinnyConfig
+from sidestep.kernels.products.streamed_config import StreamedConfig
+from sidestep.kernels.products.tuned_products import PRODUCTS, ROWS
+from sidestep.kernels.products.tuned_shares import SHARES
+
+Config = SkinnyConfig | StreamedConfig
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has the tensor cores and the copy engine that the streamed product is
+    written for."""
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability // 10 == 9
+
+
+def choose(
+    tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hopper: bool
+) -> Config | None:
+    """What reads W fastest: as tuned if its size is known; None: the library."""
+    sizes = num_outputs, num_inputs, gated
+    kind = PRODUCTS.get(sizes)
+    if hopper and kind is not None and tokens <= ROWS[-1]:
+        found = kind[next(i for i, rows in enumerate(ROWS) if tokens <= rows)]
+        if found is None:
+            return None
+        return streamed.config(tokens, *sizes) if found == "streamed" else SkinnyConfig(*found)
+    if tokens == 1:
+        share = SHARES.get(sizes) if hopper else None
+        return skinny.gemv_config(*sizes) if share is None else SkinnyConfig(*share)
+    weights = num_outputs * num_inputs * (1 + gated)
+    if (
+        hopper
+        and num_inputs % streamed.ALIGNED == 0
+        and (weights > 8 << 20 if tokens <= 8 else tokens <= 64)
+    ):
+        return streamed.config(tokens, *sizes)
+    # The library reads large matrices as fast; for small ones, what it does before and after
+    # counts.
+    if tokens > skinny.MAX_ROWS or weights > (32 << 20 if tokens <= 8 else 8 << 20):
+        return None
+    return skinny.skinny_config(*sizes)
+
+
+def own_linear(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    config: Config,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x W^T + b for x [T, K] or a stream's norm, T at most what the config's kernel takes, and W
+    [N, K], contiguous; returns [T, N], which is `out` if that is given.
+
+    gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x
+    up^T).
+    """
+    squares, eps = None, 0.0
+    if isinstance(x, Stream):
+        eps = x.norm.eps
+        x, squares = (x.normed(), None) if x.begun is None else x.begun
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0] // (1 + gated))
+    _launch(x, weight, bias, squares, eps, out, None, None, gated, config, add=False)
+    return out
+
+
+def add_own_linear(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: RmsNorm | None = None,
+    config: Config,
+) -> BegunNorm | None:
+    """Adds x W^T + b, as of own_linear, to residual [T, N], in place. With the norm that the sum
+    goes through next, begins it."""
+    tokens, num_outputs = residual.shape
+    begun = (
+        None
+        if norm is None
+        else BegunNorm(
+            x.new_empty(tokens, num_outputs),
+            x.new_empty(tokens, triton.cdiv(num_outputs, config.block_n), dtype=torch.float32),
+        )
+    )
+    _launch(x, weight, bias, None, 0.0, residual, norm, begun, False, config, add=True)
+    return begun
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    out: Tensor,
+    norm: RmsNorm | None,
+    begun: BegunNorm | None,
+    gated: bool,
+    config: Config,
+    *,
+    add: bool,
+) -> None:
+    """What is missing is stood in for by the weight, which is then not looked at."""
+    b, given = weight if bias is None else bias, weight if squares is None else squares
+    scales = weight if norm is None else norm.weight
+    weighted, sums = (weight, weight) if begun is None else begun
+    tensors = (b, given, scales, out, weighted, sums)
+    flags = (
+        0 if squares is None else squares.shape[1],
+        bias is not None,
+        add,
+        begun is not None,
+        gated,
+    )
+    if isinstance(config, SkinnyConfig):
+        skinny.launch(x, weight, tensors, eps, flags, config)
+    else:
+        from sidestep.kernels.products.streamed_linear_gluon import launch
+
+        launch(x, weight, tensors, eps, flags, config)

@@ -1,0 +1,356 @@
+"""Attention of prompt chunks over the paged cache, with tensor-core tiles (FlashAttention; Dao et
+al. 2022).
+
+A program takes a tile of query rows of one KV head: several tokens, and for each the query heads
+that share the head, so that keys and values are read once for all of them. Keys that every row of
+the tile sees go through a loop without masks; those on the diagonal, and at the edge of a window,
+through one with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sidestep.kernels.launch import pdl
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """What was tuned by benchmarks/kernels/gpu_kernels.py: rows and keys of a tile."""
+
+    rows: int = 64
+    keys: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    bulk: bool = True
+    registers: int | None = None
+
+    def tokens(self, group: int) -> int:
+        """Query tokens of a tile, for a number of query heads a KV head."""
+        return max(1, self.rows // group)
+
+
+def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
+    """For a head size and the width of the cache's type."""
+    if itemsize > 2:
+        return PrefillConfig(32, 32, 4, 2)
+    if head_dim > 128:
+        return PrefillConfig(64, 32, 4, 2)
+    return PrefillConfig()
+
+
+@triton.jit
+def _blocks_of(table, start, within, length, PAGE: tl.constexpr, N: tl.constexpr):
+    """The block of a tile of keys, or of each key where a tile has several."""
+    if PAGE % N == 0:
+        block = tl.load(table + start // PAGE)
+    else:
+        block = tl.load(table + (start + within) // PAGE, mask=start + within < length, other=0)
+    return block
+
+
+@triton.jit
+def _attend(
+    query,
+    acc,
+    top,
+    mass,
+    cache,
+    rows_of_cache,
+    table,
+    positions,
+    begin,
+    end,
+    length,
+    head,
+    block_stride,
+    scale,
+    KVH: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    BULK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The keys from begin, a multiple of N, to end."""
+    dims = tl.arange(0, DIM)
+    within = tl.arange(0, N)
+    blocks = _blocks_of(table, tl.minimum(begin, (length - 1) // N * N), within, length, PAGE, N)
+    for start in range(begin, end, N):
+        keys = start + within
+        # The next tile's blocks are known a turn ahead, so that its keys can be asked for without
+        # waiting.
+        following = _blocks_of(
+            table, tl.minimum(start + N, (end - 1) // N * N), within, length, PAGE, N
+        )
+        if BULK and not MASKED:
+            row = blocks * (block_stride // D) + head * PAGE + start % PAGE
+            key = rows_of_cache.load([row, 0])
+            value = rows_of_cache.load([row + KVH * PAGE, 0])
+        else:
+            place = blocks.to(tl.int64) * block_stride + head * (PAGE * D) + (keys % PAGE) * D
+            source = cache + place[:, None] + dims[None, :]
+            if MASKED:
+                readable = (keys < length)[:, None] & (dims < D)[None, :]
+                key = tl.load(source, mask=readable, other=0.0)
+                value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
+            elif D == DIM:
+                key = tl.load(source)
+                value = tl.load(source + KVH * (PAGE * D))
+            else:
+                key = tl.load(source, mask=(dims < D)[None, :], other=0.0)
+                value = tl.load(source + KVH * (PAGE * D), mask=(dims < D)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if MASKED:
+            attended = keys[None, :] <= positions[:, None]
+            if WINDOW:
+                attended &= keys[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(attended, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1) * scale)
+        base = highest
+        if MASKED:  # a row may have seen nothing yet
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores * scale - base[:, None])
+        fade = tl.exp2(top - base)
+        mass = mass * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision=PRECISION)
+        top = highest
+        blocks = following
+    return acc, top, mass
+
+
+@triton.jit
+def _prefill(
+    q,
+    cache,
+    rows_of_cache,
+    block_tables,
+    slots,
+    seq_lens,
+    query_starts,
+    tile_ends,
+    out,
+    q_stride,
+    table_stride,
+    block_stride,
+    out_stride,
+    scale,
+    KVH: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BULK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # 1. Which tile: the last ones, which see most keys, first.
+    ends = tl.load(tile_ends + tl.arange(0, ROWS))
+    index = tl.max(ends, 0) - 1 - tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if index < 0:
+        return
+    head = tl.program_id(0)
+    row = tl.sum((ends <= index).to(tl.int32), 0)
+    begin = 0
+    if row > 0:
+        begin = tl.load(tile_ends + row - 1)
+    length = tl.load(seq_lens + row)
+    query_start = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - query_start
+    table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
+    # 2. Its queries: row m is head m % G of token m // G.
+    first = (index - begin) * TOKENS
+    m = tl.arange(0, M)
+    dims = tl.arange(0, DIM)
+    token = first + m // G
+    valid = (m < TOKENS * G) & (token < count)
+    offsets = (head * G + m % G)[:, None] * D + dims[None, :]
+    inside = valid[:, None] & (dims < D)[None, :]
+    rows = (query_start + token).to(tl.int64)
+    query = tl.load(q + rows[:, None] * q_stride + offsets, mask=inside, other=0.0)
+    context = length - count
+    positions = context + token
+    acc = tl.zeros([M, DIM], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    # 3. The keys: [edge of the window, masked] [seen by all rows] [diagonal, masked].
+    end = context + tl.minimum(first + TOKENS, count)
+    seen_by_all = (context + first + 1) // N * N
+    start = 0
+    if WINDOW:
+        start = tl.maximum(context + first - WINDOW + 1, 0) // N * N
+        edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), N) * N, end)
+        edge = tl.maximum(edge, start)
+        seen_by_all = tl.maximum(seen_by_all, edge)
+        acc, top, mass = _attend(
+            query,
+            acc,
+            top,
+            mass,
+            cache,
+            rows_of_cache,
+            table,
+            positions,
+            start,
+            edge,
+            end,
+            head,
+            block_stride,
+            scale,
+            KVH,
+            D,
+            DIM,
+            PAGE,
+            N,
+            WINDOW,
+            True,
+            BULK,
+            PRECISION,
+        )
+        start = edge
+    acc, top, mass = _attend(
+        query,
+        acc,
+        top,
+        mass,
+        cache,
+        rows_of_cache,
+        table,
+        positions,
+        start,
+        seen_by_all,
+        end,
+        head,
+        block_stride,
+        scale,
+        KVH,
+        D,
+        DIM,
+        PAGE,
+        N,
+        WINDOW,
+        False,
+        BULK,
+        PRECISION,
+    )
+    acc, top, mass = _attend(
+        query,
+        acc,
+        top,
+        mass,
+        cache,
+        rows_of_cache,
+        table,
+        positions,
+        seen_by_all,
+        end,
+        end,
+        head,
+        block_stride,
+        scale,
+        KVH,
+        D,
+        DIM,
+        PAGE,
+        N,
+        WINDOW,
+        True,
+        BULK,
+        PRECISION,
+    )
+    # Rows of padding have no mass.
+    result = acc / tl.where(valid, mass, 1.0)[:, None]
+    tl.store(
+        out + rows[:, None] * out_stride + offsets, result.to(out.dtype.element_ty), mask=inside
+    )
+
+
+def prefill_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    tile_ends: Tensor,
+    out: Tensor,
+    config: PrefillConfig,
+    *,
+    num_heads: int,
+    max_tokens: int,
+    max_rows: int,
+    window: int,
+    scale: float,
+) -> None:
+    """Each prompt row's new tokens, whose keys are in the cache already, over all keys up to their
+    own (or the last `window` of them; 0: all).
+
+    q [T.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
+    block_tables int32 [slots, W]; slots, seq_lens int32 [R]; query_starts int32 [R + 1]; tile_ends
+    int32 from plan_attention with the config's tokens; max_tokens, max_rows: no step has more
+    prompt tokens and prompt rows; out [T.., H * D], written for tokens of prompt rows only.
+    """
+    _, twice_kv_heads, page, dim = cache.shape
+    kv_heads = twice_kv_heads // 2
+    group = num_heads // kv_heads
+    tokens = config.tokens(group)
+    rows = max(config.rows, triton.next_power_of_2(group))
+    grid = (kv_heads, triton.cdiv(max_tokens, tokens) + max_rows)
+    # Narrow heads would leave the copies less than the hardware moves at once.
+    bulk = (
+        config.bulk and page % config.keys == 0 and dim in (64, 128, 256) and cache.is_contiguous()
+    )
+    rows_of_cache = (
+        TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [config.keys, dim])
+        if bulk
+        else cache
+    )
+    limit = {} if config.registers is None else {"maxnreg": config.registers}
+    _prefill[grid](
+        q,
+        cache,
+        rows_of_cache,
+        block_tables,
+        slots,
+        seq_lens,
+        query_starts,
+        tile_ends,
+        out,
+        q.stride(0),
+        block_tables.stride(0),
+        cache.stride(0),
+        out.stride(0),
+        scale * 1.4426950408889634,
+        kv_heads,
+        group,
+        dim,
+        max(16, triton.next_power_of_2(dim)),
+        page,
+        rows,
+        config.keys,
+        tokens,
+        window,
+        tile_ends.shape[0],
+        bulk,
+        "ieee",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **limit,
+        **pdl(q),
+    )

@@ -1,0 +1,177 @@
+"""Run the commands of README and docs as they are written. Only the device, the port and the size
+of a load differ.
+
+tests/e2e/docs/test_readme.py runs the commands of the README with the bundled model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scripts import options_page
+from sidestep.frontend.server.openapi import OPERATIONS, Operation
+from tests import pages
+from tests.pages import URL, of_sidestep, with_variables
+from tests.server.live import ROOT, LiveServer
+
+DOCS, README = pages.text_of("server.md"), pages.text_of("README.md")
+COMMANDS = of_sidestep("README.md", *pages.DOCS)
+SMALL = {
+    "throughput": ["--num-prompts", "4"],
+    "latency": ["--num-iters", "1", "--batch-size", "2"],
+    "serve": ["--num-prompts", "4"],
+}
+FAKE = {"SIDESTEP_DEVICE": "fake"}
+"""The fake device, because the commands can be tested without weights."""
+
+
+def runs_here(command: str) -> bool:
+    """Return whether a command starts an engine of its own, or none, and ends by itself."""
+    return (
+        "--url" not in command
+        and not is_server(command)
+        and command not in of_sidestep("README.md")
+    )
+
+
+def is_server(command: str) -> bool:
+    return with_variables(command)[1][0] == "serve"
+
+
+def test_the_openai_client_streams_as_the_docs_show(tiny: LiveServer) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("http://127.0.0.1:8000", tiny.url)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "command", [c for page in pages.DOCS for c in pages.commands(page) if c.startswith("curl ")]
+)
+def test_curl_of_the_docs_is_answered(command: str, tiny: LiveServer) -> None:
+    words = shlex.split(command.replace(URL, tiny.url))
+    done = subprocess.run(
+        [*words, "--silent", "--show-error", "--fail"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout, done
+
+
+@pytest.mark.parametrize("page", ["README.md", *pages.DOCS])
+def test_what_other_commands_of_a_page_name_is_there(page: str) -> None:
+    """Commands that install, or take minutes, are not run. The test checks that their extras,
+    packages and scripts exist."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for command in pages.commands(page):
+        if "pip install" in command:
+            for named in re.findall(r"(?:sidestep|\.)\[([\w,]+)\]", command):
+                assert set(named.split(",")) <= extras.keys(), command
+        for file in re.findall(r"(?<!\S)(?:scripts|examples|benchmarks|tests)/[\w./-]+", command):
+            assert (ROOT / file).exists(), command
+
+
+def test_curl_streams_as_the_readme_shows(tiny: LiveServer) -> None:
+    command = re.search(r"^curl (?:.*\\\n)*.*$", README, re.MULTILINE)
+    assert command is not None
+    done = subprocess.run(
+        ["bash", "-c", command[0].replace("http://127.0.0.1:8000", tiny.url)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("data: ") and done.stdout.endswith("data: [DONE]\n\n"), done
+
+
+def test_a_file_of_requests_is_answered_as_the_docs_show(tmp_path: Path) -> None:
+    command = re.search(r"^sidestep run-batch .*$", DOCS, re.MULTILINE)
+    assert command is not None
+    words = command[0].replace("examples/", f"{ROOT}/examples/").split()
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", list(filter(runs_here, COMMANDS)))
+def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
+    variables, words = with_variables(command)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    more = SMALL.get(words[1], []) if words[0] == "bench" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "sidestep", *words, *more],
+        capture_output=True,
+        text=True,
+        input="def get_name(\n",
+        cwd=tmp_path,
+        env=os.environ | FAKE | variables,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() or (tmp_path / "answers.jsonl").read_text()
+
+
+@pytest.mark.parametrize("command", list(filter(is_server, COMMANDS)))
+def test_a_server_of_the_docs_starts(command: str) -> None:
+    variables, words = with_variables(command)
+    given = [word for word in words[1:] if word != "MODEL"]
+    with LiveServer(*given, environment=FAKE | variables) as server:
+        assert server.http.get("/ready").status_code == 200
+    assert server.process.returncode == 0, server.log
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--url" in c])
+def test_the_terminal_asks_a_server_as_the_docs_show(command: str, tiny: LiveServer) -> None:
+    words = shlex.split(command.replace(URL, tiny.url))
+    words += ["--num-prompts", "4"] * ("bench" in words)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, input="def get_name(\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 10
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
+def test_every_route_is_in_the_docs(operation: Operation) -> None:
+    assert operation.path.replace("{model}", "NAME") in DOCS
+
+
+def test_the_page_of_options_is_what_the_fields_say() -> None:
+    assert options_page.PAGE.read_text() == options_page.page(), (
+        "run: python -m scripts.options_page"
+    )
+
+
+@pytest.mark.parametrize("page", pages.DOCS)
+def test_every_link_of_the_docs_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", pages.text_of(page)):
+        path, _, section = target.partition("#")
+        if "://" in target:
+            continue
+        file = ROOT / "docs" / (path or page)
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if section else []
+        slugs = [re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not section or section in slugs, target
+
+
+def test_every_picture_of_the_docs_is_there() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for picture in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / picture).is_file(), picture
+
+
+def test_every_metric_is_in_the_docs(fake: LiveServer) -> None:
+    for name in re.findall(r"^# TYPE sidestep:(\S+)", fake.http.get("/metrics").text, re.MULTILINE):
+        assert name in DOCS, name

@@ -1,0 +1,449 @@
+"""Decode attention and its plan against float64: ragged batches, cut into tiles and dealt out to
+any number of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.kernels.triton import decode_attention_triton
+from sidestep.kernels.triton.decode_attention_triton import (
+    DecodeConfig,
+    DecodeScratch,
+    Rope,
+    decode_attention,
+    decode_config,
+)
+from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
+from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
+from tests.triton.support import (
+    DEVICE,
+    DTYPE,
+    DTYPES,
+    INTERPRETED,
+    PoisonedAllocations,
+    Values,
+    assert_close,
+    guarded,
+    needs_gpu,
+    poisoned,
+    same,
+    unchanged,
+)
+
+MakeScratch = Callable[..., DecodeScratch]
+
+
+@pytest.fixture
+def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
+    """Makes scratch for a launch of exactly `parts` programs a KV head, whatever the device has,
+    all of it poisoned."""
+
+    def make(batch: Batch, parts: int, tile: int = 16, min_tiles: int = 1) -> DecodeScratch:
+        shape = batch.shape
+        monkeypatch.setattr(
+            decode_attention_triton, "num_processors", lambda device: parts * shape.kv_heads
+        )
+        config = DecodeConfig(
+            tile=tile, num_warps=4, num_stages=2, programs_per_processor=1, min_tiles=min_tiles
+        )
+        with PoisonedAllocations():
+            return DecodeScratch(
+                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
+            )
+
+    return make
+
+
+def launch(batch: Batch, scratch: DecodeScratch, window: int) -> Tensor:
+    """Plans and decodes; inputs, other rows and the counters are looked at. Returns the decode
+    rows."""
+    out = batch.new_out()
+    with unchanged(**batch.inputs), PoisonedAllocations():
+        tile_ends, _ = batch.plan(scratch.config.tile, 16, window)
+        decode_attention(
+            batch.q,
+            batch.cache,
+            batch.block_tables,
+            batch.slots,
+            batch.seq_lens,
+            tile_ends,
+            out,
+            scratch,
+            num_heads=batch.shape.heads,
+            window=window,
+            scale=batch.shape.dim**-0.5,
+        )
+    assert not scratch.counters.any(), "a counter is left behind"
+    assert_rows_untouched(batch, out, slice(batch.decode_tokens, None), "tokens of prompt rows")
+    return out[: batch.decode_tokens]
+
+
+def check(batch: Batch, scratch: DecodeScratch, window: int = 0) -> None:
+    out = launch(batch, scratch, window)
+    for row in range(batch.num_decode):
+        assert_close(out[batch.tokens(row)], batch.expected(row, window))
+
+
+def check_projections(
+    batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False
+) -> None:
+    """Of the projections as they come: the keys and values of the rows' last tokens are not in the
+    cache yet."""
+    shape, dtype, rows = batch.shape, batch.q.dtype, batch.num_decode
+    assert rows == batch.decode_tokens
+    values = Values(rows + shape.dim)
+    q_weight, k_weight = (guarded(values.normal(shape.dim, dtype=dtype)) for _ in range(2))
+    cos, sin = rotary_tables(shape.dim, max(batch.lengths))
+    at = torch.tensor(batch.lengths[:rows], device=DEVICE) - 1
+    heads = batch.q[:rows].view(rows, -1, shape.dim)
+    heads[:, shape.heads :] = values.normal(rows, 2 * shape.kv_heads, shape.dim, dtype=dtype)
+    query, key, value = heads.double().split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+    query, key = (
+        turned(normed(x, weight) if with_norms else x, cos[at], sin[at]).to(dtype)
+        for x, weight in ((query, q_weight), (key, k_weight))
+    )
+    places = [
+        (int(batch.block_tables[batch.slots[row], n // shape.page]), n % shape.page)
+        for row, n in enumerate(at.tolist())
+    ]
+    for row, (block, offset) in enumerate(places):
+        batch.cache[block, :, offset] = float("nan")
+        batch.keys[row][-1], batch.values[row][-1] = key[row], value[row]
+    before, out = batch.cache.clone(), batch.new_out()
+    with (
+        unchanged(
+            **{name: x for name, x in batch.inputs.items() if name != "cache"},
+            cos=cos,
+            sin=sin,
+            q_weight=q_weight,
+            k_weight=k_weight,
+        ),
+        PoisonedAllocations(),
+    ):
+        tile_ends, _ = batch.plan(scratch.config.tile, 16, window)
+        decode_attention(
+            batch.q,
+            batch.cache,
+            batch.block_tables,
+            batch.slots,
+            batch.seq_lens,
+            tile_ends,
+            out,
+            scratch,
+            num_heads=shape.heads,
+            window=window,
+            scale=shape.dim**-0.5,
+            rope=Rope(cos, sin, (q_weight, k_weight) if with_norms else None, EPS),
+        )
+    assert not scratch.counters.any(), "a counter is left behind"
+    assert_rows_untouched(batch, out, slice(rows, None), "tokens of prompt rows")
+    turned_batch = replace(batch, q=batch.q.clone())
+    turned_batch.q[:rows, : shape.heads * shape.dim] = query.flatten(1)
+    for row, (block, offset) in enumerate(places):
+        assert_close(out[row : row + 1], turned_batch.expected(row, window), ulps=6)
+        written = batch.cache[block, :, offset]
+        assert_close(written[: shape.kv_heads], key[row].double(), ulps=6)
+        assert torch.equal(written[shape.kv_heads :], value[row].to(dtype)), (
+            "values are copied as they are"
+        )
+        before[block, :, offset] = written
+    assert same(batch.cache, before), "wrote to other places of the cache"
+
+
+# -- The plan
+# ---------------------------------------------------------------------------------------------------------
+
+
+def cumulative(counts: Sequence[int], size: int) -> list[int]:
+    """Padded with its last entry to `size`."""
+    return [sum(counts[: i + 1]) for i in range(size)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 10, 16, 33, 1000])
+@pytest.mark.parametrize("num_decode", [0, 3, 5])
+@pytest.mark.parametrize(("tile", "tokens"), [(16, 5), (64, 1)])
+def test_plan(window: int, num_decode: int, tile: int, tokens: int) -> None:
+    counts = [1] * num_decode + [4, 1, 5, 6, 31][num_decode:]
+    lengths = [1, 16, 170, 33, 400]
+    batch = make_batch(
+        Shape(),
+        [max(pair) for pair in zip(lengths, counts, strict=True)],
+        DTYPE,
+        counts,
+        num_decode,
+    )
+    decode, prefill = batch.plan(tile, tokens, window)
+    first_tiles = [max(0, length - window) // tile if window else 0 for length in batch.lengths]
+    tiles = [
+        -(-length // tile) - first for length, first in zip(batch.lengths, first_tiles, strict=True)
+    ]
+    assert decode.tolist() == cumulative(tiles[:num_decode], 8)
+    assert prefill.tolist() == cumulative(
+        [0] * num_decode + [-(-n // tokens) for n in counts[num_decode:]], 8
+    )
+
+
+def test_plan_of_a_step_without_rows() -> None:
+    batch = make_batch(Shape(), [5, 6], DTYPE)
+    batch.header.fill_(0)
+    assert [ends.tolist() for ends in batch.plan(16, 4, 0)] == [[0] * 8] * 2
+
+
+# -- Attention
+# --------------------------------------------------------------------------------------------------------
+
+
+RANDOM = [
+    (Shape(4, 2, 64, 16), 4, 0),
+    (Shape(3, 1, 80, 32), 7, 20),
+    (Shape(6, 3, 16, 48), 2, 50),
+    (Shape(8, 1, 128, 64), 5, 0),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "parts", "window"), RANDOM, ids=str)
+def test_random_batches(
+    shape: Shape, parts: int, window: int, dtype: torch.dtype, scratch_for: MakeScratch
+) -> None:
+    lengths = Values(parts).integers(1, 100, 4)
+    batch = make_batch(shape, lengths, dtype, seed=parts)
+    check(batch, scratch_for(batch, parts, tile=32), window)
+
+
+@pytest.mark.parametrize(
+    ("page", "tile"),
+    [
+        (16, 16),
+        (16, 64),
+        (32, 16),
+        (32, 32),
+        (48, 16),
+        (48, 32),
+        (64, 32),
+        (64, 64),
+        (128, 64),
+        (128, 128),
+    ],
+)
+def test_lengths_around_the_borders_of_blocks(
+    page: int, tile: int, scratch_for: MakeScratch
+) -> None:
+    """Of one token, of whole blocks, of one more and of one less."""
+    batch = make_batch(Shape(page=page), [1, page - 1, page, page + 1, 2 * page], DTYPE)
+    check(batch, scratch_for(batch, 3, tile))
+
+
+@pytest.mark.parametrize("group", [*range(1, 9), 16, 20])
+def test_groups_of_query_heads(group: int, scratch_for: MakeScratch) -> None:
+    """Each with rows of one program and rows of several."""
+    batch = make_batch(Shape(group, 1, 16), [1, 60, 16], DTYPE, seed=group)
+    check(batch, scratch_for(batch, 3))
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 256])
+def test_head_sizes(dim: int, scratch_for: MakeScratch) -> None:
+    batch = make_batch(Shape(3, 1, dim), [1, 60, 16], DTYPE, seed=dim)
+    check(batch, scratch_for(batch, 3))
+
+
+@pytest.mark.parametrize("window", [1, 5, 15, 16, 17, 40, 64, 90, 1000])
+def test_windows(window: int, scratch_for: MakeScratch) -> None:
+    """Of one token, within a tile, just tiles, of several, longer than all rows."""
+    batch = make_batch(Shape(page=32), [1, 90, 16, 33], DTYPE, seed=window)
+    check(batch, scratch_for(batch, 3), window)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 10, 11, 30])
+def test_any_number_of_programs(parts: int, scratch_for: MakeScratch) -> None:
+    """10 tiles: all rows in one program, several in one, one in several, as many programs as tiles,
+    and more."""
+    batch = make_batch(Shape(), [16, 80, 1, 31, 10], DTYPE)
+    check(batch, scratch_for(batch, parts))
+
+
+@pytest.mark.parametrize("min_tiles", [2, 5, 100])
+def test_programs_may_be_given_a_least_number_of_tiles(
+    min_tiles: int, scratch_for: MakeScratch
+) -> None:
+    batch = make_batch(Shape(), [20, 70, 3], DTYPE)
+    check(batch, scratch_for(batch, 16, min_tiles=min_tiles))
+
+
+@pytest.mark.parametrize(
+    ("parts", "shape"),
+    [(4, Shape(8, 1, 128)), (5, Shape(8, 1, 128)), (9, Shape(8, 1, 128)), (5, Shape(16, 1, 256))],
+    ids=str,
+)
+def test_a_row_of_more_parts_than_are_combined_at_a_time(
+    parts: int, shape: Shape, scratch_for: MakeScratch
+) -> None:
+    """The larger the heads and their groups, the fewer parts at a time."""
+    batch = make_batch(shape, [7, 16 * parts - 18], DTYPE, seed=parts)
+    check(batch, scratch_for(batch, parts))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+def test_arrays_without_room_to_spare(num_rows: int, scratch_for: MakeScratch) -> None:
+    batch = without_padding(make_batch(Shape(), [40, 9, 16, 33, 1, 2, 17, 3][:num_rows], DTYPE))
+    check(batch, scratch_for(batch, 3))
+
+
+@pytest.mark.parametrize("num_decode", [0, 3])
+def test_prompt_rows_are_not_decoded(num_decode: int, scratch_for: MakeScratch) -> None:
+    batch = make_batch(
+        Shape(), [40, 3, 20, 33, 8], DTYPE, [1] * num_decode + [3] * (5 - num_decode), num_decode
+    )
+    check(batch, scratch_for(batch, 3))
+
+
+def test_a_step_without_rows_writes_nothing(scratch_for: MakeScratch) -> None:
+    batch = make_batch(Shape(), [40, 3], DTYPE)
+    batch.header.fill_(0)
+    batch.num_decode, batch.counts = 0, [0, 0]
+    launch(batch, scratch_for(batch, 3), window=0)
+
+
+def test_scores_far_apart(scratch_for: MakeScratch) -> None:
+    """One key takes all the weight, in a part that is the first, the last, or between; others
+    underflow."""
+    batch = make_batch(Shape(1, 1, 16), [64] * 4, torch.float32)
+    for row, position in enumerate([0, 20, 41, 63]):
+        key = batch.q[row, :16] * 100
+        batch.keys[row][position, 0] = key
+        block = batch.block_tables[batch.slots[row], position // 16]
+        batch.cache[block, 0, position % 16] = key
+    check(batch, scratch_for(batch, 6))
+
+
+@pytest.mark.parametrize(("parts", "window"), [(1, 0), (5, 0), (5, 21), (30, 0)])
+def test_two_launches_with_one_scratch_give_the_same_bits(
+    parts: int, window: int, scratch_for: MakeScratch
+) -> None:
+    """Even for another batch between them, which leaves its own parts behind."""
+    first = make_batch(Shape(), [50, 1, 17], DTYPE, seed=1)
+    second = make_batch(Shape(), [5, 60, 2], DTYPE, seed=2)
+    scratch = scratch_for(first, parts)
+    out = launch(first, scratch, window)
+    check(second, scratch, window)
+    assert same(out, launch(first, scratch, window))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the order of programs is the interpreter's to choose")
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_in_which_programs_arrive_does_not_matter(
+    seed: int, scratch_for: MakeScratch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU any program may be the last to leave its part of a row; the interpreter goes through
+    them in turn."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    batch = make_batch(Shape(2, 1), [50, 1, 90], DTYPE)
+    scratch = scratch_for(batch, 5)
+    in_turn = launch(batch, scratch, window=0)
+    order = Values(seed).different(5, below=5) if seed else list(reversed(range(5)))
+    set_grid_index = interpreter_builder.set_grid_idx
+
+    def set_another(x: Any, *rest: Any) -> None:
+        set_grid_index(order[x] if interpreter_builder.grid_dim[0] == 5 else x, *rest)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_another)
+    assert same(in_turn, launch(batch, scratch, window=0))
+
+
+# -- Attention of the projections as they come
+# ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("shape", "parts", "window"), RANDOM, ids=str)
+def test_projections_of_random_batches(
+    shape: Shape,
+    parts: int,
+    window: int,
+    with_norms: bool,
+    dtype: torch.dtype,
+    scratch_for: MakeScratch,
+) -> None:
+    lengths = Values(parts).integers(1, 100, 4)
+    batch = make_batch(shape, lengths, dtype, seed=parts)
+    check_projections(batch, scratch_for(batch, parts, tile=32), window, with_norms=with_norms)
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 16, 17])
+def test_projections_where_the_new_token_is_alone_in_its_tile(
+    window: int, with_norms: bool, scratch_for: MakeScratch
+) -> None:
+    """Lengths of one token, of whole tiles and blocks, and of one more."""
+    batch = make_batch(Shape(6, 2, 16, 32), [1, 16, 17, 32, 33, 65], DTYPE)
+    for parts in (1, 3, 30):
+        check_projections(batch, scratch_for(batch, parts), window, with_norms=with_norms)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 256])
+def test_projections_of_head_sizes(dim: int, scratch_for: MakeScratch) -> None:
+    batch = make_batch(Shape(3, 1, dim), [1, 60, 16], DTYPE, seed=dim)
+    check_projections(batch, scratch_for(batch, 3), with_norms=True)
+
+
+def test_projections_beside_prompt_rows(scratch_for: MakeScratch) -> None:
+    batch = make_batch(Shape(), [40, 3, 20, 33, 8], DTYPE, [1, 1, 1, 3, 3], 3)
+    check_projections(batch, scratch_for(batch, 3))
+
+
+# -- What is too large for the interpreter
+# ----------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(16, 8, 128, 64),
+        Shape(32, 8, 128, 64),
+        Shape(32, 8, 128, 16),
+        Shape(14, 2, 64, 64),
+        Shape(8, 4, 256, 64),
+        Shape(20, 1, 80, 48),
+    ],
+    ids=str,
+)
+def test_shapes_of_models_as_shipped(shape: Shape, window: int, dtype: torch.dtype) -> None:
+    config = decode_config(shape.dim, dtype.itemsize, shape.heads)
+    for lengths in (
+        [5000],
+        [1] * 40,
+        Values(1).integers(1, 3000, 61),
+        [*Values(2).integers(1, 99, 30), 9000],
+    ):
+        batch = make_batch(shape, lengths, dtype)
+        with PoisonedAllocations():
+            scratch = DecodeScratch(
+                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
+            )
+        check(batch, scratch, window)
+        assert same(launch(batch, scratch, window), launch(batch, scratch, window))
+        for with_norms in (False, True):
+            check_projections(batch, scratch, window, with_norms=with_norms)
+
+
+@needs_gpu
+def test_a_cache_of_more_elements_than_31_bits_count() -> None:
+    shape = Shape(16, 8, 128, 64)
+    batch = make_batch(shape, [65, 200], DTYPE)
+    small, far = batch.cache, 17_000
+    batch.cache = poisoned(far + len(small), *small.shape[1:], dtype=DTYPE)
+    batch.cache[far:] = small
+    batch.block_tables += far
+    config = decode_config(shape.dim, DTYPE.itemsize, shape.heads)
+    check(batch, DecodeScratch(16, 8, 128, len(batch.seq_lens), DEVICE, config))

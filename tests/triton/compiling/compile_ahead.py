@@ -1,0 +1,90 @@
+"""Compiling ahead, without a GPU, in a process of its own (see compile_kernels.py): `MODEL
+COMMAND`.
+
+keys: what would be compiled, once for tensors without memory, as executor/gpu/kernel_compiler.py
+does, and once for tensors that have some, on the CPU, with a cache of many blocks; two lists in
+JSON. ahead: compiles. worker: does so too, in threads as a worker, and says of each kernel whether
+it was in Triton's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import triton
+
+from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.gpu.kernel_compiler import Note, compile_ahead, ranks_that_differ
+from sidestep.executor.parallel.parallel_state import LoneRank
+from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.kernels.compiling import CompilerThreads, compile_for, compiling_only
+from sidestep.kernels.gpu import Gpu
+
+GPU = Gpu(90, 132)
+
+
+def worker_args(path: str, dtype: str, ranks: int = 1, stages: int = 1) -> WorkerArgs:
+    return WorkerArgs(
+        rank=0,
+        spec=load_model_spec(path),
+        model=ModelConfig(model=path, dtype=dtype, load_format="dummy"),
+        cache=CacheConfig(),
+        parallel=ParallelConfig(
+            attention_backend="triton", tensor_parallel_size=ranks, pipeline_parallel_size=stages
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=200),
+        max_model_len=200,
+    )
+
+
+def keys(path: str, ranks: int, stages: int) -> list[list[str]]:
+    found: list[list[str]] = []
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        found[-1].append(f"{fn.name} {key}")
+        return True  # enough: do not compile
+
+    triton.knobs.runtime.jit_cache_hook = note
+    for device, num_blocks in (("meta", 1), ("cpu", 37)):
+        found.append([])
+        compile_for(GPU, device)
+        args = worker_args(path, "bfloat16", ranks, stages)
+        for rank in ranks_that_differ(args.parallel):
+            with CompilerThreads(1) as threads, compiling_only(threads):
+                GpuRunner.launch_without_gpu(
+                    replace(args, rank=rank),
+                    LoneRank(rank % ranks, ranks),
+                    device=device,
+                    num_blocks=num_blocks,
+                )
+    return [sorted(set(each)) for each in found]
+
+
+def worker(path: str) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+
+    def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        found.append((src.name, cache_hit))
+
+    triton.knobs.compilation.listener = note
+    compile_for(GPU, "cpu")
+    with CompilerThreads(2) as threads, compiling_only(threads):
+        GpuRunner.launch_without_gpu(worker_args(path, "float32"), LoneRank(0, 1), device="cpu")
+    return found
+
+
+if __name__ == "__main__":
+    model, command = sys.argv[1:]
+    if command == "keys":
+        print(json.dumps([keys(model, *sizes) for sizes in ((1, 1), (2, 1), (1, 3))]))
+    elif command == "worker":
+        print(json.dumps(worker(model)))
+    else:
+        args = worker_args(model, "float32")
+        compile_ahead(args, GPU, 2)
+        assert Note(args, GPU).holds()

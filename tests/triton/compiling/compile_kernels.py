@@ -1,0 +1,387 @@
+"""Compiles the kernels for a GPU that need not be there, with the arguments that their own
+launchers give them.
+
+`python -m tests.triton.compiling.compile_kernels CAPABILITY MODEL BLOCK_SIZE WINDOW GROUP...`
+prints a line of JSON a kernel. It is a program of its own because a process has either Triton's
+interpreter or its compiler. The launchers get tensors without memory (torch's meta device), as in
+executor/gpu/kernel_compiler.py; each launch ends once compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from sidestep.kernels import launch
+from sidestep.kernels.compiling import compile_for, compiling_only
+from sidestep.kernels.gpu import Gpu
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.products import (
+    gated_gemm_triton,
+    own_linear,
+    skinny_linear_triton,
+    streamed_config,
+)
+from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
+from sidestep.kernels.triton import (
+    block_copy_triton,
+    decode_attention_triton,
+    mask_logits_triton,
+    prefill_attention_triton,
+    prepare_step_triton,
+    qkv_rope_triton,
+    rms_norm_triton,
+    sampling_triton,
+    silu_mul_triton,
+    token_masks_triton,
+)
+
+PROCESSORS = 132
+ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
+SKINNY_ROWS = (1, 8, 16)
+STREAMED_ROWS = (64,)
+GATED_ROWS = (64, 256)
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    normed: bool = False
+    """Whether heads have norms of queries and keys."""
+
+
+MODELS = {
+    "Qwen3-0.6B": Model(1024, 16, 8, 128, 3072, normed=True),
+    "Llama-3.1-8B": Model(4096, 32, 8, 128, 14336),
+    "Qwen2.5-0.5B": Model(896, 14, 2, 64, 4864),
+    "Gemma-like": Model(2304, 8, 4, 256, 9216),
+    "Phi-like": Model(2560, 20, 4, 80, 10240),
+}
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Any]]:
+    """Launches compile for this capability, side by side, and the list grows by what they
+    compile."""
+    compile_for(Gpu(capability, PROCESSORS))
+    compiled: list[Any] = []
+    with ThreadPoolExecutor(os.cpu_count() or 1) as threads, compiling_only(threads):
+        run = JITFunction.run
+
+        def collect(self: Any, *args: Any, **kwargs: Any) -> None:
+            compiled.append(run(self, *args, **kwargs))
+
+        JITFunction.run = collect
+        yield compiled
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def i32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def launch_common(model: Model, page: int, window: int) -> None:
+    """What is much the same for every model."""
+    x, weight = bf16(TOKENS, model.hidden), bf16(model.hidden)
+    rms_norm_triton.rms_norm(x, weight, 1e-6)
+    silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
+    block_copy_triton.copy_blocks(
+        bf16(28, BLOCKS, 2 * model.kv_heads, page, model.dim), i32(5), i32(5)
+    )
+    mask_logits_triton.mask_logits(bf16(ROWS, 128_256), i32(10_000), i32(2))
+    for logits in (bf16(ROWS, 151_936), f32(ROWS, 151_936)):
+        token_masks_triton.mask_tokens(logits, i32(ROWS), i32(1024, 4748))
+    layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
+    sampling = {
+        name: kind(SLOTS)
+        for name, kind in {
+            "temperature": f32,
+            "top_k": i32,
+            "top_p": f32,
+            "min_p": f32,
+            "last_sampled": i32,
+        }.items()
+    }
+    sampling_triton.sample_tokens(
+        bf16(ROWS, 151_936),
+        header=i32(16),
+        slots=i32(ROWS),
+        seq_lens=i32(ROWS),
+        samples=i32(ROWS),
+        seed=torch.empty(SLOTS, dtype=torch.int64, device="meta"),
+        out_ids=i32(8, ROWS),
+        **sampling,
+        scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)),
+        pdl=launch.has_pdl(torch.device("meta")),
+    )
+    # Special rows are sampled from float32.
+    sampling_triton.sample_tokens(
+        f32(ROWS, 151_936),
+        header=i32(16),
+        slots=i32(ROWS),
+        seq_lens=i32(ROWS),
+        samples=i32(ROWS),
+        seed=torch.empty(SLOTS, dtype=torch.int64, device="meta"),
+        out_ids=i32(8, ROWS),
+        **sampling,
+        scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)),
+        pdl=launch.has_pdl(torch.device("meta")),
+    )
+    tables = prepare_step_triton.SlotTables(
+        i32(SLOTS, 600),
+        i32(SLOTS),
+        f32(SLOTS),
+        f32(SLOTS),
+        f32(SLOTS),
+        i32(SLOTS),
+        torch.empty(SLOTS, dtype=torch.int64, device="meta"),
+    )
+    prepare_step_triton.prepare_step(
+        i32(100_000), layout, tables, i32(TOKENS), i32(TOKENS), i32(TOKENS), i32(ROWS), page
+    )
+
+
+def launch_sums(model: Model, page: int, window: int) -> None:
+    """Over as many ranks as one host has, and over an odd number of them."""
+    norm = RmsNorm(bf16(model.hidden), 1e-6)
+    counters = torch.empty(peer_memory_triton.NUM_COUNTERS, dtype=torch.int64, device="meta")
+    kinds: tuple[tuple[int, all_reduce_triton.Kind], ...] = (
+        (8, "one_shot"),
+        (8, "two_shot"),
+        (3, "one_shot"),
+        (2, "pushed"),
+        (3, "pushed"),
+        (8, "pushed"),
+    )
+    for ranks, kind in kinds:
+        memory = peer_memory_triton.PeerMemory(
+            1,
+            tuple((i + 1) << 40 for i in range(ranks)),
+            bf16(1),
+            counters,
+            1 << 24,
+            peer_memory_triton.MAX_PROGRAMS,
+        )
+        rows = 4 if kind == "pushed" else ROWS
+        all_reduce_triton.sum_parts(
+            memory,
+            1,
+            bf16(rows, model.hidden),
+            norm,
+            all_reduce_triton.SumConfig(kind, 64),
+            add=ranks != 3,
+        )
+
+
+def launch_attention(model: Model, page: int, window: int) -> None:
+    norms = (bf16(model.dim), bf16(model.dim)) if model.normed else None
+    qkv_rope_triton.qkv_rope(
+        bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim),
+        i32(TOKENS),
+        i32(TOKENS),
+        f32(40_000, model.dim // 2),
+        f32(40_000, model.dim // 2),
+        norms,
+        1e-6,
+        bf16(BLOCKS, 2 * model.kv_heads, page, model.dim),
+        model.heads,
+    )
+    q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
+    cache, out = (
+        bf16(BLOCKS, 2 * model.kv_heads, page, model.dim),
+        bf16(TOKENS, model.heads * model.dim),
+    )
+    tables, rows, starts = i32(SLOTS, 600), i32(ROWS), i32(ROWS + 1)
+    decode = decode_attention_triton.decode_config(model.dim, 2, model.heads)
+    prefill = prefill_attention_triton.prefill_config(model.dim, 2)
+    scratch = decode_attention_triton.DecodeScratch(
+        model.heads, model.kv_heads, model.dim, ROWS, q.device, decode
+    )
+    decode_attention_triton.plan_attention(
+        rows,
+        starts,
+        i32(16),
+        rows,
+        rows,
+        tile=decode.tile,
+        tokens=prefill.tokens(model.heads // model.kv_heads),
+        window=window,
+    )
+    rope = decode_attention_triton.Rope(
+        f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6
+    )
+    for given in (rope, None):
+        decode_attention_triton.decode_attention(
+            q,
+            cache,
+            tables,
+            rows,
+            rows,
+            rows,
+            out,
+            scratch,
+            num_heads=model.heads,
+            window=window,
+            scale=0.1,
+            rope=given,
+        )
+    prefill_attention_triton.prefill_attention(
+        q,
+        cache,
+        tables,
+        rows,
+        rows,
+        starts,
+        rows,
+        out,
+        prefill,
+        num_heads=model.heads,
+        max_tokens=TOKENS,
+        max_rows=ROWS,
+        window=window,
+        scale=0.1,
+    )
+
+
+ConfigOf = Callable[[int, int, bool], own_linear.Config]
+
+
+def launch_own_products(model: Model, rows: int, config_of: ConfigOf) -> None:
+    """The products of a layer, and of matrices with one output."""
+
+    def product(
+        x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, gated: bool = False
+    ) -> None:
+        config = config_of(weight.shape[0] // (1 + gated), weight.shape[1], gated)
+        own_linear.own_linear(x, weight, bias, gated=gated, config=config)
+
+    def add(
+        hidden: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm | None = None
+    ) -> BegunNorm | None:
+        return own_linear.add_own_linear(
+            hidden, x, weight, norm=norm, config=config_of(*weight.shape, False)
+        )
+
+    qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
+    hidden, norm = bf16(rows, model.hidden), RmsNorm(bf16(model.hidden), 1e-6)
+    product(hidden, bf16(qkv, model.hidden), bf16(qkv))
+    begun = add(hidden, bf16(rows, attended), bf16(model.hidden, attended), norm)
+    product(Stream(hidden, norm, begun), bf16(2 * model.inner, model.hidden), gated=True)
+    begun = add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner), norm)
+    product(Stream(hidden, norm, begun), bf16(qkv, model.hidden))
+    add(hidden, bf16(rows, model.inner), bf16(model.hidden, model.inner))
+    # The compiler knows a size of one when it compiles.
+    product(hidden, bf16(1, model.hidden), bf16(1))
+    product(hidden, bf16(2, model.hidden), gated=True)
+    add(bf16(rows, 1), bf16(rows, model.inner), bf16(1, model.inner), RmsNorm(bf16(1), 1e-6))
+
+
+def launch_products(model: Model, page: int, window: int) -> None:
+    for rows in SKINNY_ROWS:
+        launch_own_products(
+            model,
+            rows,
+            skinny_linear_triton.gemv_config if rows == 1 else skinny_linear_triton.skinny_config,
+        )
+    device = torch.device("meta")
+    for rows in STREAMED_ROWS if own_linear.is_hopper(device) else ():
+        launch_own_products(model, rows, functools.partial(streamed_config.config, rows))
+    for rows in GATED_ROWS if launch.has_pdl(device) else ():  # as where it is chosen
+        gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
+
+
+def disassembler() -> Path | None:
+    """Triton's package has one, or not, by platform."""
+    found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return found if found.exists() else None
+
+
+def usage_of(kernel: Any) -> dict[str, int]:
+    """Registers and bytes of stack of each thread; empty where nothing can say so."""
+    program = disassembler()
+    if program is None:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run(
+            [program, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name.lower(): int(count) for name, count in re.findall(r"\b(REG|STACK):(\d+)", said)}
+
+
+def meetings_of(ptx: str) -> dict[str, int]:
+    """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16
+    bytes."""
+    return {
+        "releases": len(
+            re.findall(r"\batom\S*\.sys\S*\.release\.|\batom\S*\.release\S*\.sys\.", ptx)
+        ),
+        "acquires": len(
+            re.findall(r"\batom\S*\.sys\S*\.acquire\.|\batom\S*\.acquire\S*\.sys\.", ptx)
+        ),
+        "barriers": ptx.count("bar.sync"),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "pushes": len(re.findall(r"st\.global\.wt\.v2\.b64", ptx)),
+        "polls": len(re.findall(r"ld\.volatile\.global\.v2\.b64", ptx)),
+    }
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    """shared: bytes of a program. wgmma: instructions of the tensor cores that only Hopper has."""
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    return {
+        "kernel": kernel.metadata.name,
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        **meetings_of(kernel.asm["ptx"]),
+        **usage_of(kernel),
+    }
+
+
+GROUPS: dict[str, Callable[[Model, int, int], None]] = {
+    "common": launch_common,
+    "sums": launch_sums,
+    "attention": launch_attention,
+    "products": launch_products,
+}
+
+
+def main(capability: int, model: Model, page: int, window: int, groups: list[str]) -> None:
+    with compiling(capability) as compiled:
+        for group in groups:
+            GROUPS[group](model, page, window)
+    for kernel in compiled:
+        print(json.dumps(describe(kernel)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), MODELS[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

@@ -1,0 +1,157 @@
+"""All kernels compile for GPUs that need not be there, in bfloat16 and as shipped, and fit them.
+
+What runs in the interpreter may still not compile, or need more shared memory than there is; this
+finds it without a GPU. One more matrix, of rarer models, windows, blocks and GPUs, takes minutes:
+pytest -m slow tests/triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import PYTHON_PATH, ROOT
+
+SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
+"""What one program may have, by compute capability."""
+COMMON = {
+    "_rms_norm",
+    "_silu_mul",
+    "_copy_blocks",
+    "_mask_logits",
+    "_mask_tokens",
+    "_prepare",
+    "_score_tiles",
+    "_choose_tokens",
+}
+MEETINGS = {"_pushed": 0, "_one_shot": 1, "_two_shot": 2}
+ATTENTION = {"_qkv_rope", "_plan", "_decode", "_prefill"}
+PRODUCTS = {
+    80: {"_gemv", "_skinny"},
+    89: {"_gemv", "_skinny"},
+    90: {"_gemv", "_skinny", "_streamed", "_gated_gemm"},
+    100: {"_gemv", "_skinny", "_gated_gemm"},
+}
+"""The streamed product is for Hopper alone."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process that compiles."""
+
+    capability: int
+    model: str
+    block_size: int = 64
+    window: int = 0
+    groups: tuple[str, ...] = ("common", "attention", "products")
+
+    def __str__(self) -> str:
+        return f"sm_{self.capability}-{self.model}-{self.block_size}-{self.window}-{'-'.join(self.groups)}"
+
+
+MAIN = [
+    Job(80, "Qwen3-0.6B"),
+    Job(90, "Qwen3-0.6B", groups=("common", "sums", "attention", "products")),
+    Job(90, "Llama-3.1-8B", groups=("attention", "products")),
+]
+SLOW = [
+    Job(capability, model, block_size, window, ("attention",))
+    for capability in SHARED_KB
+    for model in ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like", "Phi-like")
+    for block_size, window in ((64, 0), (16, 1000), (48, 0))
+]
+SLOW += [
+    Job(capability, model, groups=("common", "sums", "products"))
+    for capability in SHARED_KB
+    for model in ("Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like")
+]
+
+
+def run(job: Job, cache: Path) -> subprocess.CompletedProcess[str]:
+    """The kernels are compiled anew: an empty cache, and no interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {
+        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "PYTHONPATH": PYTHON_PATH,
+    }
+    arguments = [job.capability, job.model, job.block_size, job.window, *job.groups]
+    return subprocess.run(
+        [sys.executable, "-m", "tests.triton.compiling.compile_kernels", *map(str, arguments)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All main jobs, as many at a time as there are processors."""
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        yield {job: pool.submit(run, job, tmp_path_factory.mktemp("kernels")) for job in MAIN}
+
+
+def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
+    assert process.returncode == 0, process.stderr[-4000:]
+    kernels = [json.loads(line) for line in process.stdout.splitlines()]
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_KB[job.capability] * 1024, kernel
+        if job.capability >= 90:
+            # Four words at most, which the compiler may set aside over a loop to fit one more
+            # program: no spills in it. The sampler's filters keep a few values for the token's end
+            # beside their loops.
+            assert kernel.get("stack", 0) <= (
+                128 if kernel["kernel"] == "_choose_tokens" else 16
+            ), kernel
+    expected = {
+        "common": COMMON,
+        "sums": set(MEETINGS),
+        "attention": ATTENTION,
+        "products": PRODUCTS[job.capability],
+    }
+    assert {kernel["kernel"] for kernel in kernels} == set().union(
+        *(expected[group] for group in job.groups)
+    )
+    for kernel in kernels:
+        meetings = MEETINGS.get(kernel["kernel"])
+        if meetings is not None:
+            assert kernel["releases"] == kernel["acquires"] == meetings, (
+                "flags must be seen by other GPUs"
+            )
+        if meetings:
+            assert kernel["wide_loads"] >= 4, "parts are read in pieces"
+        if meetings == 0:
+            assert kernel["pushes"] and kernel["polls"], (
+                "words are written and read in pieces, or not as they are"
+            )
+            assert kernel["shared"] <= 128, "threads exchange words before they add them"
+    if job.capability == 90:
+        for kernel in kernels:
+            if kernel["kernel"] in ("_prefill", "_gated_gemm", "_streamed"):
+                assert kernel["wgmma"], "the tensor cores are used as those of older GPUs"
+            if kernel["kernel"] == "_one_shot" and "reg" in kernel:
+                assert kernel["reg"] >= 4 * kernel["wide_loads"], (
+                    "parts are asked for in turns, to save registers"
+                )
+
+
+@pytest.mark.parametrize("job", MAIN, ids=str)
+def test_main_shapes(
+    job: Job, running: dict[Job, Future[subprocess.CompletedProcess[str]]]
+) -> None:
+    check(job, running[job].result())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", SLOW, ids=str)
+def test_other_shapes(job: Job, tmp_path: Path) -> None:
+    check(job, run(job, tmp_path))

@@ -1,0 +1,78 @@
+"""What is compiled ahead, for tensors without memory, is what a worker looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton.backends.nvidia import driver
+
+from sidestep.executor.gpu.cuda_driver import has_driver
+from tests.e2e.models import write_model
+from tests.processes import PYTHON_PATH, ROOT
+
+
+def run(model: str, command: str, cache: Path) -> str:
+    """With a lifeline, without which forks end, and without the interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {
+        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "PYTHONPATH": PYTHON_PATH,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.triton.compiling.compile_ahead", model, command],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    said, problems = process.stdout.read(), process.stderr.read()
+    process.communicate()
+    assert process.returncode == 0, problems[-4000:]
+    return said
+
+
+def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
+    model = write_model("qwen3-tied", tmp_path / "model")
+    alone, in_a_group, in_stages = json.loads(run(model, "keys", tmp_path / "cache"))
+    for (without, with_memory), own in (
+        (alone, "_silu_mul"),
+        (in_a_group, "_pushed"),
+        (in_stages, "_silu_mul"),
+    ):
+        assert {
+            "_choose_tokens",
+            "_decode",
+            "_prefill",
+            "_copy_blocks",
+            "_mask_tokens",
+            "_gemv",
+            "_streamed",
+            own,
+        } <= {key.split()[0] for key in without}
+        assert without == with_memory
+
+
+@pytest.mark.skipif(
+    hasattr(driver, "make_launcher") and not has_driver(),
+    reason="this Triton links what launches kernels to the driver's library",
+)
+def test_a_worker_finds_all_in_the_cache(tmp_path: Path) -> None:
+    model = write_model("qwen3-tied", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    # A size of which one sampler is enough for all rows.
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 320}))
+    run(model, "ahead", tmp_path / "cache")
+    kernels = json.loads(run(model, "worker", tmp_path / "cache"))
+    assert {"_choose_tokens", "_decode", "_prefill", "_copy_blocks", "_mask_tokens"} <= {
+        name for name, _ in kernels
+    }
+    assert [name for name, found in kernels if not found] == []

@@ -1,0 +1,75 @@
+"""Each mask is sent once and found again, and no step's masks overwrite each other."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from sidestep.engine_core.requests.request import Request
+from sidestep.engine_core.structured_outputs.mask_table import MaskTable
+from sidestep.ipc.transport.step import StepMasks
+from tests.fakes import make_request
+
+WORDS = 3
+
+
+class Worker:
+    """A table that does as it is told."""
+
+    def __init__(self, num_places: int) -> None:
+        self.table = np.zeros((num_places, WORDS), np.int32)
+
+    def take(self, masks: StepMasks) -> dict[int, list[int]]:
+        new = masks.words.reshape(-1, WORDS)
+        self.table[masks.first_new : masks.first_new + len(new)] = new
+        return {
+            row: self.table[place].tolist()
+            for row, place in zip(masks.rows.tolist(), masks.places.tolist(), strict=True)
+        }
+
+
+def requests(count: int) -> list[Request]:
+    return [
+        Request.from_message(make_request([1], handle=i), 99, frozenset()) for i in range(count)
+    ]
+
+
+def mask(number: int) -> list[int]:
+    return [number] * WORDS
+
+
+def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
+    table, (a, b) = MaskTable(8), requests(2)
+    first = table.message(0, [3, 5], [a, b], np.array([mask(1), mask(1)], np.int32))
+    assert (first.first_new, first.places.tolist(), first.words.tolist()) == (0, [0, 0], mask(1))
+    second = table.message(1, [3, 5], [a, b], np.array([mask(1), mask(2)], np.int32))
+    assert (second.first_new, second.places.tolist(), second.words.tolist()) == (1, [0, 1], mask(2))
+    swapped = table.message(2, [3, 5], [a, b], np.array([mask(2), mask(1)], np.int32))
+    assert (swapped.places.tolist(), len(swapped.words)) == ([1, 0], 0)
+
+
+@pytest.mark.parametrize("num_places", [6, 7, 20])
+@pytest.mark.parametrize("kinds", [4, 30])
+def test_workers_have_what_each_row_may_sample(num_places: int, kinds: int) -> None:
+    """However few places there are, as long as a step's masks fit."""
+    rng, table, worker, all_requests = (
+        random.Random(num_places),
+        MaskTable(num_places),
+        Worker(num_places),
+        requests(9),
+    )
+    num_sent = 0
+    for step in range(300):
+        count = rng.randrange(7)
+        chosen = rng.sample(all_requests, count)
+        wanted = [mask(rng.randrange(kinds)) for _ in range(count)]
+        message = table.message(
+            step, range(count), chosen, np.array(wanted, np.int32).reshape(count, WORDS)
+        )
+        num_sent += len(message.words) // WORDS
+        assert worker.take(StepMasks.decode(b"".join(map(bytes, message.encode())))) == dict(
+            enumerate(wanted)
+        )
+    assert num_sent == kinds if num_places > kinds + 6 else num_sent > kinds

@@ -1,0 +1,134 @@
+"""What the host packs is what the device's tables become: packed steps, run through the first
+kernel of every step."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from sidestep.executor.gpu.step_packer import StepPacker, masked_logits
+from sidestep.executor.runner.input_batch import Apart, make_batch
+from sidestep.executor.runner.slot_tables import RequestState
+from sidestep.kernels.triton.prepare_step_triton import (
+    MASKED,
+    SAMPLING,
+    SlotTables,
+    StepLayout,
+    prepare_step,
+)
+from tests.unit.executor.steps import Request, make_step, schedule
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK, LONGEST = 16, 96
+ROTATION = 4
+
+
+def ints(*size: int) -> torch.Tensor:
+    return torch.full(size, -7, dtype=torch.int32, device=DEVICE)
+
+
+def new_tables(slots: int) -> SlotTables:
+    floats = [torch.full((slots,), -7.0, device=DEVICE) for _ in range(3)]
+    return SlotTables(
+        block_tables=ints(slots, LONGEST // BLOCK),
+        last_sampled=ints(slots),
+        temperature=floats[0],
+        top_p=floats[1],
+        min_p=floats[2],
+        top_k=ints(slots),
+        seed=ints(slots).long(),
+    )
+
+
+def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
+    rng = random.Random(4)
+    requests = [
+        Request(
+            [rng.randrange(999) for _ in range(rng.randint(1, 40))],
+            rng.randint(1, 20),
+            temperature=rng.random(),
+            top_k=rng.randrange(9),
+            top_p=rng.random(),
+            min_p=rng.random(),
+            seed=rng.randrange(-(2**63), 2**63),
+        )
+        for _ in range(7)
+    ]
+    state, tables = RequestState(7, LONGEST, BLOCK), new_tables(7)
+    tables.last_sampled.copy_(torch.arange(1000, 1007))
+    largest = StepLayout(7, 50)
+    packer = StepPacker(largest, LONGEST // BLOCK, ROTATION)
+    message = ints(len(packer.buffers[0]))
+    for number, (step, _) in enumerate(schedule(requests, 50, BLOCK)):
+        state.apply(step)
+        batch = make_batch(state, step, BLOCK)
+        # Now in the smallest layout, as a captured graph has it, and now in the largest, as eager
+        # steps have it.
+        rows, tokens = len(batch.slots), batch.total_tokens
+        layout = StepLayout(rows, tokens + 3) if number % 2 else largest
+        used = packer.pack(number % ROTATION, layout, batch, step)
+        message.fill_(-7)
+        message[:used].copy_(packer.buffers[number % ROTATION][:used])
+        token_ids, positions, places, last = (
+            ints(tokens + 3),
+            ints(tokens + 3),
+            ints(tokens + 3),
+            ints(rows),
+        )
+        prepare_step(message, layout, tables, token_ids, positions, places, last, BLOCK)
+        expected = np.where(batch.token_ids < 0, 1000 + batch.row_slots, batch.token_ids)
+        assert token_ids.tolist() == [*expected.tolist(), 0, 0, 0]
+        assert positions.tolist() == [*batch.positions.tolist(), 0, 0, 0]
+        assert places.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
+        assert last.tolist() == (batch.query_starts[1:] - 1).tolist()
+        assert message[:MASKED].tolist() == [rows, batch.num_decode_rows, tokens]
+        assert message[SAMPLING : SAMPLING + 2].tolist() == [rows, number % ROTATION]
+        at = layout.at("samples")
+        assert message[at : at + rows].tolist() == batch.samples.astype(int).tolist()
+    for slot, request in enumerate(requests):
+        assert tables.seed[slot] == request.seed
+        assert tables.top_k[slot] == request.top_k
+        given = [np.float32(v) for v in (request.temperature, request.top_p, request.min_p)]
+        assert [t[slot].item() for t in (tables.temperature, tables.top_p, tables.min_p)] == given
+        held = int(state.num_blocks[slot])
+        assert tables.block_tables[slot, :held].tolist() == state.block_table[slot, :held].tolist()
+
+
+def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
+    state = RequestState(3, LONGEST, BLOCK)
+    entering = {
+        0: Request([1], 9),
+        1: Request([1, 2], 9, min_tokens=2, stop_ids=[5, 9]),
+        2: Request([3, 3, 3, 3], 9, min_tokens=1, stop_ids=[4]),
+    }
+    listed = []
+    for rows, new in (
+        ([(0, 1, [0]), (1, 2, [1]), (2, 3, [2])], entering),
+        ([(0, 1, []), (1, 1, []), (2, 1, [])], {}),
+        ([(0, 1, []), (1, 1, []), (2, 1, [])], {}),
+    ):
+        step = make_step(rows, new)
+        state.apply(step)
+        batch = make_batch(state, step, BLOCK)
+        found = masked_logits(state, batch.slots, batch.seq_lens, batch.samples)
+        listed.append(list(zip(*(column.tolist() for column in found), strict=True)))
+    # Row 2's prompt ends in the second step only; then each has one output the less to wait for.
+    assert listed == [[(1, 5), (1, 9)], [(1, 5), (1, 9), (2, 4)], []]
+
+
+def test_special_and_masked_rows_are_left_to_others() -> None:
+    """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of
+    masked rows, which are sampled from the step's own logits, are seen to at once."""
+    state, layout = RequestState(4, 64, BLOCK), StepLayout(4, 16)
+    packer = StepPacker(layout, 8, ROTATION)
+    entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(4)}
+    step = make_step([(0, 2, [0]), (1, 2, [1]), (2, 2, [2]), (3, 2, [3])], entering)
+    state.apply(step)
+    batch = make_batch(state, step, BLOCK)
+    used = packer.pack(0, layout, batch, step, Apart(special=np.array([1]), masked=np.array([3])))
+    words = packer.buffers[0].numpy()
+    assert words[layout.at("samples") :][:4].tolist() == [1, 0, 1, 0]
+    assert words[used - 6 : used].tolist() == [0, 2, 3, 4, 6, 7]
+    assert batch.samples.all()

@@ -1,0 +1,141 @@
+"""Linear layers in each layout, the tables of the rotary embedding, and how ranks share the
+work."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from sidestep.executor.layers import cpu_product
+from sidestep.executor.layers.linear import Linear
+from sidestep.executor.layers.rotary import frequencies
+from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
+from sidestep.executor.layers.weight_loader import DummyWeights
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.ipc.model.hf_config import HfConfig
+from sidestep.ipc.model.rope_config import read_rope
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(7, 5), (48, 331), (1024, 700), (60, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_is_the_plain_product(
+    inputs: int, outputs: int, bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight, add = (
+        (torch.randn(outputs, inputs) / inputs**0.5).to(dtype),
+        torch.randn(outputs).to(dtype),
+    )
+    linear = Linear(weight, add if bias else None)
+    for rows in (0, 1, 3, 8, 130):
+        x = torch.randn(rows, inputs).to(dtype)
+        expected = x.double() @ weight.double().T + (add.double() if bias else 0)
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_private_operators_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_product, "_packing", lambda: None)
+    monkeypatch.setattr(cpu_product, "_chosen", {})
+    weight, x = torch.randn(1024, 700) / 700**0.5, torch.randn(3, 700)
+    linear = Linear(weight)
+    assert "packed" not in repr(linear)
+    torch.testing.assert_close(linear(x), x @ weight.T, rtol=1e-4, atol=1e-5)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
+}
+NO_LENGTH = {"original_max_position_embeddings": None}
+YARNS = [
+    {},
+    {"beta_fast": 16, "beta_slow": 2},
+    {"attention_factor": 1.5},
+    {"mscale": 1.0, "mscale_all_dim": 0.5},
+    {"mscale": 0.7},
+    {"mscale": 0.7, "mscale_all_dim": 0},
+    {"truncate": False},
+    {"factor": 1.0},
+    NO_LENGTH,
+    {"factor": 32.0, "original_max_position_embeddings": 128, "beta_fast": 1, "beta_slow": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("linear", {}), ("llama3", {})] + [("yarn", y) for y in YARNS], ids=str
+)
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "type"])
+def test_scaled_frequencies_equal_those_of_transformers(
+    kind: str, more: dict[str, Any], head_dim: int, form: str
+) -> None:
+    """Both sides read config.json, in its newer form and in the two older ones."""
+    scaling = {name: value for name, value in {**ROPES[kind], **more}.items() if value is not None}
+    values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4 * head_dim,
+        "head_dim": head_dim,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 40960,
+    }
+    if form == "rope_parameters":
+        values[form] = {"rope_theta": 50000.0, "rope_type": kind, **scaling}
+    else:
+        name = "type" if form == "type" else "rope_type"
+        values |= {"rope_theta": 50000.0, "rope_scaling": {name: kind, **scaling}}
+    expected, factor = ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**copy.deepcopy(values)), CPU)
+    got, got_factor = frequencies(read_rope(HfConfig("", values)), head_dim)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    assert got_factor == pytest.approx(factor)
+
+
+def rank(number: int, size: int) -> Parallel:
+    """A rank's arithmetic without its group."""
+    parallel = Parallel()
+    parallel.rank, parallel.size = number, size
+    return parallel
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "expected"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 2, [[0], [1]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (1, 3, [[0], [0], [0]]),
+    ],
+)
+def test_kv_heads_are_shared_or_repeated(total: int, size: int, expected: list[list[int]]) -> None:
+    assert [list(rank(i, size).kv_heads(total)) for i in range(size)] == expected
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(10, 1), (10, 2), (11, 2), (10, 4), (3, 4), (9, 8)])
+def test_vocabulary_shards_are_alike_and_hold_all_rows_once(vocab: int, size: int) -> None:
+    weights = DummyWeights(0, torch.float32, CPU)
+    whole = weights.get("embed.weight", (vocab, 6))
+    shards = [vocab_shard(weights, "embed", vocab, 6, rank(i, size)) for i in range(size)]
+    assert len({s.shape for s in shards}) == 1
+    together = torch.cat(shards)
+    assert torch.equal(together[:vocab], whole)
+    assert not together[vocab:].any()
+
+
+def test_the_head_cuts_the_padding_off() -> None:
+    head = VocabParallelHead(torch.randn(12, 8), 11, Parallel())
+    assert head(Stream(torch.randn(2, 8), RmsNorm(torch.ones(8), 1e-6))).shape == (2, 11)

@@ -1,0 +1,223 @@
+"""On a CPU a row's bits depend on that row alone: compare each operation, and whole models, alone
+and among others.
+
+All comparisons are exact. The tests use three threads, because torch cuts tensors by the number of
+threads; .ci/run runs them again for a CPU without wide instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.executor.layers import cpu_product
+from sidestep.executor.layers.cpu_product import CpuProduct
+from sidestep.ipc.params.logits_controls import Controls
+from sidestep.ipc.transport.step import LogprobColumns
+from sidestep.kernels.ops.paged_attention import (
+    causal_mask,
+    decode_attention,
+    padded_length,
+    prefill_attention,
+)
+from sidestep.kernels.ops.rms_norm import rms_norm
+from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, sample
+from sidestep.kernels.ops.silu_mul import silu_mul
+from tests.e2e.models import random_prompts, write_model
+from tests.unit.executor.steps import Request, schedule
+from tests.unit.executor.test_model_runner import VOCAB, make_runner
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = 150
+COUNTS = (1, 2, 3, 5, 8, 17, 40, 149)
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(operation: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Compare the result of the last rows of x alone with their result among all rows."""
+    together = operation(x.clone())
+    for count in COUNTS:
+        assert torch.equal(operation(x[len(x) - count :].clone()), together[len(x) - count :]), (
+            f"{count} rows"
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(188, 60), (60, 94), (192, 192), (257, 60), (4096, 192), (1000, 520), (3072, 1024)],
+    ids=str,
+)
+def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) / shape[1] ** 0.5).to(dtype)
+    x = torch.randn(2 * ROWS, shape[1]).to(dtype)
+    check(CpuProduct(weight), x)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(
+        CpuProduct(weight)(x[:9]).double(),
+        x[:9].double() @ weight.double().T,
+        rtol=tolerance,
+        atol=tolerance,
+    )
+
+
+def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behave like a CPU whose libraries choose among kernels by the number of rows for every
+    layout."""
+
+    def by_number_of_rows(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6)
+
+    for name in ("transposed", "transposed_in_fours", "packed"):
+        monkeypatch.setitem(cpu_product._LAYOUTS, name, by_number_of_rows)
+    weight = torch.randn(40, 24)
+    monkeypatch.setattr(cpu_product, "_chosen", {})
+    product = CpuProduct(weight)
+    assert product.kind == "in_blocks"
+    x = torch.randn(ROWS, 24)
+    check(product, x)
+    torch.testing.assert_close(product(x), x @ weight.T, rtol=1e-4, atol=1e-5)
+    assert product(x[:0]).shape == (0, 40)
+
+
+@pytest.mark.parametrize("width", [94, 1000, 3072, 14336])
+def test_the_activation(width: int) -> None:
+    check(silu_mul, torch.randn(ROWS, 2 * width))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms(dtype: torch.dtype) -> None:
+    for width in (60, 200, 1023, 4096):
+        weight = torch.rand(width).to(dtype)
+        check(lambda x, w=weight: rms_norm(x, w, 1e-6), torch.randn(ROWS, width).to(dtype))
+    weight = torch.rand(24).to(dtype)
+    check(lambda x: rms_norm(x[:, :5], weight, 1e-6), torch.randn(ROWS, 9, 24).to(dtype))
+
+
+@pytest.mark.parametrize("vocab", [257, 4096])
+def test_sampling(vocab: int) -> None:
+    seeds, places = torch.arange(ROWS), torch.arange(ROWS) * 3
+    heat = torch.arange(ROWS) % 3 / 2
+
+    def of(operation: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: operation(
+            x, *(column[ROWS - len(x) :] for column in (heat, seeds, places))
+        )
+
+    check(of(sample), torch.randn(ROWS, vocab))
+    check(
+        of(lambda x, t, *_: mask_top_k_top_p_min_p(x, (t * 20).long(), 1 - t / 4, t / 99)),
+        torch.randn(ROWS, vocab),
+    )
+    check(lambda x: torch.log_softmax(x, -1), torch.randn(ROWS, vocab))
+
+
+HEADS = [
+    (6, 6, 32),
+    (6, 3, 32),
+    (6, 1, 20),
+    (3, 1, 7),
+    (1, 1, 32),
+    (8, 1, 64),
+    (4, 2, 80),
+    (5, 5, 128),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    length = 600
+    q = torch.randn(length, heads, dim).to(dtype)
+    kv = torch.randn(padded_length(length), 2 * kv_heads, dim).to(dtype).float()
+
+    def chunk(first: int, last: int) -> Tensor:
+        """Return the attention of consecutive positions, which have one padded length."""
+        keys = padded_length(last)
+        mask = causal_mask(first, last - first, keys, 0, torch.device("cpu"))
+        return prefill_attention(q[first:last], kv[:keys], mask, dim**-0.5)
+
+    for start, end in ((0, 64), (64, 128), (128, 256), (256, 512), (512, 600)):
+        whole = chunk(start, end)
+        for first, last in (
+            (start, start + 1),
+            (start + 3, start + 5),
+            (end - 33, end),
+            (start + 1, end - 2),
+        ):
+            assert torch.equal(chunk(first, last), whole[first - start : last - start]), (
+                first,
+                last,
+            )
+        keys = padded_length(end)
+        places = [start, start + 7, end - 1]
+        rows = kv[:keys].transpose(0, 1).expand(3, -1, -1, -1)
+        masks = torch.stack([causal_mask(p, 1, keys, 0, torch.device("cpu")) for p in places])[
+            :, :, None
+        ]
+        alone = decode_attention(q[places[1:2]], rows[:1], masks[1:2], dim**-0.5)
+        together = decode_attention(q[places], rows, masks, dim**-0.5)
+        assert torch.equal(together[1:2], alone)
+        assert torch.equal(together, whole[[p - start for p in places]])
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *(("llama-gqa", dtype) for dtype in DTYPES),
+        ("llama-mqa-odd-sizes", torch.float32),
+        ("qwen3-tied", torch.bfloat16),
+        ("mistral-window", torch.float32),
+    ],
+    ids=str,
+)
+def test_a_model_gives_a_request_the_same_bits_alone_and_among_others(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    runner = make_runner(write_model(family, tmp_path), dtype=str(dtype).removeprefix("torch."))
+    prompts = random_prompts(14, VOCAB, longest=140)
+
+    def bits(chosen: Sequence[int], budget: int) -> list[list[bytes]]:
+        requests = [
+            Request(
+                prompts[i], 6, temperature=[0.0, 1.0][i % 2], seed=i, controls=Controls(logprobs=20)
+            )
+            for i in chosen
+        ]
+        seen: dict[int, list[bytes]] = {id(request): [] for request in requests}
+        for step, sampling in schedule(requests, budget, 16):
+            output = runner.execute(step).wait()
+            if not sampling:
+                continue
+            columns = LogprobColumns.unpack(output.logprobs)
+            ends = columns.sizes.cumsum().tolist()
+            for request, token, first, last in zip(
+                sampling, output.token_ids.tolist(), [0, *ends], ends, strict=False
+            ):
+                request.output.append(token)
+                seen[id(request)].append(
+                    columns.token_ids[first:last].tobytes() + columns.logprobs[first:last].tobytes()
+                )
+        return [seen[id(request)] for request in requests]
+
+    everybody = range(len(prompts))
+    alone = [bits([i], 512)[0] for i in everybody]
+    assert bits(everybody, 512) == alone
+    assert bits(everybody, 37) == alone, "in chunks"

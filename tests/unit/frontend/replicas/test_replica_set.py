@@ -1,0 +1,542 @@
+"""Several replicas behind one AsyncLLM, each played by the test: who gets what, and what happens
+when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sidestep import (
+    AsyncLLM,
+    BeamSearchParams,
+    EngineDeadError,
+    EngineStalledError,
+    EngineStartError,
+    RequestOutput,
+    SamplingParams,
+    ValidationError,
+)
+from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.output.output_processor import OutputProcessor
+from sidestep.frontend.replicas import replica_set, stall_watch
+from sidestep.frontend.replicas.replica_set import ReplicaSet
+from sidestep.ipc.config import EngineArgs
+from sidestep.ipc.processes.core_args import Invitation
+from sidestep.ipc.transport.messages import (
+    AddRequest,
+    Answer,
+    Call,
+    Connect,
+    Dead,
+    Finished,
+    FinishReason,
+    Outputs,
+    Ready,
+    Started,
+    pack_ids,
+    unpack_ids,
+)
+from tests.unit.frontend.fakes import FakeChannel, llm_of, replicas_of
+
+DEAD = Dead(cause="worker 0 was killed")
+
+
+@pytest.fixture
+def channels() -> Iterator[list[FakeChannel]]:
+    made = [FakeChannel() for _ in range(3)]
+    yield made
+    for channel in made:
+        channel.close()
+
+
+@pytest.fixture
+def llm(channels: list[FakeChannel], tokenizer: Tokenizer) -> AsyncLLM:
+    """An AsyncLLM of three replicas."""
+    return llm_of(channels[0], tokenizer, 100, *channels[1:])
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def last(llm: AsyncLLM, prompt: list[int], **sampling: object) -> RequestOutput:
+    async for output in llm.generate(prompt, SamplingParams(**{"max_tokens": 9, **sampling})):  # type: ignore[arg-type]
+        pass
+    return output
+
+
+def started(*handles: int) -> Outputs:
+    return Outputs(
+        handles=b"",
+        token_ids=b"",
+        started=[Started(handle=h, num_cached_tokens=0, scheduled=1.0) for h in handles],
+    )
+
+
+def holder(channels: list[FakeChannel], handle: int) -> FakeChannel:
+    """The replica that has been sent a request last."""
+    (found,) = [c for c in channels if not c.gone and any(m.handle == handle for m in c.added)]
+    return found
+
+
+def kill(channel: FakeChannel) -> None:
+    channel.gone = True
+    channel.say(DEAD)
+
+
+async def test_each_request_is_one_replica_s_and_its_abort_goes_there(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    tasks = [asyncio.create_task(last(llm, [5 + i] * 40, n=1 + i % 2)) for i in range(9)]
+    await turns()
+    assert [len(channel.added) for channel in channels] == [3, 3, 3]
+    handles = [
+        m.handle + i for channel in channels for m in channel.added for i in range(m.sampling.n)
+    ]
+    assert sorted(handles) == list(range(13)), "handles are unique over all replicas"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for channel in channels:
+        assert sorted(channel.aborted) == sorted(
+            m.handle + i for m in channel.added for i in range(m.sampling.n)
+        )
+    assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
+
+
+async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    tasks = [asyncio.create_task(last(llm, [5 + i] * 40, seed=i)) for i in range(3)]
+    await turns()
+    victim = holder(channels, 0)
+    victim.say(started(0))
+    victim.say_tokens((0, 70))
+    victim.say_tokens((0, 71))
+    kill(victim)
+    await turns()
+    (continued,) = [m for c in channels if c is not victim for m in c.added if m.handle == 0]
+    assert unpack_ids(continued.output_token_ids).tolist() == [70, 71]
+    assert (
+        continued.prompt_token_ids == pack_ids([5] * 40)
+        and continued.sampling == victim.added[0].sampling
+    )
+    # Whatever the dead one still says is heard by nobody.
+    victim.say_tokens((0, 99), finished=[(0, FinishReason.LENGTH)])
+    await turns()
+    holder(channels, 0).say_tokens((0, 72), finished=[(0, FinishReason.LENGTH)])
+    for handle in (1, 2):
+        holder(channels, handle).say_tokens((handle, 73), finished=[(handle, FinishReason.LENGTH)])
+    assert [output.outputs[0].token_ids for output in await asyncio.gather(*tasks)] == [
+        [70, 71, 72],
+        [73],
+        [73],
+    ]
+    assert llm.is_running and not llm.errored
+    assert [status.dead for status in llm.replicas].count(None) == 2
+    assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
+
+
+async def test_what_had_ended_or_was_aborted_does_not_move(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    gone = asyncio.create_task(last(llm, [5] * 40))
+    done = asyncio.create_task(last(llm, [6] * 40))
+    await turns()
+    gone.cancel()
+    holder(channels, 1).say_tokens((1, 70), finished=[(1, FinishReason.LENGTH)])
+    await done
+    for channel in {holder(channels, handle) for handle in (0, 1)}:
+        kill(channel)
+        await turns()
+    assert llm.is_running and sum(len(channel.added) for channel in channels) == 2
+
+
+async def test_of_a_group_those_move_that_have_not_ended_each_with_its_own_seed(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    task = asyncio.create_task(last(llm, [5] * 40, n=3, seed=4))
+    await turns()
+    victim = holder(channels, 0)
+    whole = victim.added[0]
+    victim.say_tokens((0, 70), (1, 71), (2, 72), finished=[(1, FinishReason.LENGTH)])
+    kill(victim)
+    await turns()
+    moved = {m.handle: m for c in channels if c is not victim for m in c.added}
+    assert {h: unpack_ids(m.output_token_ids).tolist() for h, m in moved.items()} == {
+        0: [70],
+        2: [72],
+    }
+    assert [moved[h].sampling for h in (0, 2)] == [whole.sampling.for_choice(h) for h in (0, 2)]
+    for handle in (0, 2):
+        holder(channels, handle).say_tokens((handle, 80), finished=[(handle, FinishReason.LENGTH)])
+    assert [c.token_ids for c in (await task).outputs] == [[70, 80], [71], [72, 80]]
+
+
+async def test_a_group_that_has_given_nothing_and_a_beam_search_move_as_they_are(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    tasks = [
+        asyncio.create_task(last(llm, [5] * 40, n=3)),
+        asyncio.create_task(
+            llm.beam_search([6] * 40, BeamSearchParams(beam_width=4, max_tokens=5))
+        ),
+    ]
+    await turns()
+    sent = {m.handle: m for c in channels for m in c.added}
+    for handle in (0, 3):
+        if not holder(channels, handle).gone:
+            holder(channels, handle).say(started(handle))
+            kill(holder(channels, handle))
+            await turns()
+    again = {m.handle: m for c in channels if not c.gone for m in c.added}
+    assert {h: (m.sampling, m.beam_search) for h, m in again.items()} == {
+        h: (m.sampling, m.beam_search) for h, m in sent.items()
+    }
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_request_that_two_replicas_have_died_with_ends(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    """It may be the cause, and the third replica must not die of it too. One that only waited there
+    moves on."""
+    tasks = [asyncio.create_task(last(llm, [5] * 40)) for _ in range(2)]
+    await turns()
+    for _ in range(2):
+        at = holder(channels, 0)
+        at.say(started(0))
+        kill(at)
+        await turns()
+    with pytest.raises(EngineDeadError, match=r"replica \d: worker 0 was killed; it is the second"):
+        await tasks[0]
+    survivor = holder(channels, 1)
+    survivor.say_tokens((1, 70), finished=[(1, FinishReason.LENGTH)])
+    assert (await tasks[1]).outputs[0].token_ids == [70]
+
+
+async def test_when_all_have_died_everybody_is_told_of_each(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    task, watcher = asyncio.create_task(last(llm, [5] * 40)), asyncio.create_task(llm.wait_dead())
+    await turns()
+    assert not watcher.done()
+    for number, channel in enumerate(channels):
+        channel.say(Dead(cause=f"cause {number}"))
+        await turns()
+    everything = "replica 0: cause 0; replica 1: cause 1; replica 2: cause 2"
+    with pytest.raises(EngineDeadError, match=everything):
+        await task
+    assert str(await watcher) == str(llm.dead_error) == everything and not llm.is_running
+    with pytest.raises(EngineDeadError, match="replica 0: cause 0"):
+        await llm.check_health()
+
+
+def answer_calls(channels: list[FakeChannel], **results: list[float]) -> None:
+    """Each replica answers all that it has been asked, with its own of these figures."""
+    for number, channel in enumerate(channels):
+        for call in [m for m in channel.sent if isinstance(m, Call)]:
+            channel.sent.remove(call)
+            channel.say(
+                Answer(
+                    call_id=call.call_id,
+                    result={name: each[number] for name, each in results.items()},
+                )
+            )
+
+
+async def test_questions_go_to_all_that_live(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
+    asking = asyncio.create_task(llm.get_stats())
+    await turns()
+    answer_calls(channels, num_running=[1, 2, 3], kv_cache_usage=[0.1, 0.2, 0.6])
+    assert await asking == {"num_running": 6, "kv_cache_usage": pytest.approx(0.3)}
+    resetting = asyncio.create_task(llm.reset_prefix_cache())
+    await turns()
+    kill(channels[1])  # one that dies while it is asked is left out
+    await turns()
+    answer_calls([channels[0], channels[2]], done=[1.0, 1.0])
+    assert await resetting
+    by_replica = asyncio.create_task(llm.get_stats_by_replica())
+    await turns()
+    answer_calls([channels[0], channels[2]], num_running=[4, 5])
+    assert await by_replica == {0: {"num_running": 4}, 2: {"num_running": 5}}
+
+
+async def test_an_engine_is_healthy_while_one_replica_makes_progress(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    asking = asyncio.create_task(llm.check_health(max_stall_s=30))
+    await turns()
+    answer_calls(channels, seconds_since_progress=[40, 0, 31])
+    await asking
+
+
+async def test_the_replicas_that_keep_an_engine_from_being_healthy_are_named(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    asking = asyncio.create_task(llm.check_health(max_stall_s=30, timeout_s=0.05))
+    await turns()
+    answer_calls(channels[:2], seconds_since_progress=[40, 31])
+    with pytest.raises(EngineStalledError) as caught:
+        await asking
+    assert str(caught.value) == (
+        "replica 0: the steps in flight have made no progress for 40.0 s; "
+        "replica 1: the steps in flight have made no progress for 31.0 s; "
+        "replica 2: the engine core has not answered for 0.05 s"
+    )
+
+
+async def test_nobody_waits_for_a_core_that_is_silent(
+    llm: AsyncLLM, channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_set, "_SPARE_S", 0.01)
+    asking = asyncio.create_task(llm.get_stats_by_replica())
+    await turns()
+    answer_calls(channels[:2], num_running=[1, 2])
+    assert await asking == {0: {"num_running": 1}, 1: {"num_running": 2}}
+
+
+@pytest.fixture
+def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the watch take its turns in quick succession, with many turns of the loop between
+    them."""
+    monkeypatch.setattr(stall_watch, "TURN_S", 0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def stalled(llm: AsyncLLM) -> dict[int, str]:
+    return {status.number: status.stalled for status in llm.replicas if status.stalled is not None}
+
+
+@pytest.mark.parametrize("whole_core", [True, False])
+async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool
+) -> None:
+    """A stopped core does not answer. A core whose worker is stopped answers that it makes no
+    progress."""
+    tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(3)]
+    await turns()
+    stuck = holder(channels, 0)
+    number, others = (
+        channels.index(stuck),
+        [channel for channel in channels if channel is not stuck],
+    )
+    progress = asyncio.create_task(keep_going(others, [] if whole_core else [stuck]))
+    await until(lambda: set(stalled(llm)) == {number})
+    assert stalled(llm)[number] == (
+        "the engine core does not answer" if whole_core else "the steps in flight make no progress"
+    )
+    before = len(stuck.added)
+    tasks += [asyncio.create_task(last(llm, [50 + i] * 40)) for i in range(6)]
+    await turns()
+    assert len(stuck.added) == before
+    progress.cancel()
+    progress = asyncio.create_task(keep_going(channels, []))
+    await until(lambda: not stalled(llm))
+    tasks += [asyncio.create_task(last(llm, [90 + i] * 40)) for i in range(9)]
+    await until(lambda: len(stuck.added) > before)
+    progress.cancel()
+    llm.shutdown()
+    await asyncio.gather(*tasks, progress, return_exceptions=True)
+
+
+async def test_a_replica_whose_steps_are_slow_is_given_more_time(
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
+) -> None:
+    task = asyncio.create_task(last(llm, [5] * 40))
+    await turns()
+    slow, number = holder(channels, 0), channels.index(holder(channels, 0))
+
+    async def steps_take(seconds: float, condition: Callable[[], bool]) -> None:
+        while not condition():
+            answer_calls([slow], seconds_since_progress=[seconds])
+            await asyncio.sleep(0)
+
+    await steps_take(3.0, lambda: number in stalled(llm))
+    await steps_take(0.1, lambda: not stalled(llm))
+    pings = 0
+
+    def has_answered_some() -> bool:
+        nonlocal pings
+        pings += any(isinstance(message, Call) for message in slow.sent)
+        return pings > 20
+
+    await steps_take(3.0, has_answered_some)
+    assert not stalled(llm)
+    await steps_take(5.0, lambda: number in stalled(llm))
+    llm.shutdown()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def keep_going(well: list[FakeChannel], without_progress: list[FakeChannel]) -> None:
+    while True:
+        answer_calls(well, seconds_since_progress=[0.0] * 3)
+        answer_calls(without_progress, seconds_since_progress=[9.0])
+        await asyncio.sleep(0)
+
+
+async def test_while_all_replicas_stall_requests_wait_for_any(
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
+) -> None:
+    tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(9)]
+    await until(lambda: len(stalled(llm)) == 3)
+    tasks.append(asyncio.create_task(last(llm, [99] * 40)))
+    await turns()
+    assert sum(len(channel.added) for channel in channels) == 10
+    llm.shutdown()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_engine_without_requests_is_asked_nothing(
+    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
+) -> None:
+    task = asyncio.create_task(last(llm, [5] * 40))
+    await turns()
+    at = holder(channels, 0)
+    at.say_tokens((0, 70), finished=[(0, FinishReason.LENGTH)])
+    await task
+    await until(lambda: llm._replicas._watch._timer is None)
+    for channel in channels:
+        channel.sent.clear()
+    await asyncio.sleep(5 * stall_watch.TURN_S)
+    assert not any(channel.sent for channel in channels)
+
+
+async def test_the_flight_recorder_is_asked_of_one(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    asking = asyncio.create_task(llm.get_step_records(5, replica=2))
+    await turns()
+    (call,) = channels[2].sent
+    assert isinstance(call, Call) and call.since == 5 and not channels[0].sent
+    channels[2].say(Answer(call_id=call.call_id))
+    assert await asking == []
+    with pytest.raises(ValidationError, match="replica: must be from 0 to 2, not 3"):
+        await llm.get_step_records(replica=3)
+    kill(channels[1])
+    await turns()
+    with pytest.raises(EngineDeadError, match="replica 1: worker 0 was killed"):
+        await llm.get_step_records(replica=1)
+
+
+async def test_a_replica_that_dies_before_the_engine_is_used_is_not_used(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    kill(channels[0])
+    llm._replicas.attach()
+    await turns()
+    tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(4)]
+    await turns()
+    assert not channels[0].added and len(channels[1].added) + len(channels[2].added) == 4
+    llm.shutdown()
+    assert all(
+        isinstance(r, EngineDeadError) for r in await asyncio.gather(*tasks, return_exceptions=True)
+    )
+
+
+def test_a_replica_that_cannot_start_names_itself(channels: list[FakeChannel]) -> None:
+    config = EngineArgs(device="fake", data_parallel_size=3).create_engine_config()
+    replicas = ReplicaSet(
+        config, OutputProcessor(lambda handles: None), {n: (c, 0) for n, c in enumerate(channels)}
+    )
+    channels[1].say(Dead(cause="max_model_len: does not fit"))
+    with pytest.raises(EngineStartError, match="^replica 1: max_model_len: does not fit$"):
+        replicas.wait_ready()
+
+
+def test_who_joins_does_without_a_replica_that_has_just_died(
+    channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_set, "_OTHERS_S", 0.0)
+    config = EngineArgs(device="fake", data_parallel_size=3).create_engine_config()
+    replicas = ReplicaSet(
+        config,
+        OutputProcessor(lambda handles: None),
+        {n: (channels[n], 4) for n in (0, 1)},
+        joins=True,
+    )
+    channels[1].say(
+        Ready(
+            max_model_len=9,
+            num_kv_blocks=9,
+            block_size=16,
+            device="fake",
+            core_pid=1,
+            worker_pids=[],
+        )
+    )
+    replicas.wait_ready()
+    assert [status.dead for status in replicas.replicas] == [
+        "has not answered when this frontend joined",
+        None,
+        "had died before this frontend joined",
+    ]
+
+
+async def test_who_is_invited_while_a_replica_dies_is_invited_by_the_others(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    inviting = asyncio.create_task(llm.invite())
+    await turns()
+    kill(channels[0])
+    for number in (1, 2):
+        (asked,) = [m for m in channels[number].sent if isinstance(m, Connect)]
+        channels[number].say(Answer(call_id=asked.call_id, result={"client": 5 + number}))
+    seats = Invitation.decode(await inviting).seats
+    assert [(seat.replica, seat.client) for seat in seats] == [(1, 6), (2, 7)]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "router"),
+    [
+        ({}, "PrefixRouter"),
+        ({"routing": "round_robin"}, "RoundRobinRouter"),
+        ({"enable_prefix_caching": False}, "LeastLoadedRouter"),
+        ({"data_parallel_size": 1}, "RoundRobinRouter"),
+    ],
+    ids=str,
+)
+def test_the_router_is_what_the_options_say(
+    options: dict[str, object], router: str, channels: list[FakeChannel]
+) -> None:
+    args: dict[str, object] = {"device": "fake", "data_parallel_size": 3, **options}
+    config = EngineArgs(**args).create_engine_config()  # type: ignore[arg-type]
+    made = replicas_of(
+        dict(enumerate(channels[: config.parallel.data_parallel_size])),
+        OutputProcessor(lambda handles: None),
+        config,
+    )
+    assert type(made._router).__name__ == router
+
+
+async def test_the_end_of_one_of_a_group_is_not_the_group_s(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    task = asyncio.create_task(last(llm, [5] * 40, n=2))
+    await turns()
+    at = holder(channels, 0)
+    at.say(
+        Outputs(
+            handles=b"", token_ids=b"", finished=[Finished(handle=0, reason=FinishReason.LENGTH)]
+        )
+    )
+    await turns()
+    loads = llm._replicas._router.loads  # type: ignore[union-attr]
+    assert sum(loads.values()) > 0 and len(llm._replicas._sent) == 1
+    at.say(
+        Outputs(
+            handles=b"", token_ids=b"", finished=[Finished(handle=1, reason=FinishReason.LENGTH)]
+        )
+    )
+    await task
+    assert not llm._replicas._sent and isinstance(at.added[0], AddRequest)
