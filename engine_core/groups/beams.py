@@ -17,7 +17,7 @@ import numpy as np
 from sidestep.engine_core.groups.beam_search import BeamSearch, Candidates, Ended
 from sidestep.engine_core.groups.group import Group, join
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, pack_ids
@@ -41,7 +41,7 @@ class BeamGroup(Group):
     @property
     def is_running(self) -> bool:
         """Whether none of them waits."""
-        return all(r.status is Status.RUNNING for r in self.members)
+        return all(r.status is RequestStatus.RUNNING for r in self.members)
 
     def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
         """The prompt is computed once, and then continued by all."""

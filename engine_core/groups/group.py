@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.ipc.transport.messages import AddRequest
 
 
@@ -40,7 +40,9 @@ class Group:
     @property
     def waiting(self) -> list[Request]:
         """Those that enter together."""
-        return [r for r in self.members if r.status in (Status.WAITING, Status.PREEMPTED)]
+        return [
+            r for r in self.members if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ]
 
     def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
         """Of those that enter together, the ones that get blocks from the first."""
@@ -100,10 +102,11 @@ class ForkingGroups:
         for group in self._groups:
             assert group.source is not None and group.forks, "nobody is parked, or for nobody"
             assert all(
-                r.parked and r.status is Status.RUNNING and not r.num_in_flight for r in group.forks
+                r.parked and r.status is RequestStatus.RUNNING and not r.num_in_flight
+                for r in group.forks
             )
             assert (
-                group.source.status is Status.RUNNING
+                group.source.status is RequestStatus.RUNNING
                 or group.source.num_computed >= group.source.num_prompt
             )
 

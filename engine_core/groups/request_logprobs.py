@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from sidestep.engine_core.groups.beams import BeamGroup
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.ipc.transport.step import LogprobColumns, UInt8
 
 
@@ -26,7 +26,7 @@ def share_logprobs(
     clients = np.array(
         [
             owner.client
-            if owner.status is not Status.FINISHED
+            if owner.status is not RequestStatus.FINISHED
             and owner not in late
             and not isinstance(owner.group, BeamGroup)
             else -1

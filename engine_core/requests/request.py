@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sidestep.engine_core.structured_outputs.mask_jobs import MaskJob
 
 
-class Status(enum.IntEnum):
+class RequestStatus(enum.IntEnum):
     """Where a request is in its life."""
 
     WAITING = 0
@@ -64,7 +64,7 @@ class Request:
     """For the workers; see ipc.controls."""
     has_past_sent: bool = False
     """Whether workers get all of its tokens when it enters, also those in the cache."""
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     slot: int = -1
     """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
     block_ids: list[int] = field(default_factory=list)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sidestep.engine_core.groups.group import entering_with, sharing
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepBuilder
@@ -80,7 +80,7 @@ class Admission:
     def waits_for(self, request: Request) -> WaitReason | None:
         """See RequestRecord.waiting_for."""
         roster = self._roster
-        if request.status is Status.RUNNING:
+        if request.status is RequestStatus.RUNNING:
             return None
         if roster.awaits_grammar(request):
             return "grammar"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sidestep.engine_core.groups.group import check_groups
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Status
+from sidestep.engine_core.requests.request import RequestStatus
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
 from sidestep.ipc.config import StepLimits
@@ -30,7 +30,7 @@ def check_invariants(
     for request in {*roster.requests.values(), *held}:
         assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
     for request in roster.running:
-        assert request.status is Status.RUNNING
+        assert request.status is RequestStatus.RUNNING
         held_blocks = len(request.block_ids) + (request.copy_source >= 0)
         assert request.num_computed <= held_blocks * kv.block_size, f"{request}: too few blocks"
         assert len(request.token_ids) + request.num_placeholders <= request.max_total, (
@@ -39,5 +39,5 @@ def check_invariants(
     roster.forking.check_invariants()
     check_groups([*roster.requests.values(), *roster.running], roster.queue, roster.forking)
     for request in roster.leaving:
-        assert request.num_in_flight > 0 and request.status is not Status.RUNNING
+        assert request.num_in_flight > 0 and request.status is not RequestStatus.RUNNING
     kv.check_invariants(held)

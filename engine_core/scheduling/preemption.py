@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sidestep.engine_core.groups.group import entering_with, sharing
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.engine_core.scheduling.roster import Roster
 
 
@@ -47,7 +47,7 @@ class Room:
             victim = next(r for r in reversed(roster.running) if not r.will_be_complete)
             coming = roster.num_blocks_coming_back()
             roster.preempt(victim)
-            if request.status is not Status.RUNNING:
+            if request.status is not RequestStatus.RUNNING:
                 return None
             self._num_coming += roster.num_blocks_coming_back() - coming
         return blocks
@@ -77,5 +77,5 @@ class Room:
                 room += len(request.block_ids)
         if seats >= 0 and room >= 0:
             for victim in victims:
-                if victim.status is Status.RUNNING:  # not with its group already
+                if victim.status is RequestStatus.RUNNING:  # not with its group already
                     roster.preempt(victim)

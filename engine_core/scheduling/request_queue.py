@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 
 
 class RequestQueue(abc.ABC):
@@ -77,7 +77,7 @@ class RequestQueue(abc.ABC):
     def _drop_first(self) -> None: ...
 
     def _skip_finished(self) -> Request | None:
-        while (request := self._first()) is not None and request.status is Status.FINISHED:
+        while (request := self._first()) is not None and request.status is RequestStatus.FINISHED:
             self._drop_first()
         return request
 
@@ -99,7 +99,7 @@ class FcfsQueue(RequestQueue):
             r
             for queue in (self._preempted, *self._queues.values())
             for r in queue
-            if r.status is not Status.FINISHED
+            if r.status is not RequestStatus.FINISHED
         )
 
     def _insert(self, request: Request, *, back: bool) -> None:
@@ -143,7 +143,7 @@ class PriorityQueue(RequestQueue):
         self._count = 0
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[3] for entry in self._heap if entry[3].status is not Status.FINISHED)
+        return (entry[3] for entry in self._heap if entry[3].status is not RequestStatus.FINISHED)
 
     def _insert(self, request: Request, *, back: bool) -> None:
         self._count += 1  # keeps the order of equal arrivals, and requests out of the comparison

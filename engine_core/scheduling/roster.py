@@ -16,7 +16,7 @@ from itertools import chain
 from sidestep.engine_core.groups.beams import BeamGroup, found_by
 from sidestep.engine_core.groups.group import ForkingGroups, Group, entering_with
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, Status, make_record
+from sidestep.engine_core.requests.request import Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.queue_wait import QueueWait
 from sidestep.engine_core.scheduling.request_queue import RequestQueue
@@ -80,7 +80,7 @@ class Roster:
         it."""
         return (
             bool(self.compiling)
-            and request.status is Status.WAITING
+            and request.status is RequestStatus.WAITING
             and any(r in self.compiling for r in entering_with(request))
         )
 
@@ -111,7 +111,7 @@ class Roster:
     def seat(self, request: Request) -> None:
         """It has got its blocks and runs from now on."""
         request.slot = heapq.heappop(self.free_slots)
-        request.status = Status.RUNNING
+        request.status = RequestStatus.RUNNING
         request.is_new = True
         self.running[request] = None
 
@@ -136,11 +136,15 @@ class Roster:
         together = (
             [request]
             if group is None
-            else [r for r in group.members if r.status is Status.RUNNING and not r.will_be_complete]
+            else [
+                r
+                for r in group.members
+                if r.status is RequestStatus.RUNNING and not r.will_be_complete
+            ]
         )
         for one in together:
             del self.running[one]
-            one.status = Status.PREEMPTED
+            one.status = RequestStatus.PREEMPTED
             one.num_preemptions += 1
             one.parked = False
             self.num_preemptions += 1
@@ -212,7 +216,10 @@ class Roster:
 
     def _stop(self, request: Request) -> None:
         """Takes it out of wherever it is."""
-        was_running, was_outside = request.status is Status.RUNNING, self.awaits_grammar(request)
+        was_running, was_outside = (
+            request.status is RequestStatus.RUNNING,
+            self.awaits_grammar(request),
+        )
         if was_running:
             del self.running[request]
         elif was_outside:
@@ -220,7 +227,7 @@ class Roster:
         elif request.group is None or request is request.group.queued:
             self.elapse()
             self.queue.forget(request)
-        request.status = Status.FINISHED
+        request.status = RequestStatus.FINISHED
         if request.group is not None:
             self._part(request, request.group, was_outside)
         if was_running:

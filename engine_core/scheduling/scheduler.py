@@ -25,7 +25,7 @@ from itertools import chain, islice
 from sidestep.engine_core.groups.beams import BeamGroup, make_beams
 from sidestep.engine_core.groups.group import make_choices, why_never
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, Status, make_record
+from sidestep.engine_core.requests.request import Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.admission import Admission
 from sidestep.engine_core.scheduling.flight_recorder import Situation
 from sidestep.engine_core.scheduling.invariants import check_invariants
@@ -144,7 +144,7 @@ class Scheduler:
     def _refuse(self, requests: Iterable[Request], problem: str, field: str | None = None) -> None:
         """Ends requests that have not been taken."""
         for request in requests:
-            request.status = Status.FINISHED
+            request.status = RequestStatus.FINISHED
             self._outboxes.of(request.client).finished.append(
                 Finished(
                     handle=request.handle, reason=FinishReason.ERROR, error=problem, field=field
@@ -234,7 +234,7 @@ class Scheduler:
         later = len(due)
         for request in due:
             later -= 1
-            if request.status is not Status.RUNNING or request.parked or request in left_out:
+            if request.status is not RequestStatus.RUNNING or request.parked or request in left_out:
                 # preempted while this loop made room for another; or its prompt is being computed
                 continue
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
@@ -307,7 +307,9 @@ class Scheduler:
             return None
         self._last_masked = plan.step_id
         # The token of a request that has ended in the meantime is dropped, whatever it is.
-        requests = [request for _, request in plan.masked if request.status is not Status.FINISHED]
+        requests = [
+            request for _, request in plan.masked if request.status is not RequestStatus.FINISHED
+        ]
         masks = self._masks_in_time(plan, requests)
         there = [(row, request) for row, request in plan.masked if request in masks]
         return self._masks.message(

@@ -9,7 +9,7 @@ from sidestep.engine_core.groups.beam_search import Candidates
 from sidestep.engine_core.groups.beams import BeamGroup, candidates_of_beams
 from sidestep.engine_core.groups.request_logprobs import share_logprobs
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
@@ -46,7 +46,7 @@ class StepResults:
             (request, request.matcher, token)
             for request, token in tokens
             if request.matcher is not None
-            and request.status is not Status.FINISHED
+            and request.status is not RequestStatus.FINISHED
             and request not in plan.late
         ]
         self._grammars.advance([(matcher, token) for _, matcher, token in followed])
@@ -69,7 +69,7 @@ class StepResults:
             if request in plan.late:
                 continue
             request.num_placeholders -= 1
-            if request.status is Status.FINISHED:
+            if request.status is RequestStatus.FINISHED:
                 continue
             if candidates and isinstance(request.group, BeamGroup):
                 self._take_candidates(request, request.group, candidates[request])
@@ -78,7 +78,7 @@ class StepResults:
         # 2. Slots and blocks that no step in flight touches any more go back.
         for request in plan.rows:
             request.num_in_flight -= 1
-            if request.num_in_flight == 0 and request.status is not Status.RUNNING:
+            if request.num_in_flight == 0 and request.status is not RequestStatus.RUNNING:
                 self._roster.release(request)
 
     def _take_token(self, request: Request, token: int) -> None:
@@ -92,7 +92,7 @@ class StepResults:
         if (
             min(request.num_computed, len(request.token_ids)) // self._kv.block_size
             > request.num_registered
-            and request.status is Status.RUNNING
+            and request.status is RequestStatus.RUNNING
         ):
             self._kv.remember(request)
         if finish is not None:
@@ -113,7 +113,7 @@ class StepResults:
         for beam in group.beams:
             if group.is_running:
                 self._kv.remember(beam)
-            elif beam.status is Status.RUNNING:
+            elif beam.status is RequestStatus.RUNNING:
                 self._roster.preempt(beam)  # as others of it were meanwhile
         if not group.advance(self._kv):
             self._roster.end(group.members[0], FinishReason.STOP)

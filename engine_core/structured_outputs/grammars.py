@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.engine_core.structured_outputs.grammar_costs import GRAMMAR_S, REQUEST_S, MaskAccount
 from sidestep.engine_core.structured_outputs.mask_jobs import MaskJobs
 from sidestep.ipc.config import available_cores
@@ -61,7 +61,7 @@ class _Waiting:
 
     @property
     def waits(self) -> bool:
-        return self.request.matcher is None and self.request.status is Status.WAITING
+        return self.request.matcher is None and self.request.status is RequestStatus.WAITING
 
 
 @dataclass(slots=True, eq=False)

@@ -21,10 +21,10 @@ from sidestep.executor.models.model_loading import (
 )
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_prompt_tokens
 from sidestep.executor.sampling.sampler import Sampler
@@ -75,7 +75,7 @@ class ModelRunner(Runner):
                 max_rows=self._limits.max_num_seqs,
             )
         )
-        self._state = RequestState(self._limits.num_slots, args.max_model_len, self._block_size)
+        self._state = HostTables(self._limits.num_slots, args.max_model_len, self._block_size)
         self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
         self._pipeline = Pipeline(args, self._last_sampled, self._limits.max_steps_in_flight)
         if self._stage.is_last:

@@ -46,11 +46,11 @@ from sidestep.executor.models.model_loading import (
 )
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.runner.largest_step import ALL_CONTROLS, largest_step
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.executor.runner.transfer import to_device
 from sidestep.executor.sampling.prompt_logprobs import (
     PromptTokens,
@@ -237,9 +237,7 @@ class GpuRunner(Runner):
 
     def _reset(self) -> None:
         """No request has been seen."""
-        self._state = RequestState(
-            self._limits.num_slots, self._args.max_model_len, self._block_size
-        )
+        self._state = HostTables(self._limits.num_slots, self._args.max_model_len, self._block_size)
         self._message.zero_()
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:

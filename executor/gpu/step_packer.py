@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, HostBatch
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.ipc.params.sampling_params import MAX_STOP_TOKEN_IDS
 from sidestep.ipc.transport.step import Int32, StepInput
 from sidestep.kernels.triton.prepare_step_triton import MASKED, SAMPLING, StepLayout
@@ -104,7 +104,7 @@ class StepPacker:
 
 
 def masked_logits(
-    state: RequestState, slots: Int32, seq_lens: Int32, samples: npt.NDArray[np.bool_] | bool = True
+    state: HostTables, slots: Int32, seq_lens: Int32, samples: npt.NDArray[np.bool_] | bool = True
 ) -> tuple[Int32, Int32]:
     """Rows and tokens of logits that must not be sampled: stop tokens of rows with too few outputs
     yet."""

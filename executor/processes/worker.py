@@ -81,7 +81,7 @@ class Launched:
     launched_ns: int
 
 
-class Drain:
+class OutputDrain:
     """Sends outputs in order: from the main thread as long as it has time to look, else from a
     thread that waits."""
 
@@ -201,7 +201,7 @@ def main(raw: bytes) -> None:
 def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
     """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage
     before the last."""
-    drain = Drain(replies)
+    drain = OutputDrain(replies)
     while True:
         wait_for_step(runner, steps, drain)
         message = steps.receive()
@@ -216,7 +216,7 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
             drain.put(Launched(pending, received, time.monotonic_ns()))
 
 
-def receive_masks(runner: Runner, steps: RingReader, drain: Drain) -> StepMasks:
+def receive_masks(runner: Runner, steps: RingReader, drain: OutputDrain) -> StepMasks:
     """The masks of the step that is being launched. They cannot come before the output of the step
     before has left."""
     while (message := steps.receive()) is None:
@@ -225,7 +225,7 @@ def receive_masks(runner: Runner, steps: RingReader, drain: Drain) -> StepMasks:
     return StepMasks.decode(message[1])
 
 
-def wait_for_step(runner: Runner, steps: RingReader, drain: Drain) -> None:
+def wait_for_step(runner: Runner, steps: RingReader, drain: OutputDrain) -> None:
     """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in
     microseconds, where waking a thread that waits takes tens of them, several times on the way from
     one step to the next."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sidestep.executor.runner.slot_tables import RequestState
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.ipc.transport.step import Int32, Int64, StepInput
 
 
@@ -22,7 +22,7 @@ class HostBatch:
     step is applied.
     """
 
-    state: RequestState
+    state: HostTables
     block_size: int
     slots: Int32
     """[R]"""
@@ -98,7 +98,7 @@ class Apart(NamedTuple):
     """Those that are sampled like plain ones when their masks have come."""
 
 
-def make_batch(state: RequestState, step: StepInput, block_size: int) -> HostBatch:
+def make_batch(state: HostTables, step: StepInput, block_size: int) -> HostBatch:
     """Lays a step out and advances the rows' counts. The differences have been applied already."""
     slots, counts = step.slots, step.num_tokens
     first = state.num_computed[slots]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.runner.slot_tables import RequestState
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.ipc.transport.step import Int32, Int64
 from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, sample
 
@@ -15,7 +15,7 @@ class Sampler:
     """Chooses one token for each row that samples. All ranks choose alike: there is no random
     state."""
 
-    def __init__(self, state: RequestState) -> None:
+    def __init__(self, state: HostTables) -> None:
         self._state = state
 
     def __call__(self, logits: Tensor, slots: Int32, seq_lens: Int32) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sidestep.frontend.planning.machine import Gpu, Machine, this_machine
+from sidestep.frontend.planning.machine import GpuInfo, Machine, this_machine
 from sidestep.frontend.planning.topology import Size, sizes
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig
@@ -73,7 +73,7 @@ def imagined(
     if count is not None and count < 1:
         raise ValidationError("gpus", f"must be at least 1, not {count}")
     if memory_bytes is not None:
-        gpu = Gpu("imagined GPU", memory_bytes, bandwidth)
+        gpu = GpuInfo("imagined GPU", memory_bytes, bandwidth)
     elif machine.gpus:
         gpu = msgspec.structs.replace(
             machine.gpus[0], bandwidth=bandwidth or machine.gpus[0].bandwidth

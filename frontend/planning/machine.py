@@ -47,7 +47,7 @@ BANDWIDTHS = {
 counts."""
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class GpuInfo(msgspec.Struct, frozen=True):
     """One GPU."""
 
     name: str
@@ -59,7 +59,7 @@ class Gpu(msgspec.Struct, frozen=True):
 class Machine(msgspec.Struct, frozen=True):
     """One host."""
 
-    gpus: list[Gpu]
+    gpus: list[GpuInfo]
     links: dict[str, int]
     """Kinds of links between two GPUs, as nvidia-smi calls them, and how many pairs have each."""
     cpu_cores: int
@@ -71,7 +71,7 @@ def this_machine() -> Machine:
     found = _nvidia_smi("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
     visible = visible_gpus_of_environment()
     gpus = {
-        int(index): Gpu(name, int(memory) * _MIB, bandwidth_of(name))
+        int(index): GpuInfo(name, int(memory) * _MIB, bandwidth_of(name))
         for index, uuid, name, memory in _rows(found)
         if visible is None or _is_among(index, uuid, visible)
     }

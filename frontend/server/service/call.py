@@ -38,7 +38,7 @@ class Reader(Protocol):
         """Pushes outputs until the sink is not ready or the request has ended."""
 
 
-class Call(Protocol):
+class EngineCall(Protocol):
     """One request to the engine; the first choice that is opened sends it."""
 
     def open(self, place: int) -> AbstractAsyncContextManager[Reader]:
@@ -52,7 +52,7 @@ def make_call(
     params: SamplingParams,
     beam_search: BeamSearchParams | None,
     options: CallOptions,
-) -> Call:
+) -> EngineCall:
     """The call for a prompt; beam_search: instead of sampling."""
     if beam_search is not None:
         return _WholeCall(partial(_search, llm, prompt, beam_search, options))

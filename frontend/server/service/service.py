@@ -22,7 +22,7 @@ from sidestep.frontend.server.observe.figures import Figures
 from sidestep.frontend.server.observe.metrics import ServerMetrics
 from sidestep.frontend.server.schemas.fields import ClientFields
 from sidestep.frontend.server.schemas.protocol import PromptDetails, Usage
-from sidestep.frontend.server.service.call import Call, CallOptions, Reader, make_call
+from sidestep.frontend.server.service.call import CallOptions, EngineCall, Reader, make_call
 from sidestep.frontend.server.service.public_prefixes import PublicPrefixes
 from sidestep.frontend.server.service.queue_events import Queue
 from sidestep.frontend.server.transport.errors import RETRY_AFTER, ApiError, refused, too_long
@@ -53,7 +53,7 @@ class Choice:
     request_id: str
     """Of the request to the engine."""
     params: SamplingParams
-    call: Call
+    call: EngineCall
     place: int
     """Which of the call's it is."""
     tenant: str

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from sidestep.executor.gpu.step_packer import StepPacker
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import make_batch
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.logits_processor import ProcessorSetup
 from sidestep.executor.sampling.sampler import Sampler
@@ -27,7 +27,7 @@ from tests.unit.executor.steps import Request, make_step
 
 def test_masked_rows_get_the_sampler_s_tokens_and_plain_rows_are_left_alone() -> None:
     torch.manual_seed(0)
-    state, layout = RequestState(SLOTS, 64, 16), StepLayout(8, 32)
+    state, layout = HostTables(SLOTS, 64, 16), StepLayout(8, 32)
     chosen, held = [3, 0, 7, 11, 5], [True, False, True, True, True]
     requests = {
         slot: Request(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidestep.executor.gpu.gpu_runner import GpuRunner
-from sidestep.executor.runner.slot_tables import RequestState
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialBatch
 from sidestep.kernels.triton.prepare_step_triton import SlotTables
@@ -19,7 +19,7 @@ from tests.unit.executor.steps import Request, make_step
 VOCAB, SLOTS, MOST = 1500, 12, 20
 
 
-def make_runner(state: RequestState) -> GpuRunner:
+def make_runner(state: HostTables) -> GpuRunner:
     """As much of one as samples."""
     runner = object.__new__(GpuRunner)
     runner._device = DEVICE
@@ -41,7 +41,7 @@ def make_runner(state: RequestState) -> GpuRunner:
 @pytest.mark.parametrize("first", [0, 8])
 def test_special_rows_get_the_sampler_s_tokens(first: int) -> None:
     torch.manual_seed(first)
-    state = RequestState(SLOTS, 64, 16)
+    state = HostTables(SLOTS, 64, 16)
     chosen = [3, 0, 7, 11, 5]
     requests = {
         slot: Request(

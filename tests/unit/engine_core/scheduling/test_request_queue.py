@@ -2,7 +2,7 @@
 
 import pytest
 
-from sidestep.engine_core.requests.request import Request, Status
+from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.engine_core.scheduling.request_queue import QUEUES, RequestQueue
 from tests.fakes import make_request
 
@@ -64,7 +64,7 @@ def test_a_request_that_ended_while_it_waited_is_never_served(policy: str) -> No
     for each in waiting:
         queue.add(each)
     for gone in waiting[::2]:
-        gone.status = Status.FINISHED
+        gone.status = RequestStatus.FINISHED
         queue.forget(gone)
     assert (
         len(queue) == 1
@@ -82,7 +82,7 @@ def test_who_stands_in_for_another_has_its_place(policy: str) -> None:
     for one in waiting:
         queue.add(one)
     queue.forget(waiting[2])
-    waiting[2].status = Status.FINISHED
+    waiting[2].status = RequestStatus.FINISHED
     queue.replace(waiting[2], request(9))
     assert len(queue) == 4
     assert drain(queue) == [0, 1, 9, 3]
@@ -95,6 +95,6 @@ def test_one_that_was_preempted_is_stood_in_for_among_those() -> None:
     queue.put_back(second)
     queue.put_back(first)
     queue.forget(second)
-    second.status = Status.FINISHED
+    second.status = RequestStatus.FINISHED
     queue.replace(second, request(9))
     assert drain(queue) == [1, 9, 3]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from sidestep.executor.gpu.step_packer import StepPacker, masked_logits
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, make_batch
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.kernels.triton.prepare_step_triton import (
     MASKED,
     SAMPLING,
@@ -56,7 +56,7 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         )
         for _ in range(7)
     ]
-    state, tables = RequestState(7, LONGEST, BLOCK), new_tables(7)
+    state, tables = HostTables(7, LONGEST, BLOCK), new_tables(7)
     tables.last_sampled.copy_(torch.arange(1000, 1007))
     largest = StepLayout(7, 50)
     packer = StepPacker(largest, LONGEST // BLOCK, ROTATION)
@@ -97,7 +97,7 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
 
 
 def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
-    state = RequestState(3, LONGEST, BLOCK)
+    state = HostTables(3, LONGEST, BLOCK)
     entering = {
         0: Request([1], 9),
         1: Request([1, 2], 9, min_tokens=2, stop_ids=[5, 9]),
@@ -121,7 +121,7 @@ def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
 def test_special_and_masked_rows_are_left_to_others() -> None:
     """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of
     masked rows, which are sampled from the step's own logits, are seen to at once."""
-    state, layout = RequestState(4, 64, BLOCK), StepLayout(4, 16)
+    state, layout = HostTables(4, 64, BLOCK), StepLayout(4, 16)
     packer = StepPacker(layout, 8, ROTATION)
     entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(4)}
     step = make_step([(0, 2, [0]), (1, 2, [1]), (2, 2, [2]), (3, 2, [3])], entering)

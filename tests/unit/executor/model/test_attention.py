@@ -23,8 +23,8 @@ from sidestep.executor.attention.base import (
     StepBatch,
 )
 from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.ipc.common import registry
 from sidestep.ipc.model.model_spec import RopeSpec
 from tests.unit.executor.steps import Request, make_step
@@ -125,7 +125,7 @@ class Sequences:
             )
         )
         self.windows, self.longest = windows, longest
-        self.state = RequestState(rows, longest, block_size)
+        self.state = HostTables(rows, longest, block_size)
         self.free = self.rng.sample(range(rows * per_row), rows * per_row)
         self.lengths, self.blocks = [0] * rows, [0] * rows
         self.kv = [

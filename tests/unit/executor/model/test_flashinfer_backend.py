@@ -19,8 +19,8 @@ from sidestep.executor.attention import flashinfer_backend
 from sidestep.executor.attention.base import AttentionSetup, AttentionShape
 from sidestep.executor.attention.flashinfer_backend import FlashInferAttention, pages_of
 from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import make_batch
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.model_spec import RopeSpec
 from tests.unit.executor.model.test_attention import Sequences, exact
@@ -171,7 +171,7 @@ def test_mixed_steps_ask_flashinfer_for_the_right_thing(
 
 
 def test_pages_of_rows() -> None:
-    state = RequestState(3, 64, 16)
+    state = HostTables(3, 64, 16)
     step = make_step(
         [(2, 1, [7]), (0, 16, [5]), (1, 33, [4, 1, 6])],
         {0: Request([1] * 16, 1), 1: Request([1] * 33, 1), 2: Request([1], 1)},

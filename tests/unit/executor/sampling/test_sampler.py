@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import make_batch
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.ipc.transport.step import StepInput
 from tests.unit.executor.steps import Request, make_step
@@ -17,7 +17,7 @@ VOCAB = 101
 
 def sampled(requests: list[Request], logits: Tensor) -> list[int]:
     """One token for each request, all of whose prompts end in this step."""
-    state = RequestState(len(requests), 64, 16)
+    state = HostTables(len(requests), 64, 16)
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt) > 1)
     step = make_step([(i, len(requests[i].prompt), [i]) for i in order], dict(enumerate(requests)))
     state.apply(step)
@@ -25,7 +25,7 @@ def sampled(requests: list[Request], logits: Tensor) -> list[int]:
     return [token for _, token in sorted(zip(order, tokens, strict=True))]
 
 
-def sample_step(state: RequestState, step: StepInput, logits: Tensor) -> list[int]:
+def sample_step(state: HostTables, step: StepInput, logits: Tensor) -> list[int]:
     """All of whose rows sample."""
     batch = make_batch(state, step, 16)
     return list(Sampler(state)(logits, batch.slots, batch.seq_lens).tolist())
@@ -91,7 +91,7 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
 
 
 def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
-    state = RequestState(1, 64, 16)
+    state = HostTables(1, 64, 16)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
     entering = {0: Request([1, 2, 3], 9, min_tokens=2, stop_ids=[7])}
@@ -109,7 +109,7 @@ def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
 def test_a_preempted_request_counts_its_old_outputs() -> None:
     """It comes back with its outputs among what is known; min_tokens still counts from the prompt's
     end."""
-    state = RequestState(1, 64, 16)
+    state = HostTables(1, 64, 16)
     step = make_step([(0, 5, [0])], {0: Request([1, 2, 3, 4, 5], 9, min_tokens=2, stop_ids=[7])})
     step.new_num_prompt[:] = 3
     state.apply(step)

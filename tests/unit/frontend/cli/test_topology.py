@@ -18,7 +18,7 @@ from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.frontend.main import main
-from sidestep.frontend.planning.machine import Gpu, Machine, bandwidth_of, count_links
+from sidestep.frontend.planning.machine import GpuInfo, Machine, bandwidth_of, count_links
 from sidestep.frontend.planning.topology import Shard, Size, sizes
 from sidestep.ipc.common import registry
 from sidestep.ipc.config import CacheConfig
@@ -131,7 +131,7 @@ def sizes_on(
         "cache": CacheConfig(),
         **more,
     }
-    machine = Machine([Gpu("H200", memory, 4.8e12)] * count, {}, 8, 64 * GIB)
+    machine = Machine([GpuInfo("H200", memory, 4.8e12)] * count, {}, 8, 64 * GIB)
     return {
         (s.tensor_parallel_size, s.pipeline_parallel_size, s.data_parallel_size): s
         for s in sizes(spec, machine, **options)

@@ -11,7 +11,7 @@ import numpy as np
 from sidestep.ipc.transport.step import StepInput
 
 
-class RequestState:
+class HostTables:
     """Rows of requests, by slot."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:

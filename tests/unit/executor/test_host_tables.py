@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
-from sidestep.executor.runner.slot_tables import RequestState
 from sidestep.ipc.transport.step import StepInput
 from tests.unit.executor.steps import Request, make_step, schedule
 
 BLOCK = 4
 
 
-def new_state(slots: int = 4) -> RequestState:
-    return RequestState(slots, 64, BLOCK)
+def new_state(slots: int = 4) -> HostTables:
+    return HostTables(slots, 64, BLOCK)
 
 
-def run(state: RequestState, step: StepInput) -> HostBatch:
+def run(state: HostTables, step: StepInput) -> HostBatch:
     state.apply(step)
     return make_batch(state, step, BLOCK)
 
@@ -109,7 +109,7 @@ def test_whole_runs_give_every_token_its_own_place() -> None:
 
 
 def test_a_forced_token_takes_the_place_of_the_sampled_one() -> None:
-    state = RequestState(4, 64, 4)
+    state = HostTables(4, 64, 4)
     requests = {slot: Request([5, 6, 7], 9) for slot in (0, 1, 3)}
     step = make_step([(slot, 3, [slot]) for slot in requests], requests)
     state.apply(step)
