@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher
 
+from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.structured_outputs.grammars import Grammars, _Compilation, _compile
-from sidestep.engine_core.structured_outputs.mask_jobs import FOREVER
 from sidestep.executor.runner.fake import chain, next_token
 from sidestep.frontend.input.output_form import make_grammar
 from sidestep.ipc.params.structured_outputs_params import (

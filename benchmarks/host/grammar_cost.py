@@ -33,10 +33,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.engine.structured_outputs import SCHEMA, unbounded, write_tokenizer
+from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.step_plan import StepBuilder
 from sidestep.engine_core.structured_outputs.grammars import Grammars
-from sidestep.engine_core.structured_outputs.mask_jobs import FOREVER
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.logits_processor import ProcessorSetup

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sidestep.engine_core.groups.beam_search import BeamSearch, Candidates, Ended
-from sidestep.engine_core.groups.group import Group, join
+from sidestep.engine_core.groups.group import join
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.request import Group, Request, RequestStatus
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, pack_ids

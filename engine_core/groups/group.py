@@ -11,55 +11,12 @@ step writes anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.request import Group, Request, RequestStatus
 from sidestep.ipc.transport.messages import AddRequest
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """`members` are those that have not ended, in the order of their indices."""
-
-    members: list[Request]
-    queued: Request | None = None
-    """Who stands in the queue for those that wait, and enters first."""
-    source: Request | None = None
-    """Who computes the prompt for `forks`."""
-    forks: list[Request] = field(default_factory=list)
-    """Those that run, but are parked until then."""
-
-    @property
-    def parks_after_rows(self) -> bool:
-        """Whether a member that has had its row is parked until the others have."""
-        return False
-
-    @property
-    def waiting(self) -> list[Request]:
-        """Those that enter together."""
-        return [
-            r for r in self.members if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        ]
-
-    def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
-        """Of those that enter together, the ones that get blocks from the first."""
-        return together[1:]
-
-    def enter(self, together: Sequence[Request]) -> None:
-        """These have got their slots and blocks; all but the first are parked."""
-        self.queued = None
-        for request in together[1:]:
-            request.parked = True
-        self.forks = list(self.sharing(together))
-        self.source = together[0] if self.forks else None
-
-    def stop_forking(self) -> None:
-        """Nobody waits for the prompt any more."""
-        self.source = None
-        self.forks.clear()
 
 
 class ForkingGroups:

@@ -1,21 +1,20 @@
-"""All that the core keeps of one request."""
+"""All that the core keeps of one request, and of requests that belong together."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from sidestep.engine_core.requests.mask_account import MaskAccount
+from sidestep.engine_core.requests.mask_job import MaskJob
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.transport.messages import AddRequest, FinishReason, unpack_ids
 from sidestep.ipc.transport.records import RequestRecord, WaitReason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-    from sidestep.engine_core.groups.group import Group
-    from sidestep.engine_core.structured_outputs.grammar_costs import MaskAccount
-    from sidestep.engine_core.structured_outputs.mask_jobs import MaskJob
 
 
 class RequestStatus(enum.IntEnum):
@@ -184,6 +183,48 @@ class Request:
         ):
             return FinishReason.REPETITION, None
         return None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """`members` are those that have not ended, in the order of their indices."""
+
+    members: list[Request]
+    queued: Request | None = None
+    """Who stands in the queue for those that wait, and enters first."""
+    source: Request | None = None
+    """Who computes the prompt for `forks`."""
+    forks: list[Request] = field(default_factory=list)
+    """Those that run, but are parked until then."""
+
+    @property
+    def parks_after_rows(self) -> bool:
+        """Whether a member that has had its row is parked until the others have."""
+        return False
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that enter together."""
+        return [
+            r for r in self.members if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ]
+
+    def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
+        """Of those that enter together, the ones that get blocks from the first."""
+        return together[1:]
+
+    def enter(self, together: Sequence[Request]) -> None:
+        """These have got their slots and blocks; all but the first are parked."""
+        self.queued = None
+        for request in together[1:]:
+            request.parked = True
+        self.forks = list(self.sharing(together))
+        self.source = together[0] if self.forks else None
+
+    def stop_forking(self) -> None:
+        """Nobody waits for the prompt any more."""
+        self.source = None
+        self.forks.clear()
 
 
 def make_record(

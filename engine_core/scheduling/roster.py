@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from sidestep.engine_core.groups.beams import BeamGroup, found_by
-from sidestep.engine_core.groups.group import ForkingGroups, Group, entering_with
+from sidestep.engine_core.groups.group import ForkingGroups, entering_with
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, RequestStatus, make_record
+from sidestep.engine_core.requests.request import Group, Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.queue_wait import QueueWait
 from sidestep.engine_core.scheduling.request_queue import RequestQueue

@@ -25,6 +25,7 @@ from itertools import chain, islice
 from sidestep.engine_core.groups.beams import BeamGroup, make_beams
 from sidestep.engine_core.groups.group import make_choices, why_never
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.admission import Admission
 from sidestep.engine_core.scheduling.flight_recorder import Situation
@@ -39,7 +40,6 @@ from sidestep.engine_core.scheduling.step_plan import StepBuilder, StepPlan
 from sidestep.engine_core.scheduling.step_results import StepResults
 from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, share_masks
 from sidestep.engine_core.structured_outputs.grammars import Grammars
-from sidestep.engine_core.structured_outputs.mask_jobs import FOREVER
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
 from sidestep.ipc.config import SchedulerConfig, StepLimits
 from sidestep.ipc.transport.messages import AddRequest, Finished, FinishReason, Outputs

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sidestep.engine_core.requests.mask_account import MaskAccount
 from sidestep.engine_core.requests.request import Request, RequestStatus
-from sidestep.engine_core.structured_outputs.grammar_costs import GRAMMAR_S, REQUEST_S, MaskAccount
+from sidestep.engine_core.structured_outputs.grammar_costs import GRAMMAR_S, REQUEST_S
 from sidestep.engine_core.structured_outputs.mask_jobs import MaskJobs
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.params.structured_outputs_params import Grammar, first_line, grammar_limits

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, StepBatch
 from sidestep.executor.base import WorkerReady
+from sidestep.executor.gpu.compiler_wait import wait_for_compiler
 from sidestep.executor.gpu.cuda_graphs import (
     CudaGraphs,
     StepSizes,
@@ -34,7 +35,6 @@ from sidestep.executor.gpu.cuda_graphs import (
 )
 from sidestep.executor.gpu.device_clock import DeviceClock
 from sidestep.executor.gpu.gpu_output import GpuOutput, SpecialOutput
-from sidestep.executor.gpu.kernel_compiler import wait_for_compiler
 from sidestep.executor.gpu.step_packer import StepPacker, masked_logits, message_size
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import (

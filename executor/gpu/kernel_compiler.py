@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import select
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,9 +36,6 @@ from sidestep.ipc.common.logs import tell
 from sidestep.ipc.config import ParallelConfig, triton_environment
 from sidestep.ipc.processes.process import decode_args
 from sidestep.kernels.gpu import Gpu
-
-_TIMEOUT_S = 300.0
-"""How long a worker waits at most before it compiles alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +60,6 @@ def main(raw: bytes) -> None:
             f"sidestep: kernels are not compiled ahead: {type(error).__name__}: {error}",
             logging.WARNING,
         )
-
-
-def wait_for_compiler(compiled: int | None) -> None:
-    """Returns when the process has ended. compiled: see WorkerArgs."""
-    if compiled is not None:
-        select.select([compiled], [], [], _TIMEOUT_S)
-        os.close(compiled)
 
 
 def compile_ahead(args: WorkerArgs, gpu: Gpu, num_processes: int) -> None:

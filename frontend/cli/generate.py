@@ -16,48 +16,13 @@ import msgspec
 
 from sidestep.frontend.api.async_llm import AsyncLLM
 from sidestep.frontend.api.event_loop import new_event_loop
+from sidestep.frontend.cli.printer import Printer
 from sidestep.frontend.options.flags import check_url_flags, engine_args, sampling_params
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.logs import tell
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
-
-
-class Printer:
-    """Prints several streams one after the other: the first as it comes, the others when it is
-    their turn."""
-
-    def __init__(self, prompts: Sequence[str]) -> None:
-        self._prompts = prompts
-        self._pending = [""] * len(prompts)
-        self._ended = [False] * len(prompts)
-        self._turn = -1
-        self._next()
-
-    def add(self, index: int, text: str, ended: bool) -> None:
-        """New text of one stream."""
-        self._pending[index] += text
-        self._ended[index] = ended
-        while self._turn < len(self._prompts):
-            sys.stdout.write(self._pending[self._turn])
-            self._pending[self._turn] = ""
-            if not self._ended[self._turn]:
-                break
-            sys.stdout.write("\n")
-            self._next()
-        sys.stdout.flush()
-
-    def _next(self) -> None:
-        self._turn += 1
-        if self._turn == len(self._prompts):
-            return
-        if self._turn:
-            sys.stdout.write("\n")
-        if len(self._prompts) > 1:
-            sys.stdout.flush()
-            tell(f"--- {self._turn + 1}")
-        sys.stdout.write(self._prompts[self._turn])
 
 
 def run_generate(parsed: argparse.Namespace) -> int:

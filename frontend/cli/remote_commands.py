@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from sidestep.frontend.api.event_loop import new_event_loop
-from sidestep.frontend.cli.chat import converse
-from sidestep.frontend.cli.generate import Printer
+from sidestep.frontend.cli.conversation import converse
+from sidestep.frontend.cli.printer import Printer
 from sidestep.frontend.cli.remote_model import RemoteModel
 from sidestep.frontend.cli.terminal import StatusLine
 from sidestep.frontend.options.flags import sampling_values

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
+from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.structured_outputs.grammars import Grammars
-from sidestep.engine_core.structured_outputs.mask_jobs import FOREVER, MaskJobs
+from sidestep.engine_core.structured_outputs.mask_jobs import MaskJobs
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.executor.runner.runner import WorkerArgs

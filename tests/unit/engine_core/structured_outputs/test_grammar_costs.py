@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from sidestep.engine_core.requests import mask_account
+from sidestep.engine_core.requests.mask_account import TOKEN_S, MaskAccount
 from sidestep.engine_core.requests.request import Request
-from sidestep.engine_core.structured_outputs import grammar_costs
-from sidestep.engine_core.structured_outputs.grammar_costs import TOKEN_S, MaskAccount, share_masks
+from sidestep.engine_core.structured_outputs.grammar_costs import share_masks
 from sidestep.ipc.transport.messages import FinishReason
 from tests.fakes import Clock, Engine, make_request, make_scheduler
 from tests.small_grammars import SmallGrammars, small_grammar
@@ -64,7 +65,7 @@ def test_what_is_too_expensive_ends_with_an_error_and_others_go_on(
 ) -> None:
     """The request ends first. Its grammar is over its bound as well then, and the next request with
     it is refused."""
-    monkeypatch.setattr(grammar_costs, "TOKEN_S", 0.0)
+    monkeypatch.setattr(mask_account, "TOKEN_S", 0.0)
     monkeypatch.setattr("sidestep.engine_core.structured_outputs.grammars.REQUEST_S", 0.05)
     monkeypatch.setattr("sidestep.engine_core.structured_outputs.grammars.GRAMMAR_S", 0.1)
     clock = Clock()
@@ -88,7 +89,7 @@ def test_what_is_too_expensive_ends_with_an_error_and_others_go_on(
 
 
 def test_choices_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_costs, "TOKEN_S", 0.0)
+    monkeypatch.setattr(mask_account, "TOKEN_S", 0.0)
     monkeypatch.setattr("sidestep.engine_core.structured_outputs.grammars.REQUEST_S", 0.05)
     grammars = SmallGrammars(Clock())
     grammars.mask_seconds = (0.004,)

@@ -13,7 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-from sidestep.executor.gpu.kernel_compiler import Note, wait_for_compiler
+from sidestep.executor.gpu.compiler_wait import wait_for_compiler
+from sidestep.executor.gpu.kernel_compiler import Note
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import (
     DEFAULT_MODEL,
