@@ -36,7 +36,8 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--screenshots: the docs' pictures are made by the tests of the page, but only when they are
-    asked for."""
+    asked for.
+    """
     parser.addoption(
         "--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures"
     )

@@ -190,7 +190,8 @@ def _on_the_wire(message: Columns) -> bytes:
 @dataclass
 class Engine:
     """Scheduler and device, a fake one if none is given, step by step, with up to `depth` steps in
-    flight; all crosses the wire format."""
+    flight; all crosses the wire format.
+    """
 
     scheduler: Scheduler
     depth: int = 2

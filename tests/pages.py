@@ -1,5 +1,6 @@
 """The commands in README and docs: the lines of their code blocks, with continuation lines
-joined."""
+joined.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ REGEXES = (
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
     """Objects and arrays at most `depth` levels deep; every value can be written with few
-    tokens."""
+    tokens.
+    """
     kinds = ["integer", "number", "string", "pattern", "boolean", "null", "enum", "const"]
     if depth:
         kinds += ["object", "object", "array", "anyOf"]

@@ -1,5 +1,6 @@
 """Grammars of a vocabulary of single characters, compiled when asked for, and what a request held
-to one must give."""
+to one must give.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The words of a model that calls the first tool in its prompt, and answers when it has the tool's
-output."""
+output.
+"""
 
 from __future__ import annotations
 

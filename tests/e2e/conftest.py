@@ -24,7 +24,8 @@ def one_thread() -> Iterator[None]:
 
 def write_tokenizer(folder: Path) -> Path:
     """Write an empty tokenizer, as every model's folder must have one; these models are spoken to
-    in token ids."""
+    in token ids.
+    """
     Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     return folder
@@ -39,7 +40,8 @@ def model_folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     """The folder of a family's random model, and the model as transformers runs it; made once, to
-    be left as it is."""
+    be left as it is.
+    """
 
     @cache
     def make(family: str) -> tuple[str, PreTrainedModel]:

@@ -23,7 +23,8 @@ class Engines:
 
     def get(self, path: str = DEFAULT_MODEL, **options: Any) -> LLM:
         """Return an engine in float32 with one thread, unless the options say otherwise. Do not
-        shut it down."""
+        shut it down.
+        """
         options = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, **options}
         key = repr((path, sorted(options.items())))
         llm = self._running.pop(key, None)

@@ -1,5 +1,6 @@
 """Small random models of every family, written by transformers, and what transformers generates
-with them."""
+with them.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 
 def write_model(family: str, folder: Path, **changes: Any) -> str:
     """A random model in float32. Weights are large, so that logits are far apart and depend on the
-    whole context. changes: of the family's configuration."""
+    whole context. changes: of the family's configuration.
+    """
     torch.manual_seed(7)
     config = FAMILIES[family]()
     config.update(changes)

@@ -1,5 +1,6 @@
 """Greedy tokens equal those of transformers, in float32 on the CPU, whatever the batch and however
-it is run."""
+it is run.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_several_ranks_equal_transformers(
     family: str, ranks: int, random_model: RandomModel
 ) -> None:
     """The vocabularies are no multiples of the ranks; of four ranks, two have the same one of two
-    KV heads."""
+    KV heads.
+    """
     path, model = random_model(family)
     assert model.config.vocab_size % ranks
     assert ranks < 4 or model.config.num_key_value_heads == 2
@@ -134,7 +136,8 @@ def test_half_precision_is_as_exact_as_that_of_transformers(
     dtype: str, bundled_prompts: list[list[int]]
 ) -> None:
     """Tokens themselves may differ: which of two close logits is larger, rounding decides, on each
-    CPU in its way."""
+    CPU in its way.
+    """
     exact = load_reference(DEFAULT_MODEL, torch.float64)
     rounded = load_reference(DEFAULT_MODEL, getattr(torch, dtype))
     for prompt, tokens in zip(

@@ -1,5 +1,6 @@
 """Stages of layers, in processes of their own: the tokens are those of one rank, and of
-transformers, in float32 on the CPU."""
+transformers, in float32 on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_ranks_and_stages_equal_transformers(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """And no rank writes a library's warning to the screen, in the midst of what a user streams
-    there."""
+    there.
+    """
     path, model = random_model(family)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
@@ -59,7 +61,8 @@ def test_ranks_and_stages_equal_transformers(
 
 def test_the_order_of_requests_changes_nothing(random_model: RandomModel) -> None:
     """Requests meet others in their steps, and are divided among the steps in flight in other
-    ways."""
+    ways.
+    """
     path, model = random_model("qwen3-tied")
     prompts = random_prompts(40, 331)
     expected = reference_tokens(model, prompts, [6 + i % 9 for i in range(40)])

@@ -20,14 +20,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """The references run on the CPU, and are so small that threads would only wait for one
-    another."""
+    another.
+    """
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """A folder for a model of token ids: it has a tokenizer, as every folder must, but nobody uses
-    it."""
+    it.
+    """
     Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
     return tmp_path

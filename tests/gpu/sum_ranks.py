@@ -1,5 +1,6 @@
 """Child of test_all_reduce: one rank on one GPU. Arguments: rank, ranks, rendezvous file, type.
-Prints a digest."""
+Prints a digest.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Rank:
         """Replays a graph in which each sum is the next one's part, as the layers of a model have
         it; its number of sums is odd, and places take turns between replays too. Each replay begins
         with other values. Of some replays the stream is compared with float64; of all of them its
-        bits go into the digest."""
+        bits go into the digest.
+        """
         values = Values(seed)
 
         def draw(scale: float = 1.0) -> Tensor:

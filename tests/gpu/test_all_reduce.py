@@ -1,5 +1,6 @@
 """Sums through one another's memory on several GPUs: in graphs of a thousand replays, all ranks
-with the same bits."""
+with the same bits.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The engine on a GPU: chosen by itself where there is one, and greedy tokens equal those of
-transformers whatever runs beside a request and however its step is launched."""
+transformers whatever runs beside a request and however its step is launched.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Rows with controls on a GPU: what they get, and that nobody beside them notices, captured and
-eager."""
+eager.
+"""
 
 from __future__ import annotations
 

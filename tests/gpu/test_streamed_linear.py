@@ -1,5 +1,6 @@
 """The streamed product against float64. It is written in Gluon, which has no interpreter: without a
-GPU it only compiles (tests/triton/compiling/test_compile.py)."""
+GPU it only compiles (tests/triton/compiling/test_compile.py).
+"""
 
 from __future__ import annotations
 

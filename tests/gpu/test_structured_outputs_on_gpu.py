@@ -1,5 +1,6 @@
 """Forms on a GPU: the same tokens with overlap or without, captured or eager; plain neighbours do
-not change."""
+not change.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_plain_neighbours_do_not_change() -> None:
 
 def test_forms_with_other_controls_sample_the_same_tokens() -> None:
     """Held rows alone are sampled with the step's own kernels from the model's type, those with
-    more from float32."""
+    more from float32.
+    """
     params = [
         SamplingParams(temperature=i % 2, seed=i, max_tokens=60, structured_outputs=form, **more)
         for more in ({}, {"logprobs": 1}, {"logit_bias": {0: 1e-30}})

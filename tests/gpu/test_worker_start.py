@@ -1,5 +1,6 @@
 """Nothing is compiled by a worker that another process compiles for, and nothing at all once it
-serves."""
+serves.
+"""
 
 from __future__ import annotations
 

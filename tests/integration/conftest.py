@@ -1,5 +1,6 @@
 """Engines with real processes on the fake device, over a model folder that holds only a config and
-a tokenizer."""
+a tokenizer.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def test_a_stream_of_requests_is_served_and_reported(run: Run) -> None:
 
 def test_no_more_requests_are_sent_than_may_run_at_a_time(run: Run) -> None:
     """One at a time on a device of 2 ms steps: nothing overlaps, so the whole takes at least the
-    steps of each."""
+    steps of each.
+    """
     report = run("--num-prompts", "10", "--max-concurrency", "1", "--output-len", "5")
     assert report["seconds"] >= 10 * 5 * 0.002
     assert report["output_tokens_per_s"] <= 1 / 0.002

@@ -1,5 +1,6 @@
 """Data-parallel replicas in real processes: conversations stay cached, and a replica's death costs
-time only."""
+time only.
+"""
 
 from __future__ import annotations
 

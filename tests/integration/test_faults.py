@@ -1,5 +1,6 @@
 """When a process dies, every waiting call fails at once with the cause; when the program ends,
-nothing is left."""
+nothing is left.
+"""
 
 import asyncio
 import os
@@ -84,7 +85,8 @@ async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it
     make_llm: MakeLLM, stage: int
 ) -> None:
     """With real messages between the stages: what the other one has to say is that nobody
-    answers."""
+    answers.
+    """
     options = {"device": "cpu", "load_format": "dummy", "cpu_threads": 1, "max_model_len": 2048}
     llm = make_llm(pipeline_parallel_size=2, **options)
     call = asyncio.create_task(consume(llm))

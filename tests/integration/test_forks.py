@@ -1,5 +1,6 @@
 """Programs that fork with an engine: it stays with the process that started it, and its children
-hear so at once."""
+hear so at once.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ asyncio.run(main())
 @contextmanager
 def program(source: str, *words: str) -> Iterator[tuple[IO[str], subprocess.Popen[str]]]:
     """A program with what it prints, line by line. Its children end with its standard input, at the
-    latest here."""
+    latest here.
+    """
     # Newer versions of Python warn of every fork of a process with threads.
     words = ("-X", "dev", "-W", "ignore::DeprecationWarning", "-c", source, *words)
     with subprocess.Popen(
@@ -137,7 +139,8 @@ def lines(out: IO[str], count: int) -> list[str]:
 
 def errors_of(process: subprocess.Popen[str]) -> str:
     """Return what the process has printed on standard error; asyncio's debug mode reports slow
-    callbacks there."""
+    callbacks there.
+    """
     assert process.stderr is not None
     return "".join(line for line in process.stderr if not line.startswith("Executing <"))
 

@@ -1,5 +1,6 @@
 """Options that follow from the model's files: how long requests may be, how they are sampled by
-default, and that it runs without a tokenizer."""
+default, and that it runs without a tokenizer.
+"""
 
 from __future__ import annotations
 

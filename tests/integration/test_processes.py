@@ -41,7 +41,8 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
 
 def maps_torch(pid: int) -> bool:
     """Whether the process has torch's library mapped: true as soon as anything in it has imported
-    torch."""
+    torch.
+    """
     return any("libtorch" in entry.path for entry in psutil.Process(pid).memory_maps())
 
 

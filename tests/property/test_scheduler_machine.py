@@ -1,5 +1,6 @@
 """Scheduler, KV manager and block pool under random load: nothing leaks, nothing is lost, and no
-token changes."""
+token changes.
+"""
 
 from typing import Literal
 
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.timeout(600)
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common,
-    in pipelines of one to three stages."""
+    in pipelines of one to three stages.
+    """
 
     @initialize(
         num_blocks=st.integers(7, 14),
@@ -139,7 +141,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         lifetime: float | None,
     ) -> None:
         """One request, or a group, that a grammar holds; if that is not known, it is compiled when
-        the next step is scheduled."""
+        the next step is scheduled.
+        """
         if not is_known:
             self.grammars.forget_all()
         self.add(prefix, rest, max_tokens, priority, None, lifetime, n, form)

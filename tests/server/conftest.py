@@ -1,5 +1,6 @@
 """Live servers: with the bundled model, on the fake device, and with options of a test. Chromium
-for their page."""
+for their page.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% en
 @pytest.fixture(scope="session")
 def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder that the fake device can serve: a token for each byte, the marks of Mistral's calls,
-    a chat template with tools, no weights."""
+    a chat template with tools, no weights.
+    """
     folder = tmp_path_factory.mktemp("fake-model")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,7 +111,8 @@ def make_server(fake_model: str) -> Iterator[Callable[..., LiveServer]]:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     """Chromium for the tests of one file. Playwright runs an event loop, which must end before
-    tests of other files run theirs."""
+    tests of other files run theirs.
+    """
     from tests.server.page.browser import (
         launched_chromium,  # only the tests of the page load Playwright
     )
@@ -121,7 +124,8 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture
 def open_page(chromium: Browser, make_server: Callable[..., LiveServer]) -> Iterator[Open]:
     """Open a server's page. An error on the page fails the test. Pages are closed before the
-    servers of `make_server` are."""
+    servers of `make_server` are.
+    """
     from tests.server.page.browser import page_opener
 
     with page_opener(chromium) as open_page:

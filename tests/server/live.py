@@ -93,7 +93,8 @@ class LiveServer:
 
     def until_idle(self, limit_s: float = 30.0) -> None:
         """Returns when nothing runs and all KV blocks are free, as the engine itself says; it is
-        asked again and again."""
+        asked again and again.
+        """
         self.until(lambda load: not any(load.values()), limit_s)
 
     def until(self, condition: Any, limit_s: float = 30.0) -> None:
@@ -104,7 +105,8 @@ class LiveServer:
 
     def metrics(self) -> dict[str, float]:
         """Every sample's name and labels, and its value; but for the model's label and that of the
-        first replica."""
+        first replica.
+        """
         samples = {}
         for line in self.http.get("/metrics").raise_for_status().text.splitlines():
             if not line.startswith("#"):

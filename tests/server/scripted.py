@@ -1,5 +1,6 @@
 """A server in the test's own process, over an engine that says what the test has it say: for what
-depends on the model's words."""
+depends on the model's words.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Ragged batches for the attention kernels: queries, a paged cache, tables; and what attention
-gives, in float64."""
+gives, in float64.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Shape:
 @dataclass
 class Batch:
     """One step: rows that decode, one token each, then rows that compute chunks of their
-    prompts."""
+    prompts.
+    """
 
     shape: Shape
     lengths: list[int]
@@ -78,7 +80,8 @@ class Batch:
 
     def expected(self, row: int, window: int) -> Tensor:
         """float64 [count, H * D]; each token attends to the last `window` up to itself, 0: to
-        all."""
+        all.
+        """
         length, count, dim = self.lengths[row], self.counts[row], self.shape.dim
         query = self.q[self.tokens(row), : self.shape.heads * dim].double().view(count, -1, dim)
         key, value = (

@@ -1,5 +1,6 @@
 """Filters for warnings, which are errors elsewhere; what is slow only when asked for; a faster
-interpreter."""
+interpreter.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class InterpretedRunner(GpuRunner):
 def standing_in() -> Iterator[None]:
     """Within it tensors on the CPU stand for those on a GPU. What is allocated uninitialised comes
     poisoned, so that nothing may depend on it, and between margins, which are looked at on
-    leaving."""
+    leaving.
+    """
     with pytest.MonkeyPatch.context() as patch, PoisonedAllocations():
         nothing = {
             name: lambda *_: None

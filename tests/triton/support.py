@@ -61,7 +61,8 @@ _UNINITIALISED = (
 
 def skip_overflow_checks() -> None:
     """The interpreter would do each integer operation twice, for an assertion that never fires in
-    it."""
+    it.
+    """
     from triton.runtime.interpreter import interpreter_builder
 
     interpreter_builder.options = dataclasses.replace(
@@ -123,7 +124,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device = DEVICE) -> Tensor:
     """A contiguous tensor whose elements, and those before and behind it, are NaN, or an odd
-    integer."""
+    integer.
+    """
     size = torch.Size(shape).numel()
     buffer = torch.zeros(size + 2 * _MARGIN, dtype=dtype, device=device)
     first, different = _POISON[dtype]
@@ -174,7 +176,8 @@ def unchanged(**tensors: Tensor) -> Iterator[None]:
 
 class PoisonedAllocations(TorchDispatchMode):
     """What is allocated uninitialised comes poisoned and between margins; these are looked at on
-    leaving."""
+    leaving.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """The GPU's runner gives what the CPU's gives for the same steps: its kernels in Triton's
-interpreter, all else as it is (see gpu_stand_in.py)."""
+interpreter, all else as it is (see gpu_stand_in.py).
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_a_copied_block_and_another_token_than_the_sampled_one(
     runner: GpuRunner, model: str
 ) -> None:
     """As beams have it: row 1 enters with a copy of what row 0 has computed, each goes on with a
-    token of its own."""
+    token of its own.
+    """
     parent, child = Request(range(1, 21), 3), Request([9], 3)
     begin, go_on = make_step([(0, 12, [0])], {0: parent}, 0), make_step([(0, 8, [1])], {}, 1)
     fork = make_step([(0, 1, []), (1, 1, [0, 2])], {1: child}, 2)

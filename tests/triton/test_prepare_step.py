@@ -82,7 +82,8 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 def pack(layout: StepLayout, rows: Sequence[Row]) -> Tensor:
     """The message, as StepLayout and prepare_step describe it; an odd number wherever nothing
-    belongs."""
+    belongs.
+    """
     block_ids = [block for row in rows for block in row.new_blocks]
     token_ids = [token for row in rows for token in row.token_ids]
     parameters = [row.enters or Parameters(9.5, 9.5, 9.5, 99, -99) for row in rows]
@@ -131,7 +132,8 @@ def fresh_tables(slots: int, width: int) -> SlotTables:
 @dataclass
 class Model:
     """The device tables together with what they should hold, as lists of integers (of floats, their
-    bits)."""
+    bits).
+    """
 
     tables: SlotTables
     page: int
@@ -218,7 +220,8 @@ def model(slots: int = 6, width: int = 20, page: int = 16) -> Model:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_steps(seed: int) -> None:
     """Requests enter, compute prompts in chunks, decode with ids that the host does not know, and
-    leave."""
+    leave.
+    """
     chance = random.Random(seed)
     page, slots, width = chance.choice([(1, 5, 90), (4, 7, 25), (16, 6, 8)])
     state = model(slots, width, page)
@@ -297,7 +300,8 @@ def test_token_id_zero_is_known() -> None:
 
 def test_more_tokens_and_more_blocks_than_one_turn_of_the_kernel() -> None:
     """A prompt of several hundred tokens in blocks of one, behind another row and before
-    padding."""
+    padding.
+    """
     state, blocks = model(3, 1400, page=1), random.Random(0).sample(range(5000), 1300)
     layout = StepLayout(3, 900)
     state.step(

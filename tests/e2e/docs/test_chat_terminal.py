@@ -23,7 +23,8 @@ LINE_HAS_ENDED = b"\x1b[?2004l"
 
 def enter_terminal() -> None:
     """In the new process: as a shell starts a program, whatever this one was started by and
-    ignores."""
+    ignores.
+    """
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -1,5 +1,6 @@
 """docs/migrate-from-vllm.md: its tables are those of the code, and what it shows works as it is
-written."""
+written.
+"""
 
 from __future__ import annotations
 

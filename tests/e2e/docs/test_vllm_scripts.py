@@ -1,5 +1,6 @@
 """Scripts as users of vLLM write them: with the import changed they run, or end with one
-sentence."""
+sentence.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What controls of logits mean, in plain steps over one row: the reference that the engine must
-equal."""
+equal.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def _reference_beams(
 
 def is_clear(beams: Sequence[tuple[list[int], float]]) -> bool:
     """Whether no two scores are so close that the rounding of a CPU's products decides which is
-    better."""
+    better.
+    """
     return all(better - worse > 1e-5 * abs(better) for (_, better), (_, worse) in pairwise(beams))
 
 
@@ -108,7 +109,8 @@ def unsure(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, PreTrainedModel, list[int]]:
     """A model that often ends a sequence, by one token or three: its folder, the model, and those
-    tokens."""
+    tokens.
+    """
     folder = write_tokenizer(tmp_path_factory.mktemp("unsure"))
     path = write_model("llama-gqa", folder)
     make_unsure(folder)
@@ -144,7 +146,8 @@ def test_ends_and_penalties_equal_transformers(
 
 def make_unsure(folder: Path) -> None:
     """Makes a model's tokens almost equally probable, so that ends of sequence are among the best
-    continuations."""
+    continuations.
+    """
     (weights,) = folder.glob("*.safetensors")
     tensors = load_file(weights)
     tensors["lm_head.weight"] *= 0.02

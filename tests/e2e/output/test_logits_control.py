@@ -1,5 +1,6 @@
 """Penalties, biases and masks through the whole engine: equal to plain arithmetic on transformers'
-logits, whatever runs beside them and however it is run."""
+logits, whatever runs beside them and however it is run.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ def test_frequencies_of_the_first_two_tokens(
 @torch.inference_mode()
 def flatten(model: Any, prompt: list[int], tokens: Sequence[int]) -> dict[int, float]:
     """Biases that make these tokens about as probable as each other, so that all pairs can be
-    counted."""
+    counted.
+    """
     logits = model(torch.tensor([prompt])).logits[0, -1].float()
     return {token: float(logits.max() - logits[token]) for token in tokens}
 
@@ -219,7 +221,8 @@ RAMP = "examples.logits_processor:TokenRamp"
 )
 def test_a_processor_of_the_users(options: dict[str, Any], random_model: RandomModel) -> None:
     """That of the example, which counts outputs: also over preemptions, and beside plain
-    requests."""
+    requests.
+    """
     path, model = random_model("llama-gqa")
     prompts = random_prompts(8, model.config.vocab_size, longest=40)
     wishes = [{"token": 11, "step": 4.0}, {"token": 12, "step": 9.0}]

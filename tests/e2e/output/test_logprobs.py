@@ -69,7 +69,8 @@ def test_logprobs_of_outputs_and_prompts(
     options: dict[str, Any], model: Any, engines: Engines
 ) -> None:
     """In chunks, preempted, on two ranks; of the model itself although penalties and filters choose
-    the tokens."""
+    the tokens.
+    """
     params = [
         SamplingParams(temperature=0, max_tokens=9, logprobs=4, prompt_logprobs=2),
         SamplingParams(

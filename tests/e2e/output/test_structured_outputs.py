@@ -1,5 +1,6 @@
 """The bundled model, held to forms: with overlap or without, on one rank or two, the same tokens;
-and beside them plain requests that nobody can tell from those that run alone."""
+and beside them plain requests that nobody can tell from those that run alone.
+"""
 
 from __future__ import annotations
 

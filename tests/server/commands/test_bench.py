@@ -178,7 +178,8 @@ def test_https_by_a_certificate_that_is_trusted(
 
 class OtherServer(ThreadingHTTPServer):
     """Answers completions as a test has it, each second one well; knows no models and no
-    metrics."""
+    metrics.
+    """
 
     daemon_threads = True
 
@@ -249,7 +250,8 @@ def usage(tokens: int) -> dict[str, Any]:
 
 def answer_well(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     """As some servers do: comments between events, lines that end in CR LF, the answer's end that
-    of the connection."""
+    of the connection.
+    """
     begin(handler)
     handler.wfile.write(b": ping\r\n\r\n")
     say(

@@ -71,7 +71,8 @@ def test_curl_of_the_docs_is_answered(command: str, tiny: LiveServer) -> None:
 @pytest.mark.parametrize("page", ["README.md", *pages.DOCS])
 def test_what_other_commands_of_a_page_name_is_there(page: str) -> None:
     """Commands that install, or take minutes, are not run. The test checks that their extras,
-    packages and scripts exist."""
+    packages and scripts exist.
+    """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

@@ -56,7 +56,8 @@ def test_a_chat_streams_and_remembers(command: list[str], tiny: LiveServer) -> N
 
 class OnlyModels(BaseHTTPRequestHandler):
     """Of a server that knows its models, refuses each second request, and breaks off its answers to
-    the others."""
+    the others.
+    """
 
     protocol_version = "HTTP/1.1"
     posts = itertools.count()

@@ -1,5 +1,6 @@
 """`sidestep chat` and `sidestep generate` with --url: against this server, and against what other
-servers say."""
+servers say.
+"""
 
 from __future__ import annotations
 

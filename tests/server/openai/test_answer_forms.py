@@ -1,5 +1,6 @@
 """Answers with a form, as clients of OpenAI's and vLLM's APIs ask for them. The fake device samples
-at random what the grammar allows, so what is valid here is so by the grammar alone."""
+at random what the grammar allows, so what is valid here is so by the grammar alone.
+"""
 
 from __future__ import annotations
 
@@ -411,7 +412,8 @@ def test_wrong_forms_are_refused_by_name(
 
 def test_plain_streams_go_on_beside_hostile_grammars(fake: LiveServer) -> None:
     """Each of these is at the bound of what is compiled, or of what a token may cost; the stream
-    beside them neither stops nor changes, and the server is idle at the end."""
+    beside them neither stops nor changes, and the server is idle at the end.
+    """
     hostile = [
         {"regex": "(.*a.{20}){1,100}"},
         {"regex": "((a{1,1000}){1,1000}){1,1000}"},

@@ -1,5 +1,6 @@
 """Logprobs, penalties and biases by the openai client: in OpenAI's shapes, equal in every form of
-an answer."""
+an answer.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Bodies of megabytes: the server names the field when it refuses them, and keeps none of their
-memory."""
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """best_of, beam search and the logprobs of several choices over HTTP: equal to what the engine
-gives, or refused."""
+gives, or refused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Limits of the system, and the files of a server: open files, certificates, folders, and its
-end."""
+end.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def server(
     request: pytest.FixtureRequest, make_server: Make, tmp_path: Path
 ) -> Iterator[LiveServer]:
     """A token is a byte, so tokens of texts are their lengths. With one API process, and with
-    two."""
+    two.
+    """
     file = tmp_path / "public.jsonl"
     file.write_text(json.dumps({"text": TEXT}) + "\n\n" + json.dumps({"messages": [SYSTEM]}) + "\n")
     with make_server(

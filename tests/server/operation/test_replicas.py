@@ -1,5 +1,6 @@
 """--data-parallel-size: several replicas, which are one server to its clients and several to its
-operators."""
+operators.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """A request's id goes from the client through the access log and back. Each line of a JSON log is
-one object."""
+one object.
+"""
 
 from __future__ import annotations
 

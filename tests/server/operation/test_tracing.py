@@ -36,7 +36,8 @@ async def traced(
     model: str, **options: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, InMemorySpanExporter]]:
     """A client of the application over an engine on the fake device, and where its spans are
-    kept."""
+    kept.
+    """
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), "1.2.3")
     async with AsyncLLM.from_engine_args(

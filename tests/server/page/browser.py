@@ -41,13 +41,15 @@ def launched_chromium() -> Iterator[Browser]:
 @contextmanager
 def page_opener(chromium: Browser) -> Iterator[Open]:
     """Yield a function that opens a server's page. Close the pages at the end, and fail on errors
-    that they logged."""
+    that they logged.
+    """
     problems: list[str] = []
     with ExitStack() as stack:
 
         def open_page(server: LiveServer, *, expected: str = "$^", **options: Any) -> Page:
             """expected: pattern of console messages that the test provokes; Chromium logs refused
-            requests there."""
+            requests there.
+            """
 
             def note(message: ConsoleMessage) -> None:
                 if message.type in ("error", "warning") and not re.search(expected, message.text):

@@ -1,5 +1,6 @@
 """The page at / in a real Chromium: its files, its look, its keys and what it shows of the
-engine."""
+engine.
+"""
 
 from __future__ import annotations
 

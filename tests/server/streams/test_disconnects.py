@@ -1,5 +1,6 @@
 """Clients that go away, at any moment, and clients that send nonsense: the server goes on, and
-nothing stays held."""
+nothing stays held.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def reset(connection: socket.socket) -> None:
 
 def half_close(connection: socket.socket) -> None:
     """Says that nothing more will be sent; to a server of requests that is the end of the
-    client."""
+    client.
+    """
     connection.shutdown(socket.SHUT_WR)
     read_all(connection)
     connection.close()

@@ -21,7 +21,8 @@ STREAM = {**CHAT, "stream": True}
 
 def occupy(server: LiveServer, stack: ExitStack, running: int, waiting: int) -> list[Any]:
     """Send requests that take long, and requests that wait for them. Return their connections;
-    closing one ends its request."""
+    closing one ends its request.
+    """
     long = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     body = json.dumps(long).encode()
     made = []

@@ -148,7 +148,8 @@ def test_a_slow_reader_gets_all_of_the_text(n: int, fake: LiveServer) -> None:
 
 def test_what_a_client_is_too_slow_for_comes_in_fewer_events(make_server: Any) -> None:
     """More than the system keeps for a connection: from there on tokens merge, and the server keeps
-    no events."""
+    no events.
+    """
     name = "m" * 8000  # is in each event
     server = make_server("--served-model-name", name)
     body = {"model": name, "prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "seed": 1}

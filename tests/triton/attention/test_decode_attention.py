@@ -1,5 +1,6 @@
 """Decode attention and its plan against float64: ragged batches, cut into tiles and dealt out to
-any number of programs."""
+any number of programs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ MakeScratch = Callable[..., DecodeScratch]
 @pytest.fixture
 def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
     """Makes scratch for a launch of exactly `parts` programs a KV head, whatever the device has,
-    all of it poisoned."""
+    all of it poisoned.
+    """
 
     def make(batch: Batch, parts: int, tile: int = 16, min_tiles: int = 1) -> DecodeScratch:
         shape = batch.shape
@@ -62,7 +64,8 @@ def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
 
 def launch(batch: Batch, scratch: DecodeScratch, window: int) -> Tensor:
     """Plans and decodes; inputs, other rows and the counters are looked at. Returns the decode
-    rows."""
+    rows.
+    """
     out = batch.new_out()
     with unchanged(**batch.inputs), PoisonedAllocations():
         tile_ends, _ = batch.plan(scratch.config.tile, 16, window)
@@ -94,7 +97,8 @@ def check_projections(
     batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False
 ) -> None:
     """Of the projections as they come: the keys and values of the rows' last tokens are not in the
-    cache yet."""
+    cache yet.
+    """
     shape, dtype, rows = batch.shape, batch.q.dtype, batch.num_decode
     assert rows == batch.decode_tokens
     values = Values(rows + shape.dim)
@@ -263,7 +267,8 @@ def test_windows(window: int, scratch_for: MakeScratch) -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 10, 11, 30])
 def test_any_number_of_programs(parts: int, scratch_for: MakeScratch) -> None:
     """10 tiles: all rows in one program, several in one, one in several, as many programs as tiles,
-    and more."""
+    and more.
+    """
     batch = make_batch(Shape(), [16, 80, 1, 31, 10], DTYPE)
     check(batch, scratch_for(batch, parts))
 
@@ -312,7 +317,8 @@ def test_a_step_without_rows_writes_nothing(scratch_for: MakeScratch) -> None:
 
 def test_scores_far_apart(scratch_for: MakeScratch) -> None:
     """One key takes all the weight, in a part that is the first, the last, or between; others
-    underflow."""
+    underflow.
+    """
     batch = make_batch(Shape(1, 1, 16), [64] * 4, torch.float32)
     for row, position in enumerate([0, 20, 41, 63]):
         key = batch.q[row, :16] * 100
@@ -341,7 +347,8 @@ def test_the_order_in_which_programs_arrive_does_not_matter(
     seed: int, scratch_for: MakeScratch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU any program may be the last to leave its part of a row; the interpreter goes through
-    them in turn."""
+    them in turn.
+    """
     from triton.runtime.interpreter import interpreter_builder
 
     batch = make_batch(Shape(2, 1), [50, 1, 90], DTYPE)

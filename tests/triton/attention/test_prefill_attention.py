@@ -1,5 +1,6 @@
 """Attention of prompt chunks against float64: chunks with and without a cached prefix, around the
-borders of tiles."""
+borders of tiles.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def config(rows: int = 16, keys: int = 16) -> PrefillConfig:
 
 def launch(batch: Batch, tiles: PrefillConfig, window: int, room: int = 0) -> torch.Tensor:
     """Plans and attends; inputs and rows that are no prompt rows are looked at. room: tokens and
-    rows that the launch provides for beyond what there is."""
+    rows that the launch provides for beyond what there is.
+    """
     out, shape = batch.new_out(), batch.shape
     with unchanged(**batch.inputs):
         _, tile_ends = batch.plan(16, tiles.tokens(shape.group), window)
@@ -132,7 +134,8 @@ def test_head_sizes(dim: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 16, 17, 31, 40, 1000])
 def test_windows(window: int) -> None:
     """Of one token, smaller than a tile of queries, than a tile of keys, around both, and longer
-    than the rows."""
+    than the rows.
+    """
     check(chunks(Shape(2, 1, page=32), [(50, 9), (0, 20), (15, 2)]), config(16, 16), window)
 
 

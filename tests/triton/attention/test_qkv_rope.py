@@ -40,7 +40,8 @@ class Shape:
 
 def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart: int = 0) -> None:
     """padding: tokens that are no token of any request. apart: what lies between two rows of
-    qkv."""
+    qkv.
+    """
     values = Values(shape.heads * shape.dim + shape.page)
     width, blocks = (shape.heads + 2 * shape.kv_heads) * shape.dim, 5
     buffer = poisoned(shape.tokens, width + apart, dtype=dtype)

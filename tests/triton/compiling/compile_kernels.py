@@ -82,7 +82,8 @@ MODELS = {
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Any]]:
     """Launches compile for this capability, side by side, and the list grows by what they
-    compile."""
+    compile.
+    """
     compile_for(Gpu(capability, PROCESSORS))
     compiled: list[Any] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads, compiling_only(threads):
@@ -339,7 +340,8 @@ def usage_of(kernel: Any) -> dict[str, int]:
 
 def meetings_of(ptx: str) -> dict[str, int]:
     """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16
-    bytes."""
+    bytes.
+    """
     return {
         "releases": len(
             re.findall(r"\batom\S*\.sys\S*\.release\.|\batom\S*\.release\S*\.sys\.", ptx)

@@ -109,7 +109,8 @@ def check(
     shipped: bool = False,
 ) -> None:
     """With the shipped configuration, or small ones of each kernel. apart: what lies between two
-    rows of x."""
+    rows of x.
+    """
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
@@ -138,7 +139,8 @@ def check_added(
     shipped: bool = False,
 ) -> None:
     """What is added to the residual stream, and what is begun of its norm. apart: what lies between
-    two rows of either side."""
+    two rows of either side.
+    """
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
@@ -214,7 +216,8 @@ def check_chain(
     shipped: bool = False,
 ) -> None:
     """A product that begins a norm, and the one after it: the same as with the norm between
-    them."""
+    them.
+    """
     values = Values(rows + hidden + inner)
     stream, x = (
         values.normal(rows, hidden, dtype=dtype, scale=7),

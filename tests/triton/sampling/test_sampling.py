@@ -26,7 +26,8 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 @dataclass
 class Rows:
     """A batch: R rows of logits with their parameters, spread over slots in no order, and padding
-    behind them."""
+    behind them.
+    """
 
     logits: Tensor
     temperature: list[float]
@@ -223,7 +224,8 @@ def test_filters_together(spread: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("spread", [1.0, 3.0])
 def test_a_large_vocabulary(spread: float, dtype: torch.dtype) -> None:
     """With frequent tokens side by side, as vocabularies have them: some tiles hold many of the
-    likely ones."""
+    likely ones.
+    """
     rows = 4 * MANY
     logits = random_logits(rows, 20_001, spread=spread) - 1.5 * torch.arange(1, 20_002).log()
     check(
@@ -252,7 +254,8 @@ def test_rows_of_which_too_many_tokens_may_stay_to_gather_them() -> None:
 @pytest.mark.parametrize("equals", [10, 1000, CAPACITY + 500])
 def test_of_equal_logits_the_first_stay(equals: int) -> None:
     """Whether there are few, which are compared each with each, or some that are gathered, or too
-    many for it."""
+    many for it.
+    """
     logits = torch.full((10, 10_000), -30.0)
     places = (
         torch.randperm(10_000, generator=torch.Generator().manual_seed(equals))[:equals]

@@ -1,5 +1,6 @@
 """Special rows by the kernels of a GPU's runner: the tokens that the CPU's sampler gives, where
-they belong."""
+they belong.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Logits whose bit is 0 become minus infinity, and no others change: the kernel, and the reference
-in torch."""
+in torch.
+"""
 
 from __future__ import annotations
 

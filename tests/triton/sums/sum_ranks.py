@@ -98,7 +98,8 @@ class Sum:
 
 def plan(ranks: int) -> Iterator[Sum]:
     """Every kind of sum with every way of being slow, by every rank, and before sums of every
-    kind."""
+    kind.
+    """
     count = 5 * len(SHAPES)
     for n in range(count):
         rows, width, dtype, kind = sum_of(ranks, n)
@@ -194,7 +195,8 @@ class Rank:
 
     def receive(self, space: Any, rank: Any, own: Any, areas: Any, at: Any, *sizes: Any) -> Any:
         """In place of the kernel's own: before it a rank may wait until its words might be written
-        over."""
+        over.
+        """
         if (
             self.current.reads_late == self.rank
             and interpreter_builder.grid_idx[0] == interpreter_builder.grid_dim[0] - 1
@@ -280,7 +282,8 @@ class Attention:
 
 def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
     """What a model gives for batches of several sizes, in the last layer of all tokens or of
-    some."""
+    some.
+    """
     spec = msgspec.structs.replace(
         SPEC,
         num_layers=2,

@@ -1,7 +1,8 @@
 """Sums over ranks in the interpreter: each rank a process (tests/triton/sums/sum_ranks.py), three
 times with other numbers.
 
-On GPUs: tests/gpu/test_all_reduce.py."""
+On GPUs: tests/gpu/test_all_reduce.py.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ def row(
     nccl: float, one_shot: float, two_shot: float, programs: int = 64, pushed: float | None = None
 ) -> Row:
     """The kernels are that fast with so many programs, and slower with others; what is not pushed
-    has no such time."""
+    has no such time.
+    """
     times = {"one_shot": one_shot, "two_shot": two_shot, "pushed": pushed}
     measured = {
         f"{kind} {n} norm": time + (n != programs)

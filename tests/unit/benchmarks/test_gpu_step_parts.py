@@ -77,7 +77,8 @@ def mixed(layers: int) -> Step:
 
 def traced(steps: list[Step], early: float = 0.0) -> tuple[list[Kernel], dict[str, float]]:
     """Kernels that end 1, 2, 3... after the one before, each started `early` before that one's end;
-    and the times of the parts in a step, but for the first."""
+    and the times of the parts in a step, but for the first.
+    """
     kernels, now, lasts = list[Kernel](), 100.0, count(1)
     times = dict.fromkeys(PARTS, 0.0)
     for number, step in enumerate(steps):

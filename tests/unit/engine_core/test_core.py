@@ -1,5 +1,6 @@
 """The core's turn: the device is fed before anybody is told anything, and the gauges tell the
-truth."""
+truth.
+"""
 
 from __future__ import annotations
 

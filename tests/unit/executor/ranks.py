@@ -1,5 +1,6 @@
 """Child of test_parallel_state: one rank's collectives. Arguments: rank, size, rendezvous file.
-Prints JSON."""
+Prints JSON.
+"""
 
 from __future__ import annotations
 

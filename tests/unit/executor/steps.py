@@ -1,5 +1,6 @@
 """A scheduler for tests of the runner: whole requests in, steps out, blocks handed out one after
-the other."""
+the other.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def make_step(
     step_id: int = 0,
 ) -> StepInput:
     """rows: (slot, tokens to compute, new block ids), those of one token first. entering: the new
-    ones among them."""
+    ones among them.
+    """
     new = entering or {}
     entered = [(slot, new[slot]) for slot, _, _ in rows if slot in new]
 
@@ -81,7 +83,8 @@ def schedule(
 ) -> Iterator[tuple[StepInput, list[Request]]]:
     """Steps until all requests are done, each with the requests that sample in it. Request i has
     slot i; a step has at most `budget` tokens, decode first. The caller appends the sampled tokens,
-    or does so one step later: nothing here looks at them."""
+    or does so one step later: nothing here looks at them.
+    """
     computed, free, step_id = [0] * len(requests), 0, 0
     blocks = [0] * len(requests)
     while True:

@@ -1,5 +1,6 @@
 """The runner itself, driven step by step: greedy tokens are those of transformers in any batch and
-chunking."""
+chunking.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +191,8 @@ def test_auto_dtype_on_a_cpu(dtype: str, expected: str, tmp_path: Path) -> None:
 def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path) -> None:
     """Tokens would be the wrong measure here: the logits of these models lie a few bfloat16 steps
     apart, and transformers' own two attention implementations agree on as few as 9 of 24 answers.
-    So: the distance from float32 arithmetic on the same weights."""
+    So: the distance from float32 arithmetic on the same weights.
+    """
     path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
     theirs, exact = load_reference(path, torch.bfloat16), load_reference(path)
     with torch.no_grad():
@@ -225,7 +227,8 @@ def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
 def test_a_request_sees_nothing_of_the_one_before_it_in_its_slot(tmp_path: Path) -> None:
     """Whatever is kept from step to step belongs to a request, not to a slot. The second prompt is
     as long as the first request was when it ended, so that by slot and length alone its first token
-    looks like the first one's next."""
+    looks like the first one's next.
+    """
     path = write_model("llama-gqa", tmp_path)
     prompts = [random_prompts(1, VOCAB, seed=seed)[0] * 20 for seed in (1, 2)]
     first, second = Request(prompts[0][:10], 8), Request(prompts[1][:17], 6)

@@ -21,7 +21,8 @@ def test_one_rank_needs_no_group() -> None:
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
     """Block ids are common to all ranks, so the smallest cache must be known to every one of
-    them."""
+    them.
+    """
     child, meeting = str(Path(__file__).with_name("ranks.py")), str(tmp_path / "meet")
     ranks = [
         subprocess.Popen(

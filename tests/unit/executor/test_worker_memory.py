@@ -1,5 +1,6 @@
 """The memory of a CPU worker beside its weights and its cache does not grow with the number or the
-sizes of its steps."""
+sizes of its steps.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ print(first, run(24))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_steps_of_all_sizes_leave_nothing_behind() -> None:
     """The first third of some two hundred steps may warm up; the others add less than a tenth of
-    torch's own memory."""
+    torch's own memory.
+    """
     ran = subprocess.run(
         [sys.executable, "-c", STEPS],
         check=True,
@@ -70,7 +72,8 @@ def test_steps_of_all_sizes_leave_nothing_behind() -> None:
 
 def test_a_small_model_has_a_small_cache() -> None:
     """A small model's cache has room for one request of full length and for short ones in all
-    slots; a large model's has the largest size."""
+    slots; a large model's has the largest size.
+    """
     spec = load_model_spec(DEFAULT_MODEL)
     args = WorkerArgs(
         rank=0,

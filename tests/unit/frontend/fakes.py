@@ -1,5 +1,6 @@
 """A core that a test plays: what the frontend sends is kept, what the core says is what the test
-says."""
+says.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Channels: messages of both directions arrive whole and in order, and a broken one harms
-nobody."""
+nobody.
+"""
 
 import os
 import select

@@ -1,5 +1,6 @@
 """Read config.json, generation_config.json and the tokenizer's files as they are found, with the
-user's overrides."""
+user's overrides.
+"""
 
 from __future__ import annotations
 
@@ -256,7 +257,8 @@ def test_an_output_ends_at_the_files_tokens_and_at_the_tokenizer_s(
     tmp_path: Path, generation: Any, tokenizer: Any, expected: tuple[int, ...]
 ) -> None:
     """As in vLLM: the tokens of generation_config.json, else of config.json, and the tokenizer's
-    own."""
+    own.
+    """
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     if tokenizer is not None:

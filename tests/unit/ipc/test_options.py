@@ -1,5 +1,6 @@
 """Options: Python takes the same values as the command line, and names an option whose value has
-another type."""
+another type.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Sampling without random state: the right distribution, the same token in any batch, exact
-filters."""
+filters.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_tokens_follow_softmax(temperature: float, seed: int) -> None:
 
 def test_seeds_are_independent_of_each_other() -> None:
     """Neighbouring seeds at one position, as a batch of requests has them, are as good as one
-    seed's positions."""
+    seed's positions.
+    """
     torch.manual_seed(1)
     logits, count = torch.randn(20), 20_000
     tokens = sample(
@@ -95,7 +97,8 @@ def test_bytes_of_the_noise_are_uniform(of: str) -> None:
 @pytest.mark.parametrize("of", ["seeds", "positions"])
 def test_rows_of_neighbouring_seeds_and_positions_are_not_correlated(of: str) -> None:
     """Nor are their tokens, in any pair of rows or of tokens, with each other or shifted by some
-    tokens."""
+    tokens.
+    """
     count = 4096
     noise = gumbel_noise(*neighbours(of, 64), count).double()
     # Of n independent pairs the correlation is about 1 / sqrt(n); 6 times that is not seen by
@@ -111,7 +114,8 @@ def test_rows_of_neighbouring_seeds_and_positions_are_not_correlated(of: str) ->
 @pytest.mark.parametrize("of", ["token", "seed", "position"])
 def test_one_bit_of_the_input_flips_half_of_the_noise(of: str) -> None:
     """The avalanche criterion: any bit of the input flips any bit of the noise in half of all
-    cases."""
+    cases.
+    """
     rows = 512
     generator = torch.Generator().manual_seed(8)
     seeds = torch.randint(0, 2**63 - 1, (rows,), generator=generator)

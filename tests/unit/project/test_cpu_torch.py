@@ -1,5 +1,6 @@
 """The install scripts take torch's CPU build where there is no GPU, and pip's own choice everywhere
-else."""
+else.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 def arguments(index: str, *flags: str, path: str = "") -> str:
     """Return the arguments that pip gets. With -S Python does not see the libraries of its
-    environment, torch among them."""
+    environment, torch among them.
+    """
     done = subprocess.run(
         [sys.executable, "-E", *flags, "-c", CODE, str(SCRIPTS), index],
         capture_output=True,

@@ -1,5 +1,6 @@
 """The import rule of docs/architecture.md, read from the source: lazy and TYPE_CHECKING imports
-count."""
+count.
+"""
 
 import ast
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """The tests themselves: they run in a background shell, and one that hangs in any event loop is
-ended."""
+ended.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Beam search in the scheduler: what it finds does not depend on what runs beside it, and it holds
 no more than it needs. That the rules are those of transformers is tested with real models
-(tests/e2e/output/test_beam_search.py)."""
+(tests/e2e/output/test_beam_search.py).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def search_alone(
     max_tokens: int | None = None,
 ) -> list[list[int]]:
     """What the search finds when each beam is a plain list of tokens, computed from its
-    beginning."""
+    beginning.
+    """
     ends = frozenset() if params.ignore_eos else frozenset(eos)
     search, beams = BeamSearch(params, ends, max_tokens or params.max_tokens), [list[int]()]
     states = [functools.reduce(chain, prompt, 0)]

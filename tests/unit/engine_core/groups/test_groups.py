@@ -1,5 +1,6 @@
 """Several completions of one prompt: what they share, when they enter, give way and end, and what
-they say."""
+they say.
+"""
 
 from __future__ import annotations
 
@@ -222,7 +223,8 @@ def test_a_more_urgent_group_takes_the_place_of_a_less_urgent_one() -> None:
 
 def test_what_is_told_of_a_prompt_is_computed_once() -> None:
     """By the first choice alone, though it takes nothing from the cache; and not again after a
-    preemption."""
+    preemption.
+    """
     engine = Engine(
         make_scheduler(
             num_blocks=200, block_size=16, budget=2000, policy="priority", max_num_seqs=3

@@ -1,5 +1,6 @@
 """Requests that come with tokens which another replica gave before it died: they end as if they had
-never moved."""
+never moved.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Masks that take long: those beside them go on, they themselves lose turns and nothing else, and
-no token changes."""
+no token changes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ WORDS = [StructuredOutputsParams(regex=f"({first}[a-z]{{1,3}} ){{200}}") for fir
 
 class Gated:
     """The library's executor, behind a gate for each matcher: a mask is not begun before it is
-    open, or some seconds have gone by."""
+    open, or some seconds have gone by.
+    """
 
     def __init__(self, real: LLExecutor, seconds: float | None) -> None:
         self._real = real
@@ -74,7 +76,8 @@ class Gated:
 @pytest.fixture
 def grammars() -> Grammars:
     """With threads, whatever machine this is, and all compiled, so that requests begin when they
-    come."""
+    come.
+    """
     made = Grammars(DEFAULT_MODEL, VOCAB, EOS, Clock(), num_workers=8)
     made.load()
     run = engine(made)
@@ -196,7 +199,8 @@ class Slow:
 
 def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
     """With one thread the core computes the masks itself. Rows that were not begun are computed
-    later, and none twice."""
+    later, and none twice.
+    """
     slow, jobs = Slow(), MaskJobs(4, None)
     requests = [Request.from_message(make_request([1]), 100, frozenset()) for _ in range(200)]
     for request in requests:
@@ -223,7 +227,8 @@ def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: 
 
 def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None:
     """Which are late changes at random, with blocks for half of them; those of aborted ones never
-    come. Two are choices of one request."""
+    come. Two are choices of one request.
+    """
 
     def add_all(run: Engine) -> None:
         for handle in range(7):
@@ -269,7 +274,8 @@ CONTROLS: list[dict[str, Any]] = [
 
 def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> None:
     """A row that enters again computes the same token as before, with any other parameters, and its
-    output is sent once."""
+    output is sent once.
+    """
 
     def runner() -> ModelRunner:
         made = ModelRunner(

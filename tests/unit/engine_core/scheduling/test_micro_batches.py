@@ -1,5 +1,6 @@
 """Requests in a pipeline: spread over the steps in flight, each going on as soon as its token has
-reached the first stage."""
+reached the first stage.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Grammars in the core: what comes out fits, neighbours see nothing of it, and nothing that goes
-wrong spreads."""
+wrong spreads.
+"""
 
 from __future__ import annotations
 

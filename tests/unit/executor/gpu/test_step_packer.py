@@ -1,5 +1,6 @@
 """What the host packs is what the device's tables become: packed steps, run through the first
-kernel of every step."""
+kernel of every step.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
 
 def test_special_and_masked_rows_are_left_to_others() -> None:
     """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of
-    masked rows, which are sampled from the step's own logits, are seen to at once."""
+    masked rows, which are sampled from the step's own logits, are seen to at once.
+    """
     state, layout = HostTables(4, 64, BLOCK), StepLayout(4, 16)
     packer = StepPacker(layout, 8, ROTATION)
     entering = {i: Request([3, 3], 9, min_tokens=1, stop_ids=[4 + i]) for i in range(4)}

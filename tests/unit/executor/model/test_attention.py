@@ -135,7 +135,8 @@ class Sequences:
 
     def step(self, counts: dict[int, int]) -> None:
         """Computes `counts[row]` more tokens of each row and compares every layer with the exact
-        result."""
+        result.
+        """
         order = sorted(counts, key=lambda row: counts[row] > 1)
         rows, entering = [], {}
         for row in order:

@@ -1,5 +1,6 @@
 """The model's plumbing: which norm the residual stream goes through where, when products do parts
-of it."""
+of it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def logits(model: DecoderForCausalLM, rows: Tensor | None) -> Tensor:
 
 def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Linear layers share out norms as on a GPU. Returns what grows by the inputs of those that
-    finish one."""
+    finish one.
+    """
     plain_call, plain_add, begun = Linear.__call__, Linear.add_to, []
 
     def call(self: Linear, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """The FlashInfer backend where there is neither the package nor a GPU: what it asks of FlashInfer,
 played by a stand-in that follows the package's documentation, and what it refuses. With both, the
-test of all backends runs it too."""
+test of all backends runs it too.
+"""
 
 from __future__ import annotations
 

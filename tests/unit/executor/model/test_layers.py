@@ -1,5 +1,6 @@
 """Linear layers in each layout, the tables of the rotary embedding, and how ranks share the
-work."""
+work.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_siz
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behave like a CPU whose libraries choose among kernels by the number of rows for every
-    layout."""
+    layout.
+    """
 
     def by_number_of_rows(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6)

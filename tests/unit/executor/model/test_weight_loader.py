@@ -129,7 +129,8 @@ def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
 
 def test_other_safetensors_beside_the_model_are_not_read(tmp_path: Path) -> None:
     """Some repositories hold the same weights a second time under other names, such as
-    consolidated.safetensors."""
+    consolidated.safetensors.
+    """
     folder = write(tmp_path)
     save_file({"layers.0.other": torch.ones(2)}, tmp_path / "consolidated.safetensors")
     load(folder, take_all)

@@ -31,7 +31,8 @@ def words_of(runner: Any, allowed: list[list[int]]) -> np.ndarray[tuple[int], np
 
 def run_held(runner: Runner, requests: list[Request], budget: int = 40) -> list[bytes]:
     """Request i has slot i; those with a grammar may sample 40 + step or 80 + slot. Returns the
-    logprobs of steps."""
+    logprobs of steps.
+    """
     logprobs, num_masks = [], 0
     for step, sampling in schedule(requests, budget, 16):
         held = [
@@ -71,7 +72,8 @@ def plain_requests() -> list[Request]:
 
 def test_held_rows_keep_to_their_masks_and_no_other_row_changes(runner: ModelRunner) -> None:
     """Those with other controls too, which are special rows, sample the same: a penalty on nothing
-    changes nothing."""
+    changes nothing.
+    """
     expected = run(runner, plain_requests())
     for controls in (
         HELD,

@@ -38,7 +38,8 @@ def setup() -> ProcessorSetup:
 
 def test_random_requests_in_random_slots() -> None:
     """Against plain arithmetic over each request's tokens; many enter with output, as after a
-    preemption."""
+    preemption.
+    """
     rng, penalties = random.Random(5), Penalties(setup())
     live: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
     for _ in range(300):

@@ -108,7 +108,8 @@ def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
 
 def test_a_preempted_request_counts_its_old_outputs() -> None:
     """It comes back with its outputs among what is known; min_tokens still counts from the prompt's
-    end."""
+    end.
+    """
     state = HostTables(1, 64, 16)
     step = make_step([(0, 5, [0])], {0: Request([1, 2, 3, 4, 5], 9, min_tokens=2, stop_ids=[7])})
     step.new_num_prompt[:] = 3

@@ -73,7 +73,8 @@ def test_a_step_whose_special_rows_do_not_sample(runner: ModelRunner) -> None:
 
 def test_the_largest_step_with_all_controls(tmp_path: Path) -> None:
     """That by which a GPU's runner finds out how much memory it needs; a plain one leaves nothing
-    of it."""
+    of it.
+    """
     runner = make_runner(write_model("llama-gqa", tmp_path))
     for controls, told in ((ALL_CONTROLS, True), (Controls(), False)):
         step = largest_step(runner._limits, 256, 16, controls)

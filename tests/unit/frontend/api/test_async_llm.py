@@ -1,5 +1,6 @@
 """AsyncLLM with a core that the test plays: streams, slow readers, cancellation at each await,
-death."""
+death.
+"""
 
 from __future__ import annotations
 

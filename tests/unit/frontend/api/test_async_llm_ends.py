@@ -1,5 +1,6 @@
 """How requests and the engine end: dropped, refused, shut down, stalled; and that nothing is left
-of them."""
+of them.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ async def test_the_core_s_word_on_a_deadline_comes_first(
     llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that was delayed past the deadline reads the core's earlier outputs before it ends the
-    request."""
+    request.
+    """
     monkeypatch.setattr(async_llm, "_GRACE_S", 0.0)
     reader = asyncio.create_task(until_deadline(llm, 0.02))
     await added(channel)

@@ -35,7 +35,8 @@ def test_importing_it_imports_nothing_else_of_ours() -> None:
 
 def test_importing_it_imports_no_archives_or_temporary_files() -> None:
     """Each process of an engine imports it first: `importlib.abc` would cost all of them these
-    modules."""
+    modules.
+    """
     code = "import sys, sidestep; print([n for n in ('importlib.abc', 'tempfile', 'lzma') if n in sys.modules])"
     root = Path(sidestep.__file__).parent.parent
     done = subprocess.run(

@@ -1,5 +1,6 @@
 """What waits is counted, and bounded where that was asked for; and who watches is told of the
-engine's death."""
+engine's death.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Test-time scaling over a core that the test plays: what is chosen, what the engine is asked for,
-what ends early."""
+what ends early.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ async def settle() -> None:
 
 async def sent(channel: FakeChannel, count: int) -> None:
     """Until so many requests have been sent; templates are rendered at once, long texts tokenised
-    in a thread."""
+    in a thread.
+    """
     while len(channel.added) < count:
         await asyncio.sleep(0.001)
 

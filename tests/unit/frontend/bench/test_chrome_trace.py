@@ -1,5 +1,6 @@
 """The trace that Perfetto shows: every span begins and ends where the records say, on the right
-track."""
+track.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The terminal chat with scripted lines and a scripted engine; tests/e2e has it in a real
-terminal."""
+terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """`sidestep topology`: its arithmetic against real models, and what it says of machines that are
-not here."""
+not here.
+"""
 
 from __future__ import annotations
 

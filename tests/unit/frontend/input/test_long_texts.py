@@ -1,5 +1,6 @@
 """A long text does not block other threads: they run while it is tokenised, and its memory is given
-back."""
+back.
+"""
 
 from __future__ import annotations
 

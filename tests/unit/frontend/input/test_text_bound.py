@@ -37,7 +37,8 @@ def byte_level(**settings: object) -> FastTokenizer:
 
 def byte_fallback(**settings: object) -> FastTokenizer:
     """Make a tokenizer like Llama 2's: no pre-tokenizer, spaces are written as another
-    character."""
+    character.
+    """
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "aa", "▁"]
     tokenizer = FastTokenizer(
         models.BPE(
@@ -186,7 +187,8 @@ async def test_a_chat_that_cannot_fit_is_refused_too(tokenizer: Tokenizer) -> No
 
 def test_the_state_of_parts_is_json(tokenizer: Tokenizer) -> None:
     """The library gives the settings of its parts as a tokenizer's file has them, and the bound
-    reads them."""
+    reads them.
+    """
     part = pre_tokenizers.Split(" ", "removed")
     assert json.loads(part.__getstate__())["behavior"] == "Removed"
     removing = byte_level()

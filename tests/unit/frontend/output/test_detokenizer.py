@@ -1,5 +1,6 @@
 """Text as it streams: whole characters only, nothing taken back, stop strings wherever tokens
-break."""
+break.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What lies at the borders of a text: prompts that end inside a character, stray bytes,
-byte-fallback vocabularies."""
+byte-fallback vocabularies.
+"""
 
 from __future__ import annotations
 

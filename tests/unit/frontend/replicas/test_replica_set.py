@@ -1,5 +1,6 @@
 """Several replicas behind one AsyncLLM, each played by the test: who gets what, and what happens
-when one dies."""
+when one dies.
+"""
 
 from __future__ import annotations
 
@@ -205,7 +206,8 @@ async def test_a_request_that_two_replicas_have_died_with_ends(
     llm: AsyncLLM, channels: list[FakeChannel]
 ) -> None:
     """It may be the cause, and the third replica must not die of it too. One that only waited there
-    moves on."""
+    moves on.
+    """
     tasks = [asyncio.create_task(last(llm, [5] * 40)) for _ in range(2)]
     await turns()
     for _ in range(2):
@@ -304,7 +306,8 @@ async def test_nobody_waits_for_a_core_that_is_silent(
 @pytest.fixture
 def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the watch take its turns in quick succession, with many turns of the loop between
-    them."""
+    them.
+    """
     monkeypatch.setattr(stall_watch, "TURN_S", 0.01)
 
 
@@ -322,7 +325,8 @@ async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
     llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool
 ) -> None:
     """A stopped core does not answer. A core whose worker is stopped answers that it makes no
-    progress."""
+    progress.
+    """
     tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(3)]
     await turns()
     stuck = holder(channels, 0)

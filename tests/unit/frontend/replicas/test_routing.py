@@ -187,7 +187,8 @@ def test_conversations_are_cached_as_in_one_large_replica(
     num_replicas: int, num_frontends: int, share: float
 ) -> None:
     """A simulation without an engine: 80 conversations of 10 turns, 32 requests at a time. With
-    several frontends each turn comes to any of them, and they do not know of each other."""
+    several frontends each turn comes to any of them, and they do not know of each other.
+    """
     rng = random.Random(num_replicas)
     tokens = [rng.randrange(500) for _ in range(64)]
     history = {

@@ -1,5 +1,6 @@
 """Every parser of tool calls and of reasoning: what it finds, and that it finds the same however
-the text is cut."""
+the text is cut.
+"""
 
 from __future__ import annotations
 
