@@ -73,7 +73,8 @@ ROWS_OF_KINDS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 def kinds_of_steps(records: Sequence[StepRecord]) -> dict[str, tuple[int, float, float]]:
     """By kind of step: how many, the device's seconds in all, and its milliseconds a step, or a
-    thousand tokens where there are prompts."""
+    thousand tokens where there are prompts.
+    """
     kinds: dict[str, list[StepRecord]] = {}
     for record in records:
         most = next((n for n in ROWS_OF_KINDS if record.num_rows <= n), record.num_rows)

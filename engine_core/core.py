@@ -58,7 +58,8 @@ class EngineCore:
 
     def step(self) -> list[tuple[int, Outputs]]:
         """One turn; waits for nothing. After it nothing can be done until a frontend, a worker or a
-        deadline calls."""
+        deadline calls.
+        """
         outputs: list[tuple[int, Outputs]] = []
         # 1. Take the tokens of the steps that have come back.
         while self._in_flight and (output := self.executor.poll()) is not None:
@@ -95,7 +96,8 @@ class EngineCore:
 
     def _send_masks(self) -> None:
         """Of the newest step in flight, before the step behind it: workers read one message after
-        the other."""
+        the other.
+        """
         masks = self.scheduler.take_masks()
         if masks is not None:
             self.executor.submit_masks(masks)

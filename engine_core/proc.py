@@ -1,5 +1,6 @@
 """The engine core's process: the busy loop between the frontends' sockets and the workers'
-rings."""
+rings.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from sidestep.ipc.transport.shm_ring import SPIN_S
 
 def main(args: CoreArgs, executor: Executor) -> None:
     """The process once its workers start. Whatever ends it, its frontends are told why, and the
-    exit status is not 0."""
+    exit status is not 0.
+    """
     channel = CoreChannel(args.clients)
     try:
         core, ready = start(args.config, executor)
@@ -79,7 +81,8 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
 
 def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
     """The longest request that the KV cache can hold. Raises EngineStartError when that is less
-    than was asked for."""
+    than was asked for.
+    """
     room = worker.num_kv_blocks * worker.block_size
     if config.max_model_len <= room:
         return config.max_model_len

@@ -35,7 +35,8 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def start(self) -> WorkerReady:
         """Waits until the workers have loaded the model; after `launch`. Raises
-        EngineStartError."""
+        EngineStartError.
+        """
 
     @abc.abstractmethod
     def submit(self, step: StepInput) -> None:
@@ -52,7 +53,8 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def fileno(self) -> int:
         """A descriptor that becomes readable when `poll` may have something, or when a worker has
-        died."""
+        died.
+        """
 
     @abc.abstractmethod
     def worker_pids(self) -> list[int]:

@@ -112,7 +112,8 @@ def make_parser(version: str) -> OptionParser:
 
 def main(argv: Sequence[str] | None = None, version: str = "") -> int:
     """Runs a command; returns its exit status. What the user can mend is one line on standard
-    error."""
+    error.
+    """
     try:
         parser = make_parser(version)
         parsed = parser.parse_args(argv)

@@ -115,7 +115,8 @@ class ModelConfig(Options):
 
     def read_generation_config(self, path: str) -> GenerationConfig:
         """Return the settings for generating with the model in this folder. Raises
-        EngineStartError."""
+        EngineStartError.
+        """
         if self.generation_config == "auto":
             return read_generation_config(path)
         if self.generation_config in ("vllm", "none"):
@@ -199,7 +200,8 @@ class StepLimits:
     @property
     def num_masks(self) -> int:
         """Masks of grammars that a worker keeps: some grammars' worth, and those of any two
-        steps."""
+        steps.
+        """
         return max(1024, 2 * self.max_num_seqs)
 
 
@@ -254,7 +256,8 @@ class SchedulerConfig(Options):
     def limits(self, device: str, num_stages: int = 1) -> StepLimits:
         """What was asked for, filled up with the defaults of a device ('cuda', 'cpu' or 'fake').
         One default gives way to a limit that was asked for: a decode step of all running requests
-        fits in any case."""
+        fits in any case.
+        """
         default = _GPU_LIMITS if device == "cuda" else _LIMITS
         seqs = self.max_num_seqs or min(default[0], self.max_num_batched_tokens or default[0])
         tokens = self.max_num_batched_tokens or max(default[1], seqs)
@@ -354,7 +357,8 @@ class ParallelConfig(Options):
     @property
     def num_ranks(self) -> int:
         """Processes of the model, or of each replica. Those of one stage come one after the
-        other."""
+        other.
+        """
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def rank_name(self, rank: int) -> str:
@@ -486,14 +490,16 @@ class EngineArgs(
     LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig
 ):
     """Every option of the engine as one flat set of keyword arguments; each is also a command-line
-    flag."""
+    flag.
+    """
 
     def _section(self, cls: type[T]) -> T:
         return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})  # type: ignore[arg-type]
 
     def create_engine_config(self) -> EngineConfig:
         """Finds and reads the model's config.json and checks everything. Raises ValidationError or
-        EngineStartError."""
+        EngineStartError.
+        """
         path = resolve_model_path(self.model, self.revision)
         tokenizer_path = self._tokenizer_path(path)
         generation = self.read_generation_config(path)
@@ -563,7 +569,8 @@ def keys_of_environment(variable: str) -> list[str]:
 
 def state_folder_of_environment() -> Path | None:
     """Return the folder for this user's own files, such as the history of `sidestep chat`; None
-    without a home folder."""
+    without a home folder.
+    """
     base = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(base):  # the XDG specification ignores relative ones
         return Path(base) / "sidestep"
@@ -573,7 +580,8 @@ def state_folder_of_environment() -> Path | None:
 
 def colours_of_environment() -> bool:
     """Return whether a terminal may have colours: not with NO_COLOR, and not if the terminal is
-    dumb."""
+    dumb.
+    """
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -35,7 +35,8 @@ Compilation = Callable[[], Any]
 @contextmanager
 def compiling_only(compiler: Executor) -> Iterator[None]:
     """Within it a launch of a Triton kernel runs nothing, but what it needs is given to `compiler`;
-    at its end all is done. For this thread's launches, while no other thread has any."""
+    at its end all is done. For this thread's launches, while no other thread has any.
+    """
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -66,7 +67,8 @@ def with_launcher(kernel: Any) -> Any:
 
 class Locks:
     """Keeps processes that were forked after it was made from making the same launcher at the same
-    time."""
+    time.
+    """
 
     def __init__(self) -> None:
         self._file = os.memfd_create("launchers")
@@ -100,7 +102,8 @@ class _Driver:
 
 def compile_for(gpu: Gpu, device_type: str = "meta") -> None:
     """From now on launches within `compiling_only`, with tensors on such a device, are for this
-    GPU."""
+    GPU.
+    """
     stand_for(gpu, device_type)
     triton.runtime.driver.set_active(_Driver(gpu))
 
@@ -108,6 +111,7 @@ def compile_for(gpu: Gpu, device_type: str = "meta") -> None:
 def know_triton() -> None:
     """What Triton does once in a process before it looks into its cache: it reads all of its own
     code, hundreds of megabytes. Most of that leaves the interpreter's lock alone, so it can be done
-    in a thread, ahead."""
+    in a thread, ahead.
+    """
     with _knowing:
         triton_key()

@@ -49,6 +49,7 @@ def gpu_of(on: device) -> Gpu | None:
 
 def stand_for(gpu: Gpu, device_type: str = "meta") -> None:
     """From now on tensors on such a device stand for tensors on this GPU, which need not be
-    there."""
+    there.
+    """
     _stand_ins[device_type] = gpu
     gpu_of.cache_clear()

@@ -33,13 +33,15 @@ _ON: dict[str, bool] = {"PDL": True, "launch_pdl": True}
 
 def pdl(x: Tensor) -> dict[str, bool]:
     """Keyword arguments of a launch on x's device: the kernel's own PDL flag, and the
-    launcher's."""
+    launcher's.
+    """
     return _ON if has_pdl(x.device) else _OFF
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors; a small number where there is no GPU and kernels are
-    interpreted."""
+    interpreted.
+    """
     gpu = gpu_of(device)
     return gpu.processors if gpu is not None else 2

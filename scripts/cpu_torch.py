@@ -24,7 +24,8 @@ TIMEOUT_S = 5.0
 
 def pip_arguments(index: str = INDEX) -> list[str]:
     """Return the arguments of `pip install`. Return none where torch is installed, where there is a
-    GPU, on systems whose torch has no CUDA, and where the index cannot be reached."""
+    GPU, on systems whose torch has no CUDA, and where the index cannot be reached.
+    """
     if (
         importlib.util.find_spec("torch")
         or platform.system() != "Linux"

@@ -1,5 +1,6 @@
 """Write docs/options.md from the fields that declare the options: `python -m
-scripts.options_page`."""
+scripts.options_page`.
+"""
 
 from __future__ import annotations
 

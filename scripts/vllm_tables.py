@@ -1,5 +1,6 @@
 """Write the tables of docs/migrate-from-vllm.md from those that the code uses: `python -m
-scripts.vllm_tables`."""
+scripts.vllm_tables`.
+"""
 
 from __future__ import annotations
 

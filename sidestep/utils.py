@@ -16,7 +16,8 @@ def random_uuid() -> str:
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """A parser that takes each flag with underscores too: `--max_model_len` is
-    `--max-model-len`."""
+    `--max-model-len`.
+    """
 
     def parse_known_args(  # type: ignore[override]  # as argparse has it
         self,

@@ -121,7 +121,8 @@ def make_cpu_runner(rows: int, context: int) -> ModelRunner:
 
 def step_time(runner: GpuRunner | ModelRunner, steps: ControlledSteps) -> float:
     """Seconds of a step, on a GPU with another always queued behind it; on a CPU those of its one
-    thread, so that other programs do not count."""
+    thread, so that other programs do not count.
+    """
     clock = time.perf_counter if isinstance(runner, GpuRunner) else time.thread_time
 
     def launch() -> object:
@@ -166,7 +167,8 @@ class Case:
 
     def after_others(self) -> float:
         """Of a step without controls, after requests in other slots had some: nobody has told the
-        runner that they have gone."""
+        runner that they have gone.
+        """
         special = self._special
         special._known[self._rows :] = True
         special._count = int(special._known.sum())

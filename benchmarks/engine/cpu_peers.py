@@ -48,7 +48,8 @@ PROMPT = 64
 
 def write_model(shape: str, folder: Path) -> None:
     """A random Llama in the Hugging Face layout, with the bundled model's tokenizer (nobody reads
-    the text)."""
+    the text).
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -45,7 +45,8 @@ PEER = {
 @contextmanager
 def watched_by_driver() -> Iterator[list[float]]:
     """The list has, at the end, the shares of each sixth of a second or so in which a kernel
-    ran."""
+    ran.
+    """
     seen: list[float] = []
     query = [
         "nvidia-smi",

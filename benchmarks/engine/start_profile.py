@@ -60,7 +60,8 @@ def worker_args(model: str, folder: str) -> WorkerArgs:
 
 class Laps:
     """Seconds of each part, in the order in which they end; a part within another is told apart
-    from it."""
+    from it.
+    """
 
     def __init__(self, born: float) -> None:
         self._born = born

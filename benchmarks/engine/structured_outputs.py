@@ -87,7 +87,8 @@ def measure(llm: LLM, load: list[list[int]], params: SamplingParams) -> float:
 
 def print_parts(records: list[StepRecord]) -> None:
     """Microseconds, the median and what nine of ten steps stay below. Steps of most rows count,
-    after such steps; in the order of a way: `before` and `after` are a step's neighbours."""
+    after such steps; in the order of a way: `before` and `after` are a step's neighbours.
+    """
     most = max(record.num_rows for record in records)
     threes = [
         three

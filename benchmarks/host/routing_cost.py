@@ -27,7 +27,8 @@ IN_FLIGHT = 256
 
 def conversations(num_tokens: int, count: int) -> list[bytes]:
     """Prompts of so many tokens: turns of conversations, each of which has half of the one
-    before."""
+    before.
+    """
     rng = np.random.default_rng(num_tokens)
     prompts: list[bytes] = []
     for _ in range(count):

@@ -60,7 +60,8 @@ class Rank:
 
     def microseconds(self, call: Callable[[int], object]) -> float:
         """Of one call among many; the slowest rank's. call: gets the number of the place that is
-        free."""
+        free.
+        """
         for place in (0, 1):
             call(place)
         torch.cuda.synchronize()
@@ -119,7 +120,8 @@ def best(row: Row, kind: Kind, ending: str) -> tuple[float, int]:
 
 def entries_of(rows: dict[int, Row]) -> list[Entry]:
     """What to choose by size: the best kernel, up to the largest size at which one is faster than
-    NCCL and the norm."""
+    NCCL and the norm.
+    """
     entries: list[Entry] = []
     last = max(
         (
@@ -141,7 +143,8 @@ def table_text(
     measured: dict[int, list[Entry]], before: Mapping[int, Sequence[Entry]], device: str
 ) -> str:
     """The file that --write writes. before: the table so far, of which what was not measured now is
-    kept."""
+    kept.
+    """
     lines = []
     for ranks in sorted({*measured, *before}):
         entries = "".join(

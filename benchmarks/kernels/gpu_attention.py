@@ -87,7 +87,8 @@ class Paged:
 
     def error(self, rows: Iterable[int]) -> float:
         """The largest relative error of these rows, the reference in float64; long prompts by their
-        last 64 tokens."""
+        last 64 tokens.
+        """
         worst, starts, m = 0.0, self.query_starts.tolist(), self.model
         for row in rows:
             keys, values = self.keys_values(row)

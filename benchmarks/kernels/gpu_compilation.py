@@ -1,5 +1,6 @@
 """Compiles all that gpu_kernels.py --tune will launch, spread over processes: one alone would take
-most of the run."""
+most of the run.
+"""
 
 from __future__ import annotations
 

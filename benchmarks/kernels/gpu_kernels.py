@@ -186,7 +186,8 @@ def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
 
 def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[str, int], Configs]:
     """A whole layer: what a decode step spends, and the configurations of its matrices within it,
-    by model and rows."""
+    by model and rows.
+    """
     tuned: dict[tuple[str, int], Configs] = {}
     table.add(
         "a decode step's layer, us: floor, ours, with the library's products; all layers ms; what each kernel "

@@ -1,5 +1,6 @@
 """A model's layers as a decode step runs them, one kernel behind the other: what gpu_kernels.py
-times."""
+times.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Layers:
 
     def run(self, configs: Configs, skip: str = "") -> Tensor:
         """All layers; `configs` by matrix, None for the library's product, as shipped where none is
-        named; `skip` names what is left out."""
+        named; `skip` names what is left out.
+        """
         stream = Stream(self.x.clone(), self.norm)
         for weights, cache in zip(self.weights, self.paged.caches, strict=True):
             qkv = self._made(
@@ -157,7 +159,8 @@ class Layers:
 
     def agrees(self, configs: Configs) -> bool:
         """Whether a captured run, its kernels overlapping, equals one in which each ends before the
-        next begins."""
+        next begins.
+        """
         stream = torch.cuda.current_stream()
         alone = self._alone(configs)
         graph = torch.cuda.CUDAGraph()
@@ -173,7 +176,8 @@ class Layers:
     def _alone(self, configs: Configs) -> Tensor:
         """What run gives when each kernel ends before the next begins. Only names that this module
         itself looks up can be replaced from here: what launches a kernel in run must be called by
-        such a name."""
+        such a name.
+        """
         names = (
             "linear",
             "gated_linear",

@@ -51,7 +51,8 @@ class Linear:
 
     def time(self, config: Config | None = None) -> float:
         """Microseconds, or infinite if the result is wrong. config: as shipped, if there is one,
-        unless given."""
+        unless given.
+        """
         outputs, inputs, is_gated, rows = self.shape
         config = config or choose(rows, outputs, inputs, is_gated, hopper=is_hopper(DEVICE))
         if config is None:

@@ -196,7 +196,8 @@ def short_name(name: str) -> str:
 
 def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
     """Microseconds to read once what each part of a step reads: weights, or every row's keys and
-    values."""
+    values.
+    """
     hidden, q, kv = (
         spec.hidden_size,
         spec.num_heads * spec.head_dim,

@@ -111,7 +111,8 @@ def beside_floors(
     times: Mapping[str, float], floors: Mapping[str, float], step: float
 ) -> list[str]:
     """Lines: each part of a step beside its floor, and what is left between all floors and the step
-    as it was measured without the profiler."""
+    as it was measured without the profiler.
+    """
     over = {part: time - floors.get(part, 0.0) for part, time in times.items()}
     lines = ["    part         took     floor      over"]
     for part, time in times.items():

@@ -20,7 +20,8 @@ Call = Callable[[], object]
 
 class Ceilings:
     """What this GPU reaches: bytes a second of a copy and of a reading sum, operations a second of
-    a product."""
+    a product.
+    """
 
     def __init__(self) -> None:
         a = torch.randn(1 << 30, dtype=DTYPE, device=DEVICE)

@@ -1,5 +1,6 @@
 """Finds the configurations of a layer's products, and writes them as
-kernels/products/tuned_products.py."""
+kernels/products/tuned_products.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ T = TypeVar("T")
 
 def tune_layer(table: Table, case: Layers) -> Configs:
     """One matrix after the other, each with the best found before it; then what another decode
-    attention would give."""
+    attention would give.
+    """
     model, rows = case.model, case.rows
 
     def best(name: str, tried: Iterable[T], measure: Callable[[T], float]) -> tuple[float, T]:
@@ -94,7 +96,8 @@ def _fields(config: Config | None) -> str:
 
 def write_products(path: str, tuned: dict[tuple[str, int], Configs]) -> None:
     """kernels/products/tuned_products.py, from what each model's layers chose for each class of
-    rows."""
+    rows.
+    """
     with open(path, "w") as file:
         file.write(TUNED_HEADER)
         for model in MODELS:

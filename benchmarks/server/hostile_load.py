@@ -115,7 +115,8 @@ def watch_health(url: str, until: float, delays: Delays) -> None:
 
 def read_streams(url: str, until: float, delays: Delays, tokens: int) -> None:
     """Read one stream after the other, and note each gap between tokens and the time to the first
-    token."""
+    token.
+    """
     body = {"prompt": "def get_name(", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx2.Client(base_url=url, timeout=60) as http:
         while time.monotonic() < until:

@@ -210,7 +210,8 @@ def measure(server: Server, name: str, path: str, body: bytes) -> None:
 
 def longer_model(length: int, folder: Path) -> str:
     """Copy the bundled model with another length and without weights, which the fake device does
-    not read. Return its folder."""
+    not read. Return its folder.
+    """
     made = folder / f"model-{length}"
     shutil.copytree(DEFAULT_MODEL, made, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((made / "config.json").read_text())

@@ -67,7 +67,8 @@ class BeamSearch:
         self, candidates: Sequence[Candidates], outputs: Sequence[list[int]]
     ) -> list[Chosen]:
         """One step: candidates for each beam, and its tokens so far, without the prompt. Returns
-        the beams of the next step, or nothing if the search is over."""
+        the beams of the next step, or nothing if the search is over.
+        """
         width = self._params.beam_width
         totals = np.concatenate(
             [score + c.logprobs for score, c in zip(self.scores, candidates, strict=True)]
@@ -90,7 +91,8 @@ class BeamSearch:
 
     def best(self, outputs: Sequence[list[int]]) -> list[Ended]:
         """What to answer when the search must stop here: what has ended, filled up with what has
-        not."""
+        not.
+        """
         running = [
             Ended(self._score(float(score), max(1, self.length)), float(score), list(tokens))
             for score, tokens in zip(self.scores, outputs, strict=True)
@@ -108,7 +110,8 @@ class BeamSearch:
 
     def _is_over(self, best_running: float) -> bool:
         """Whether as many have ended as are wanted, and no running one is expected to become
-        better."""
+        better.
+        """
         stopping = self._params.early_stopping
         if len(self.ended) < self._params.beam_width:
             return False

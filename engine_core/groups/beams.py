@@ -59,7 +59,8 @@ class BeamGroup(Group):
 
     def advance(self, kv: KVCacheManager) -> bool:
         """Makes the beams of the next step; False if the search is over. Those without blocks
-        (preempted) only get their tokens."""
+        (preempted) only get their tokens.
+        """
         before = self.beams
         chosen = self.search.advance([self.arrived[r] for r in before], self._outputs())
         self.arrived.clear()

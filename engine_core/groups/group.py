@@ -72,7 +72,8 @@ def check_groups(
     requests: Iterable[Request], queue: Iterable[Request], forking: ForkingGroups
 ) -> None:
     """Raises AssertionError when the groups of these requests, all that live, contradict
-    themselves."""
+    themselves.
+    """
     for request in queue:
         assert request.group is None or request is request.group.queued, (
             "not who stands for its group"
@@ -95,7 +96,8 @@ def make_choices(
 ) -> list[Request]:
     """The request of a message, or all of its choices. Those of a group may become so long that all
     of them together fit in the cache: a group alone can always run to its end, as a request alone
-    can."""
+    can.
+    """
     num = message.sampling.n
     requests = [
         Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids)
@@ -143,7 +145,8 @@ def why_never(
 
 def entering_with(request: Request) -> list[Request]:
     """A waiting request and all that must enter with it; who stands in the queue for them comes
-    first."""
+    first.
+    """
     group = request.group
     if group is None:
         return [request]

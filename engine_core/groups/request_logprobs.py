@@ -1,5 +1,6 @@
 """Log-probabilities on their way through the core: from a step's rows to the requests of each
-frontend."""
+frontend.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def share_logprobs(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the log-probabilities for each frontend, with its number. requests: the requests that
     the keys of the columns are indices of. Skip requests that have ended, requests that are late
-    and have sampled nothing that counts, and beams, for which the beam search reads the column."""
+    and have sampled nothing that counts, and beams, for which the beam search reads the column.
+    """
     if not len(column):
         return
     columns = LogprobColumns.unpack(column)

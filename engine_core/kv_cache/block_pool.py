@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 class BlockPool:
     """Block ids 0..num_blocks-1, each with a reference count and, if its content is known, a
-    hash."""
+    hash.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -72,7 +73,8 @@ class BlockPool:
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drops one reference of each, in this order: of those that become free, the first is
-        reused first."""
+        reused first.
+        """
         for block in blocks:
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -82,7 +84,8 @@ class BlockPool:
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Makes a block's content known; of blocks with equal content, the first stays the known
-        one."""
+        one.
+        """
         if self._hash_of[block] is None and block_hash not in self._by_hash:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block

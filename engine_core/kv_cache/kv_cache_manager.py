@@ -54,7 +54,8 @@ class KVCacheManager:
         nothing. Sets `num_computed`.
 
         others: of its group, which get the full blocks of their common prompt from it (see
-        `_fork`)."""
+        `_fork`).
+        """
         # Of cached tokens nothing would be computed that could be told.
         hits = [] if request.must_tell_of_prompt else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
@@ -86,7 +87,8 @@ class KVCacheManager:
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """New blocks so that the request can hold `num_tokens` in all; None (and no change) if
-        there are too few."""
+        there are too few.
+        """
         wanted = self.blocks_for(num_tokens) - len(request.block_ids)
         if wanted <= 0:
             return []
@@ -108,7 +110,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Takes all blocks back. The last ones are reused first: a prefix is worth more than what
-        follows it."""
+        follows it.
+        """
         self.pool.free(reversed(request.block_ids))
         if request.copy_source >= 0:
             self.pool.free([request.copy_source])
@@ -118,14 +121,16 @@ class KVCacheManager:
 
     def reset_prefix_cache(self, holders: Iterable[Request]) -> None:
         """Forgets all cached prefixes. Blocks in use stay in use but are found no more; nor is what
-        their `holders` compute from now on, since it depends on what they computed before."""
+        their `holders` compute from now on, since it depends on what they computed before.
+        """
         self.pool.reset_cache()
         for request in holders:
             request.num_registered = _NEVER
 
     def check_invariants(self, requests: list[Request]) -> None:
         """`requests` are all that may hold blocks. Raises AssertionError when the books do not
-        balance."""
+        balance.
+        """
         self.pool.check_invariants()
         refs = [0] * self.pool.num_blocks
         for request in requests:
@@ -140,7 +145,8 @@ class KVCacheManager:
 
     def num_shared(self, request: Request) -> int:
         """Blocks that one of a group has from the others. Not the one with the prompt's last token,
-        which each of them computes for its logits, and with it writes again."""
+        which each of them computes for its logits, and with it writes again.
+        """
         return (request.num_prompt - 1) // self.block_size
 
     def longest_of_group(self, request: Request, num: int) -> int:
@@ -153,7 +159,8 @@ class KVCacheManager:
 
     def _fork(self, source: Request, request: Request) -> None:
         """Blocks for one whose prompt the source computes: the source's full ones, and new ones of
-        its own, of which the first must become a copy of what the source has there."""
+        its own, of which the first must become a copy of what the source has there.
+        """
         shared = source.block_ids[: self.num_shared(request)]
         for block in shared:
             self.pool.share(block)
@@ -166,7 +173,8 @@ class KVCacheManager:
 
     def branch(self, source: Request, request: Request) -> None:
         """In the place of what it had, blocks for a request that goes on from all that the source
-        has computed."""
+        has computed.
+        """
         full, rest = divmod(source.num_computed, self.block_size)
         shared, copied = source.block_ids[:full], source.block_ids[full] if rest else -1
         for block in (*shared, copied) if rest else shared:
@@ -179,7 +187,8 @@ class KVCacheManager:
 
     def _match_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its prefix; never of all its tokens, since the last one must be computed
-        for its logits."""
+        for its logits.
+        """
         if not self.enable_prefix_caching:
             return []
         full = (len(request.token_ids) - 1) // self.block_size
@@ -206,7 +215,8 @@ class KVCacheManager:
 def _salted(parent: bytes, cache_salt: str | None) -> bytes:
     """The parent of the first block that is not public, and so a part of every hash from there on:
     what must be equal besides the tokens. Hashed twice, so that no salt can be made whose hash is
-    that of some block."""
+    that of some block.
+    """
     if cache_salt is None:
         return parent
     return hashlib.sha256(parent + hashlib.sha256(cache_salt.encode()).digest()).digest()

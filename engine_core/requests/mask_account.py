@@ -12,7 +12,8 @@ _RECOVERY = 0.1
 
 class MaskAccount:
     """The seconds that the masks of a request, or of a grammar, have taken beyond the average that
-    they may take."""
+    they may take.
+    """
 
     __slots__ = ("_allowed_s", "_clock", "_name", "_over_s", "_since")
 

@@ -38,7 +38,8 @@ class MaskJob:
 
     def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
         """Compute the masks until `until`, a time of the monotonic clock. executor: shares the work
-        among `num_threads` threads of its own."""
+        among `num_threads` threads of its own.
+        """
         if executor is not None:
             self._run_shared(executor, num_threads, until)
             return

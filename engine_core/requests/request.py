@@ -29,7 +29,8 @@ class RequestStatus(enum.IntEnum):
 @dataclass(slots=True, eq=False)
 class Request:
     """A request and its state. `eq=False`: identity is what the scheduler means, and it is
-    faster."""
+    faster.
+    """
 
     client: int
     handle: int
@@ -161,7 +162,8 @@ class Request:
     @property
     def will_be_complete(self) -> bool:
         """Whether the tokens in flight are its last: it stops by length when they come back. A beam
-        does not: it waits for the others of its search, which may be in steps to come."""
+        does not: it waits for the others of its search, which may be in steps to come.
+        """
         return len(self.token_ids) + self.num_placeholders >= self.max_total and not (
             self.group is not None and self.group.parks_after_rows
         )

@@ -1,5 +1,6 @@
 """Who enters: waiting requests, in the queue's order, while there are seats, slots, blocks and
-tokens for them."""
+tokens for them.
+"""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ class FlightRecorder:
 
     def records(self, since: int = 0) -> bytes:
         """The remembered steps from number `since` on, oldest first: rows as ipc.records packs
-        them."""
+        them.
+        """
         # Steps come back in the order of their numbers, none is left out, and the first is 0.
         oldest = max(0, self._num_rows - self._capacity, since)
         count = max(0, self._num_rows - oldest)

@@ -26,7 +26,8 @@ def num_to_compute(request: Request) -> int:
 
 def pick_due(live: Sequence[Request], beat: int, num_stages: int) -> Sequence[Request]:
     """Those of the requests that run which may have a row at this beat, in the same order. With a
-    single stage: all."""
+    single stage: all.
+    """
     if num_stages == 1:
         return live
     decoding = sum(not r.parked and num_to_compute(r) == 1 for r in live)
@@ -46,7 +47,8 @@ def pick_due(live: Sequence[Request], beat: int, num_stages: int) -> Sequence[Re
 def share_prompts(most: int, live: Sequence[Request], num_waiting: int, num_stages: int) -> int:
     """How many tokens of prompts a step should have, at most `most`: so that the stages share the
     work of a single long prompt too. num_waiting: tokens of prompts that have not begun. With a
-    single stage: `most`."""
+    single stage: `most`.
+    """
     if num_stages == 1:
         return most
     begun = sum(count for r in live if (count := num_to_compute(r)) > 1)

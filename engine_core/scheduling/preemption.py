@@ -33,7 +33,8 @@ class Room:
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """New blocks for a running request, preempting less important ones if need be. None: not in
-        this step."""
+        this step.
+        """
         roster = self._roster
         while (blocks := self._kv.grow(request, num_tokens)) is None:
             wanted = (
@@ -54,7 +55,8 @@ class Room:
 
     def yield_to_urgent(self) -> None:
         """Preempts as many less important requests as the first in the queue needs to enter; none,
-        if all were too few."""
+        if all were too few.
+        """
         roster = self._roster
         urgent = roster.queue.peek()
         if (

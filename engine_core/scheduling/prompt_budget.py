@@ -24,7 +24,8 @@ class PromptBudget:
 
     def __init__(self, target_s: float, most: int) -> None:
         """target_s: seconds that a step with decodes should last at most; 0: any. most: tokens of
-        any step."""
+        any step.
+        """
         self._target = target_s
         self._most = most
         self._decode = 0.0
@@ -51,7 +52,8 @@ class PromptBudget:
 
     def tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
         """Of prompts, in the next step, beside so many decodes. num_waiting_tokens: of prompts that
-        have not begun."""
+        have not begun.
+        """
         if (
             not self._target
             or not self._token

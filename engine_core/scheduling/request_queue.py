@@ -1,5 +1,6 @@
 """Waiting requests in the order of the scheduling policy. Removal is lazy: a request that is no
-longer waiting is skipped when it comes to the front."""
+longer waiting is skipped when it comes to the front.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class RequestQueue(abc.ABC):
 
 class FcfsQueue(RequestQueue):
     """First come, first served for each frontend; the frontends take turns, so that none can crowd
-    the others out."""
+    the others out.
+    """
 
     def __init__(self) -> None:
         super().__init__()

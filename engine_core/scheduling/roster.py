@@ -77,7 +77,8 @@ class Roster:
 
     def awaits_grammar(self, request: Request) -> bool:
         """Whether it waits, outside of the queue, for its grammar or that of one that enters with
-        it."""
+        it.
+        """
         return (
             bool(self.compiling)
             and request.status is RequestStatus.WAITING
@@ -118,7 +119,8 @@ class Roster:
     @property
     def num_taken_seats(self) -> int:
         """Those that run, but not those whose last token is on its way: they need no row any
-        more."""
+        more.
+        """
         return sum(not r.will_be_complete for r in self.running)
 
     def num_blocks_coming_back(self) -> int:
@@ -130,7 +132,8 @@ class Roster:
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away, of its whole group; what was computed will be computed again.
         All or nothing: keeping some blocks would leave several requests each too short of blocks to
-        go on."""
+        go on.
+        """
         group = request.group
         # A choice whose last token is on its way ends by itself.
         together = (
@@ -235,7 +238,8 @@ class Roster:
 
     def _part(self, request: Request, group: Group, was_outside: bool) -> None:
         """One of a group has ended; the others go on without it. was_outside: of the queue, for a
-        grammar."""
+        grammar.
+        """
         request.parked = False
         group.members.remove(request)
         if request is group.queued:

@@ -153,7 +153,8 @@ class Scheduler:
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have
-        ended already."""
+        ended already.
+        """
         for handle in handles:
             request = self._requests.get((client, handle))
             if request is not None:
@@ -216,7 +217,8 @@ class Scheduler:
 
     def _schedule_running(self, step: StepBuilder, beat: int) -> tuple[int, int, int]:
         """Rows for running requests; returns what is left of the token budget, how much of it
-        prompts may have, and how many more may enter."""
+        prompts may have, and how many more may enter.
+        """
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         self._roster.forking.unpark(self.kv)
         # Not those whose last token is on its way: they need no row any more, so their seats are
@@ -269,7 +271,8 @@ class Scheduler:
 
     def follow(self, output: StepOutput) -> StepPlan:
         """Gives the oldest step's tokens to the grammars of their requests, so that `take_masks`
-        knows what the next step waits for. `update` must come next."""
+        knows what the next step waits for. `update` must come next.
+        """
         plan = self._followed = self._plans.popleft()
         assert plan.step_id == output.step_id, (
             f"output of step {output.step_id} came for step {plan.step_id}"
@@ -296,7 +299,8 @@ class Scheduler:
     def take_masks(self) -> StepMasks | None:
         """What the newest step in flight may sample, if it waits for that: once, and before the
         next `schedule`. All that it depends on has come back when that is so of the steps whose
-        tokens are its inputs."""
+        tokens are its inputs.
+        """
         plan = self._plans[-1] if self._plans else None
         if (
             plan is None
@@ -353,7 +357,8 @@ class Scheduler:
 
     def _postpone(self, plan: StepPlan, request: Request) -> None:
         """It does not sample in this step, the newest; the next one computes the same token of it
-        once more. For the workers it is as if it entered then, with all that it has."""
+        once more. For the workers it is as if it entered then, with all that it has.
+        """
         request.num_placeholders -= 1
         request.num_computed -= 1
         request.is_new = True
@@ -414,7 +419,8 @@ class Scheduler:
 
     def request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not; with a limit at
-        most so many that have ended, that run, and that wait, the next one to enter among them."""
+        most so many that have ended, that run, and that wait, the next one to enter among them.
+        """
         roster = self._roster
         if limit is None:
             return [*roster.ended, *map(self._record, self._requests.values())]

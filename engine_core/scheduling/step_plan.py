@@ -1,5 +1,6 @@
 """A step while it is being put together, and what must be remembered of it until its output is
-back."""
+back.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class _Rows:
 
 class StepBuilder:
     """Collects rows in any order; in the step those of one token come first, as `StepInput`
-    promises."""
+    promises.
+    """
 
     def __init__(self, step_id: int, block_size: int, beat: int = 0, num_stages: int = 1) -> None:
         """beat: when it enters a pipeline of so many stages."""
@@ -86,7 +88,8 @@ class StepBuilder:
 
     def enter(self, request: Request, num_tokens: int) -> None:
         """The first row of a request that has just got its slot and blocks, with the block that it
-        goes on from."""
+        goes on from.
+        """
         num_cached = request.num_computed
         if request.copy_source >= 0:
             self._copies.append(
@@ -102,13 +105,15 @@ class StepBuilder:
 
     def force(self, request: Request) -> None:
         """The row of one token that was added last computes the last known token, which it has not
-        sampled."""
+        sampled.
+        """
         self._single.forced.append((request.slot, request.token_ids[-1]))
 
     @property
     def copied(self) -> list[int]:
         """Blocks to be copied before the step writes anything; held until the step has been put
-        together."""
+        together.
+        """
         return [source for source, _ in self._copies]
 
     def build(self) -> tuple[StepInput, StepPlan]:

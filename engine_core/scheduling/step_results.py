@@ -1,5 +1,6 @@
 """What a step's output does to its requests: tokens take the place of placeholders, grammars and
-searches go on, requests end, and frontends are told."""
+searches go on, requests end, and frontends are told.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class StepResults:
 
     def follow_grammars(self, plan: StepPlan, output: StepOutput) -> None:
         """Takes a step's tokens into the matchers of their requests, before `take`. One that cannot
-        go on ends its request before the token is told."""
+        go on ends its request before the token is told.
+        """
         tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
         followed = [
             (request, request.matcher, token)

@@ -27,7 +27,8 @@ def share_masks(due: Sequence[Request], budget_s: float) -> Collection[Request]:
     """Return the requests that this step leaves out, because their masks take too long. The masks
     of the other requests in `due` take at most `budget_s` seconds of processors, estimated from the
     last mask of each. Requests with cheap masks get their rows first. Among the expensive ones, at
-    least the request that has been left out most often gets its row."""
+    least the request that has been left out most often gets its row.
+    """
     held = [request for request in due if request.matcher is not None]
     left = budget_s - sum(request.mask_s for request in held)
     if left >= 0:

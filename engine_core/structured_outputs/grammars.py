@@ -93,7 +93,8 @@ class _Compiled:
 
 class _Bell:
     """Wakes whoever polls `ears`. Held by the threads that ring it too, so it is there as long as
-    one of them."""
+    one of them.
+    """
 
     def __init__(self) -> None:
         self.ears, self._rope = os.pipe()
@@ -128,7 +129,8 @@ class Grammars:
     ) -> None:
         """folder: folder of the tokenizer's files; None if there is none. num_threads: threads that
         compile. num_workers: threads that compute masks; None: as many as the cores allow. Call
-        `load` before the first request."""
+        `load` before the first request.
+        """
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -158,7 +160,8 @@ class Grammars:
 
     def load(self) -> None:
         """Reads the tokenizer. What is wrong with it is told to each request that needs it, and to
-        no other."""
+        no other.
+        """
         from llguidance import LLExecutor, LLTokenizer
 
         if self._folder is None:
@@ -203,7 +206,8 @@ class Grammars:
 
     def start(self, request: Request, grammar: Grammar) -> str | None:
         """Gives the request its matcher, or has it made: then `take_compiled` will return it. What
-        it returns is why there can be none."""
+        it returns is why there can be none.
+        """
         if self._tokenizer is None:
             return self._problem
         if (known := self._accounts.get(grammar.text)) is not None and (
@@ -261,7 +265,8 @@ class Grammars:
 
     def _use(self, text: str, request: Request) -> bool:
         """Gives the request its matcher, unless the grammar must be compiled, or compiled once
-        more, for it."""
+        more, for it.
+        """
         known = self._cache.get(text)
         if known is None:
             return False
@@ -339,12 +344,14 @@ class Grammars:
         """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)]: a
         bit a token, the lowest first. None for a request whose mask was not computed in time; a
         later call returns it. At most `most_late` masks are late after `patience_s`, and any number
-        after `longest_s`."""
+        after `longest_s`.
+        """
         return self._masks.compute(requests, most_late, patience_s, longest_s)
 
     def charge(self, request: Request) -> str | None:
         """Charge the time of the request's last mask to its accounts. Return why it may have no
-        more masks; None if it may."""
+        more masks; None if it may.
+        """
         for account in (request.mask_account, request.grammar_account):
             if account is not None:
                 account.charge(request.mask_s)

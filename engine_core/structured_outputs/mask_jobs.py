@@ -57,7 +57,8 @@ class MaskJobs:
         """Return the mask of each request, valid until the next call; None for a request whose mask
         is late, which a later call returns. Until `patience_s` is over wait for all masks, then
         until at most `most_late` are late, and no longer than `longest_s`. Raise what the library
-        raises."""
+        raises.
+        """
         start = time.monotonic()
         self._free, self._taken = self._taken, []
         own = []
@@ -78,7 +79,8 @@ class MaskJobs:
 
     def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
         """Return a job for each grammar, or for several grammars where there are many. Jobs of
-        cheap masks come first."""
+        cheap masks come first.
+        """
         grammars: dict[str, list[Request]] = {}
         for request in requests:
             grammars.setdefault(request.grammar_text, []).append(request)
@@ -112,7 +114,8 @@ class MaskJobs:
         self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float
     ) -> None:
         """Wait until all masks are there; after `until`, until all but `most_late` are; but not
-        beyond `at_most_until`."""
+        beyond `at_most_until`.
+        """
         jobs = [request.mask_job for request in requests]
         with self._ended:
             self._awaited = {job for job in jobs if job is not None and not job.is_done}

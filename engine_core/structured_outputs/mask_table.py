@@ -17,7 +17,8 @@ from sidestep.ipc.transport.step import Int32, StepMasks
 
 class MaskTable:
     """What is in the workers' tables, which are all alike. When it is full it is begun anew: what
-    is still in use is sent once more."""
+    is still in use is sent once more.
+    """
 
     def __init__(self, num_places: int) -> None:
         """num_places: at least the rows of a step."""
@@ -33,7 +34,8 @@ class MaskTable:
         self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
     ) -> StepMasks:
         """What the workers must know of a step's masks, [words] each, those of requests in these
-        rows."""
+        rows.
+        """
         if (
             len(self._masks) + len(requests) > self._num_places
         ):  # nothing that this step needs may be overwritten
@@ -52,7 +54,8 @@ class MaskTable:
 
     def _place(self, mask: bytes, guess: int) -> int:
         """Where a mask is, if need be from now on. guess: where it may be; to compare is faster
-        than to look it up."""
+        than to look it up.
+        """
         if guess < len(self._masks) and self._masks[guess] == mask:
             return guess
         place = self._places.get(mask)

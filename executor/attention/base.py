@@ -1,5 +1,6 @@
 """What a model needs of an attention backend. A new backend is a file here and a line in
-ipc.registry."""
+ipc.registry.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class AttentionSetup:
 @dataclass(frozen=True, kw_only=True)
 class DeviceRows:
     """A step's rows on the device, R of them with padding. The bounds are what a captured graph
-    holds for good."""
+    holds for good.
+    """
 
     header: Tensor
     """int32; the number of rows, and how many of them decode. These come first."""
@@ -109,11 +111,13 @@ class AttentionBackend(abc.ABC):
     @abc.abstractmethod
     def __init__(self, setup: AttentionSetup) -> None:
         """Allocates the cache. Raises torch.OutOfMemoryError or RuntimeError when there is no
-        room."""
+        room.
+        """
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
         """Copies blocks in all layers, in one launch: before a step, and after what is queued
-        already."""
+        already.
+        """
         # In whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
         columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
         columns[:, : len(sources)] = sources, targets

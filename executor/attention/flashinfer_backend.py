@@ -215,7 +215,8 @@ class Wrappers:
 
 def load_wrappers(setup: AttentionSetup) -> Wrappers:
     """Wrappers whose kernels are loaded. Raises EngineStartError if FlashInfer cannot be imported
-    or cannot compile."""
+    or cannot compile.
+    """
     try:
         import flashinfer
 
@@ -236,7 +237,8 @@ def load_wrappers(setup: AttentionSetup) -> Wrappers:
 def workspace_size(setup: AttentionSetup) -> int:
     """Bytes for partial results where a row's keys are split. FlashInfer splits until two programs
     run on each multiprocessor, each of them with a tile of queries of one key head, and keeps a
-    float32 [D] and a sum for each."""
+    float32 [D] and a sum for each.
+    """
     shape = setup.shape
     programs = 2 * torch.cuda.get_device_properties(setup.device).multi_processor_count
     tile = min(128, 16384 // shape.head_dim)
@@ -246,7 +248,8 @@ def workspace_size(setup: AttentionSetup) -> int:
 
 def pinned(column: Int32) -> Tensor:
     """From pinned memory a copy to the device waits for nothing; torch keeps it until the copy is
-    done."""
+    done.
+    """
     return torch.from_numpy(np.ascontiguousarray(column)).pin_memory()
 
 

@@ -75,7 +75,8 @@ class _DecodeGroup:
 
 class TorchAttention(AttentionBackend):
     """Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its
-    values."""
+    values.
+    """
 
     def __init__(self, setup: AttentionSetup) -> None:
         shape = self._shape = setup.shape
@@ -170,7 +171,8 @@ class TorchAttention(AttentionBackend):
     def _gather(self, layer: int) -> Tensor:
         """Return float32 [R, 2 KVH, room, D] with each row's tokens. Keep it for the next step if
         it is small enough: a kept copy has each head's tokens side by side, as attention reads
-        them."""
+        them.
+        """
         gathered = self._layers[layer].index_select(0, self._decode_blocks).float()
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
         if not self._keep_copy:
@@ -218,7 +220,8 @@ class TorchAttention(AttentionBackend):
 
     def _group(self, lengths: Int32) -> Iterator[_DecodeGroup]:
         """Yield groups of rows in the order of their lengths, [R], by the number of keys that they
-        are computed with."""
+        are computed with.
+        """
         padded = np.array([padded_length(length) for length in lengths.tolist()])
         cuts = [0, *(np.flatnonzero(np.diff(padded)) + 1).tolist(), len(lengths)]
         for first, last in pairwise(cuts):
@@ -267,6 +270,7 @@ class TorchAttention(AttentionBackend):
 
 def _filled_up(tables: Int32, width: int) -> Int64:
     """Return block tables [R, W] as [R, width]. Missing entries become block 0; its tokens are
-    masked, as are all tokens behind the row's own."""
+    masked, as are all tokens behind the row's own.
+    """
     cut = tables[:, :width].astype(np.int64)
     return np.pad(cut, ((0, 0), (0, width - cut.shape[1])))

@@ -1,6 +1,7 @@
 """Attention by our own Triton kernels: the default on a GPU. A step of few decodes is one kernel a
 layer, any other two or three, all of them with grids that depend on sizes alone, so that steps can
-be captured."""
+be captured.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Runs a model's steps on a CPU: what the host lays out, it computes. `execute` returns when the
-step is done, or this stage's part of it."""
+step is done, or this stage's part of it.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ _PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 
 def has_driver() -> bool:
     """Whether this machine has, as far as can be seen without asking it, an NVIDIA driver: at no
-    cost."""
+    cost.
+    """
     return os.path.exists("/dev/nvidiactl")
 
 
@@ -49,7 +50,8 @@ def find_gpu(index: int) -> Gpu | None:
 
 def begin_context(index: int) -> None:
     """Makes the GPU's primary context, which torch then finds and uses. Without a GPU nothing
-    happens: whoever needs it will say so."""
+    happens: whoever needs it will say so.
+    """
     cuda = _open()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if cuda is not None and cuda.cuDeviceGet(ctypes.byref(device), index) == 0:

@@ -41,7 +41,8 @@ class StepSizes:
 
     def takes(self, rows: int, tokens: int) -> bool:
         """Whether a step fits in, and does not drown in padding: an eighth of it, or what the
-        finest ladder has."""
+        finest ladder has.
+        """
         return self.rows >= rows and 0 <= self.tokens - tokens <= max(_FINE, tokens // 8)
 
 
@@ -56,7 +57,8 @@ class StepGraph:
 
 def decode_ladder(max_rows: int) -> list[int]:
     """Batch sizes of decode graphs, the largest last: dense where padding would cost, sparse
-    above."""
+    above.
+    """
     sizes = [1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, max_rows, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
@@ -64,7 +66,8 @@ def decode_ladder(max_rows: int) -> list[int]:
 def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSizes]:
     """Sizes of graphs for steps with prompts, the largest last. max_rows, max_tokens: of any step;
     worthwhile: tokens up to which a graph pays. Where it does for the largest step, that has one
-    too: while prompts wait, most steps are as large as they may be."""
+    too: while prompts wait, most steps are as large as they may be.
+    """
     most = min(max_tokens, worthwhile, _MOST_GRAPHED)
     tokens = [n for n in (*range(128, 1024, 128), *range(1024, most + 1, _FINE)) if n <= most]
     if max_tokens <= worthwhile and max_tokens not in tokens:
@@ -75,7 +78,8 @@ def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSi
 
 def worthwhile_tokens(spec: ModelSpec) -> int:
     """Up to how many tokens a step with prompts has a graph: as many as the device computes in
-    twice the time that the host takes to launch their kernels one by one."""
+    twice the time that the host takes to launch their kernels one by one.
+    """
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
     layer = (
         2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
@@ -102,7 +106,8 @@ class CudaGraphs:
 
     def capture(self, sizes: StepSizes) -> None:
         """Adds a graph. All kernels it launches must have run before, so that nothing is compiled
-        in between."""
+        in between.
+        """
         layout = StepLayout(sizes.rows, sizes.tokens)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()

@@ -33,7 +33,8 @@ class DeviceClock:
     def times(self, started: TimedEvent, done: TimedEvent, seen_ns: int) -> tuple[int, int]:
         """Start and end of the next step in host nanoseconds; `seen_ns` is when the host saw its
         end. Both events, and the last step's second one, must have happened and not been recorded
-        again."""
+        again.
+        """
         busy = started.elapsed_time(done) * 1e6
         if self._last is None:
             self._offset_ns = seen_ns

@@ -42,7 +42,8 @@ class Forks(Executor):
 
     def finish(self) -> list[str]:
         """When all is done: a file of each kernel in Triton's cache. Raises RuntimeError if one
-        failed."""
+        failed.
+        """
         while self._running:
             self._wait_for_one()
         lines = os.pread(self._results, os.fstat(self._results).st_size, 0).decode().splitlines()

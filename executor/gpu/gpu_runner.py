@@ -242,7 +242,8 @@ class GpuRunner(Runner):
 
     def _size_cache(self, backend: type[AttentionBackend]) -> int:
         """Runs the largest step on a cache of one block, and gives the cache what that leaves. All
-        stages of a pipeline do so together: they send each other what any step does."""
+        stages of a pipeline do so together: they send each other what any step does.
+        """
         shape = attention_shape(self._args.spec, self._parallel, self._stage)
         self._attention = self._make_attention(backend, 1)
         if backend.graph_safe:
@@ -299,7 +300,8 @@ class GpuRunner(Runner):
     ) -> None:
         """Launches, within kernels.compiling.compiling_only, what `load` compiles, on any machine:
         with tensors on a device where they stand for those on a GPU (see compile_for there), and a
-        cache of any size. Raises EngineStartError where `load` would."""
+        cache of any size. Raises EngineStartError where `load` would.
+        """
         runner = cls.__new__(cls)
         runner._prepare(args, torch.device(device))
         runner._parallel = parallel
@@ -436,7 +438,8 @@ class GpuRunner(Runner):
         self, step: StepInput, batch: HostBatch
     ) -> tuple[Apart | None, PromptTokens | None]:
         """Rows that are sampled apart, and tokens of prompts that are asked about; both are the
-        last stage's."""
+        last stage's.
+        """
         if not self._stage.is_last:
             return None, None
         self._special.enter(step)
@@ -447,7 +450,8 @@ class GpuRunner(Runner):
     ) -> None:
         """Samples plain rows that had to wait for their masks, by what the step's message still
         says of them: one small copy and three kernels. A mark says both which mask a row has and
-        that it samples."""
+        that it samples.
+        """
         count, message = len(batch.slots), self._message
         marks, on_device = self._host_marks[position], self._marks[:count]
         marks[:count] = 0
@@ -500,7 +504,8 @@ class GpuRunner(Runner):
     def _eager_sizes(self, rows: int, tokens: int, decodes: int) -> StepSizes:
         """Padded to few different sizes: for a new one the library of products may choose a kernel
         it has not loaded yet, which stops the device, and the allocator may have to look for
-        memory. A backend that works from the host's view knows no padding."""
+        memory. A backend that works from the host's view knows no padding.
+        """
         if not self._attention.graph_safe:
             return StepSizes(rows, tokens, decodes, rows - decodes)
         padded = next(size for size in self._decode_sizes() if size >= rows)
@@ -521,7 +526,8 @@ class GpuRunner(Runner):
     ) -> list[Logprobs]:
         """Launches every kernel of a step whose message is on the device. prompts: tokens that are
         asked about; returns what is to be told of them. empty: makes what the first kernel
-        writes."""
+        writes.
+        """
         message, tables, device = self._message, self._tables, self._device
 
         def column(name: str, extra: int = 0) -> Tensor:

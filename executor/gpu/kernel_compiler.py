@@ -49,7 +49,8 @@ class CompilerArgs:
 
 def main(raw: bytes) -> None:
     """Entry point of the process. Its failure is no fault of the engine, which goes on without
-    it."""
+    it.
+    """
     args = decode_args(raw, CompilerArgs)
     try:
         gpu = find_gpu(args.worker.gpu_index)
@@ -74,7 +75,8 @@ def compile_ahead(args: WorkerArgs, gpu: Gpu, num_processes: int) -> None:
 
 class Note:
     """Says that all kernels of an engine are in Triton's cache: a file there, with a name for what
-    they depend on."""
+    they depend on.
+    """
 
     def __init__(self, args: WorkerArgs, gpu: Gpu) -> None:
         self._path = cache_folder() / f"sidestep-{_digest(args, gpu)}.json"
@@ -103,7 +105,8 @@ class Note:
 
 def cache_folder() -> Path:
     """Where Triton keeps what it has compiled. Its own knobs would say so, after an import of a
-    fifth of a second."""
+    fifth of a second.
+    """
     said = triton_environment()
     home = said.get("TRITON_HOME") or os.path.expanduser("~")
     return Path(said.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
@@ -111,7 +114,8 @@ def cache_folder() -> Path:
 
 def _digest(args: WorkerArgs, gpu: Gpu) -> str:
     """Of what kernels may depend on, or more than that: too little would only have the worker
-    compile."""
+    compile.
+    """
     same = replace(
         args,
         rank=0,
@@ -144,7 +148,8 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
 
 def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     """Compiles in so many processes what workers with these arguments launch; no torch before this.
-    Returns a file of each kernel. Raises RuntimeError if one could not be compiled."""
+    Returns a file of each kernel. Raises RuntimeError if one could not be compiled.
+    """
     thread = threading.Thread(target=_know_triton)
     thread.start()
     _do_without_dynamo()
@@ -165,7 +170,8 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
 def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
     """In what they launch. Of a pipeline the last stage, which also samples, the first and one
     between them; of a stage rank 0, which adds what must be added once, and one of the others. What
-    takes longest comes first."""
+    takes longest comes first.
+    """
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     return [
         stage * size + rank
@@ -176,7 +182,8 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
 
 def _do_without_dynamo() -> None:
     """torch's meta functions that are written in Python ask its compiler not to look at them, and
-    the import of that takes seconds. Nothing else here needs it."""
+    the import of that takes seconds. Nothing else here needs it.
+    """
     stand_in: Any = ModuleType("torch._dynamo")
     stand_in.disable = lambda function, *_, **__: function
     sys.modules["torch._dynamo"] = stand_in

@@ -48,7 +48,8 @@ class StepPacker:
         apart: Apart | None = None,
     ) -> int:
         """Writes the step to buffer number `position`, which is also where its output goes; returns
-        the words used."""
+        the words used.
+        """
         words, state, rows = self._words[position], batch.state, len(batch.slots)
         samples = on_own_logits = batch.samples
         if apart is not None:
@@ -107,7 +108,8 @@ def masked_logits(
     state: HostTables, slots: Int32, seq_lens: Int32, samples: npt.NDArray[np.bool_] | bool = True
 ) -> tuple[Int32, Int32]:
     """Rows and tokens of logits that must not be sampled: stop tokens of rows with too few outputs
-    yet."""
+    yet.
+    """
     nothing = np.empty(0, np.int32)
     minimum = state.min_tokens[slots]
     if not minimum.any():

@@ -38,7 +38,8 @@ Layout = Callable[[Tensor], Product | None]
 
 class CpuProduct:
     """x W^T for a weight [N, K], laid out so that each row of the result depends on that row of x
-    alone."""
+    alone.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.kind, self._product, self._most_rows = _lay_out(weight)
@@ -63,7 +64,8 @@ def transposed(weight: Tensor) -> Product:
 
 def transposed_in_fours(weight: Tensor) -> Product:
     """Transpose the weight, and multiply at least four rows. Without its strict mode MKL has other
-    kernels for fewer rows."""
+    kernels for fewer rows.
+    """
     multiply = transposed(weight)
 
     def multiply_padded(x: Tensor) -> Tensor:
@@ -77,7 +79,8 @@ def transposed_in_fours(weight: Tensor) -> Product:
 
 def packed(weight: Tensor) -> Product | None:
     """Pack the weight as oneDNN wants it, by operators that are private to torch. Return None where
-    they are missing, or give another result than the plain product."""
+    they are missing, or give another result than the plain product.
+    """
     operators = _packing()
     if operators is None:
         return None
@@ -107,7 +110,8 @@ def packed(weight: Tensor) -> Product | None:
 
 def widened(weight: Tensor) -> Product:
     """Keep the weight in float32, for types that the CPU would have to emulate. Results are rounded
-    to the weight's type."""
+    to the weight's type.
+    """
     dtype, product = weight.dtype, CpuProduct(weight.float())
     return lambda x: product(x.float()).to(dtype)
 
@@ -162,7 +166,8 @@ def _candidates(weight: Tensor) -> Iterator[str]:
 
 def _rows_that_agree(product: Product, weight: Tensor) -> int:
     """Return the largest number of rows that was tried; 0 if a row's bits depend on the number of
-    rows."""
+    rows.
+    """
     num_outputs, num_inputs = weight.shape
     budget = _TRIAL_PRODUCTS // max(1, num_outputs * num_inputs)
     sizes = [

@@ -41,14 +41,16 @@ class Linear:
 
     def gated(self, x: Tensor | Stream) -> Tensor:
         """silu(gate) * up of the result's halves, for a matrix whose first half of rows is the
-        gate's."""
+        gate's.
+        """
         if self._weight is not None:
             return gated_linear(x, self._weight, self._bias)
         return silu_mul(self(x))
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
         """Adds x W^T + b to residual, in place. norm: the one that the sum goes through next; what
-        of it was done on the way is returned."""
+        of it was done on the way is returned.
+        """
         if self._weight is not None:
             return add_linear(residual, x, self._weight, self._bias, norm)
         residual += self(x)
@@ -63,7 +65,8 @@ def column_parallel(
     bias: bool = False,
 ) -> Linear:
     """One product for several matrices, stacked; each part is (name, rows of the whole matrix, this
-    rank's rows)."""
+    rank's rows).
+    """
     weight = torch.cat(
         [
             weights.get(f"{name}.weight", (total, num_inputs), rows=rows)
@@ -80,7 +83,8 @@ def column_parallel(
 
 class RowParallelLinear:
     """x W^T + b with the inputs spread over ranks, each of which adds its part to the residual
-    stream."""
+    stream.
+    """
 
     def __init__(
         self,
@@ -103,7 +107,8 @@ class RowParallelLinear:
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
         """residual + x W^T + b, on its way through `norm`. x [T, in / size]; residual [T, out], the
-        same on all ranks, may be written over."""
+        same on all ranks, may be written over.
+        """
         if self._parallel.size == 1:
             return Stream(residual, norm, self._linear.add_to(residual, x, norm))
         part = self._parallel.part(self._place, len(residual))

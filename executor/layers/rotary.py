@@ -34,7 +34,8 @@ def _llama3(inverse: Tensor, scaling: dict[str, float]) -> Tensor:
 
 def _yarn(inverse: Tensor, rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): dimensions that turn often within the original length keep their
-    speed."""
+    speed.
+    """
     scaling = rope.scaling
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
 

@@ -16,7 +16,8 @@ def vocab_shard(
     weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel
 ) -> Tensor:
     """This rank's rows of a [V, D] matrix; the last rank's are filled up with zeros where V does
-    not divide evenly."""
+    not divide evenly.
+    """
     part = -(-vocab_size // parallel.size)
     first = min(parallel.rank * part, vocab_size)
     rows = range(first, min(first + part, vocab_size))
@@ -48,7 +49,8 @@ class VocabParallelEmbedding:
 
 class VocabParallelHead:
     """A stream [R, D], normed, to logits [R, V], whole on every rank: so all ranks sample the same
-    token."""
+    token.
+    """
 
     def __init__(self, shard: Tensor, vocab_size: int, parallel: Parallel) -> None:
         self._linear = Linear(shard)
@@ -57,7 +59,8 @@ class VocabParallelHead:
 
     def new_logits(self, rows: int, like: Tensor) -> Tensor:
         """Memory for the logits of this many rows, in the type and on the device of `like`; what
-        `out` may be."""
+        `out` may be.
+        """
         return like.new_zeros(rows, self._linear.num_rows * self._parallel.size)
 
     def __call__(self, stream: Stream, out: Tensor | None = None) -> Tensor:

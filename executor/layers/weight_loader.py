@@ -44,7 +44,8 @@ class Weights(abc.ABC):
 
 class SafetensorsWeights(Weights):
     """A folder with model.safetensors, or with several files and model.safetensors.index.json. A
-    context manager."""
+    context manager.
+    """
 
     def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -97,13 +98,15 @@ class SafetensorsWeights(Weights):
 
     def alias(self, name: str, other: str) -> None:
         """Read the tensor `other` of the checkpoint where `name`, which the checkpoint lacks, is
-        asked for."""
+        asked for.
+        """
         self._handle_of[name] = self._handle_of[other]
         self._names[name] = other
 
     def are_equal(self, one: str, other: str) -> bool:
         """Return whether two tensors of the checkpoint hold the same values. Read them part by
-        part."""
+        part.
+        """
         parts = [self._handle_of[name].get_slice(name) for name in (one, other)]
         shapes = [tuple(part.get_shape()) for part in parts]
         if shapes[0] != shapes[1] or not shapes[0]:
@@ -128,7 +131,8 @@ class SafetensorsWeights(Weights):
 
 class DummyWeights(Weights):
     """Random weights; the same for any number of ranks, since each whole tensor is drawn from its
-    own seed."""
+    own seed.
+    """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -165,7 +169,8 @@ class NoWeights(Weights):
 
 def _files_of(folder: Path) -> list[Path]:
     """The files that the index names; without one, model.safetensors rather than what else lies
-    beside it."""
+    beside it.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = _names_in(index)

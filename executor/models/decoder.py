@@ -174,7 +174,8 @@ class Layer:
         self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None
     ) -> Stream:
         """rows: the tokens of which anything is needed but their keys and values (int [R]; None for
-        all)."""
+        all).
+        """
         return self._mlp(self._attention(stream, self._place, attention, rows))
 
 
@@ -223,7 +224,8 @@ class DecoderForCausalLM:
     def kinds_of_layers(self) -> Iterator[None]:
         """Within it the model has only so many layers as differ in the kernels that they need: of
         each width of window two (the first of all takes a stream whose norm nobody has begun), and
-        the last, which goes on with fewer tokens."""
+        the last, which goes on with fewer tokens.
+        """
         layers, windows = self._layers, self._windows
         found = {
             i
@@ -239,7 +241,8 @@ class DecoderForCausalLM:
     def warm_up(self, sizes: Iterable[int], *, with_head: bool = False) -> None:
         """Runs a layer's products, and the head's if it is asked for, for each of these numbers of
         tokens. The library chooses among many kernels by size, and loads one when it is first used,
-        for which it stops the device."""
+        for which it stops the device.
+        """
         norm = self._first_norm
         for num_tokens in sizes:
             self._layers[0].warm_up(
@@ -261,13 +264,15 @@ class DecoderForCausalLM:
         out: Tensor | None = None,
     ) -> Tensor:
         """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int
-        [T]. out: the first R rows of new_logits, where they shall be written; on a GPU only."""
+        [T]. out: the first R rows of new_logits, where they shall be written; on a GPU only.
+        """
         return self.logits(self.states(token_ids, attention, logits_rows), out)
 
     def states(self, inputs: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
         """The residual stream after the last layer of this rank, of the tokens at `rows` (int [R];
         None for all). inputs: token ids int [T]; what the stage before has sent, [T, D], where
-        there is one, which may be written over."""
+        there is one, which may be written over.
+        """
         norm = self._first_norm
         stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
         for layer in self._layers[:-1]:

@@ -25,7 +25,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def pick_device(args: WorkerArgs) -> torch.device:
     """The GPU of this rank, or the CPU. Raises EngineStartError where a GPU is asked for and there
-    is none."""
+    is none.
+    """
     wanted = args.parallel.device
     have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
     if wanted == "cpu" or (wanted == "auto" and have == 0):
@@ -43,7 +44,8 @@ def pick_device(args: WorkerArgs) -> torch.device:
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
     """Return the type that was asked for; by default the checkpoint's type on a GPU, and float32 on
-    a CPU."""
+    a CPU.
+    """
     if args.model.dtype != "auto":
         return getattr(torch, args.model.dtype)
     return torch.float32 if device.type == "cpu" else getattr(torch, args.spec.dtype)
@@ -51,7 +53,8 @@ def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
 
 def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:
     """The backend asked for, or the device's default. Raises EngineStartError if it cannot run
-    there."""
+    there.
+    """
     name = args.parallel.attention_backend
     if name == "auto":
         name = "torch" if device.type == "cpu" else "triton"
@@ -66,7 +69,8 @@ def load_model(
     args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device
 ) -> DecoderForCausalLM:
     """What this rank has of the model, with its weights. Raises EngineStartError naming what is
-    wrong with them."""
+    wrong with them.
+    """
     spec, stage = args.spec, args.stage
     build = model_class(spec.architecture)
     if device.type == "meta":

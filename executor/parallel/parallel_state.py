@@ -1,5 +1,6 @@
 """Which rank this is, and the collectives of tensor parallelism among the ranks of a stage
-(Megatron; Shoeybi et al. 2019)."""
+(Megatron; Shoeybi et al. 2019).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _SOME_ADDRESS = 1 << 46
 
 class Parallel:
     """One rank's view of those that share its layers. With one rank all collectives are the
-    identity."""
+    identity.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,8 @@ class Parallel:
         cuda: bool = False,
     ) -> None:
         """rank, size: in this stage of the pipeline; all ranks of all stages meet in the file
-        `rendezvous`."""
+        `rendezvous`.
+        """
         self.rank = rank
         self.size = size
         self._cuda = cuda
@@ -65,7 +68,8 @@ class Parallel:
 
     def part(self, place: Place, rows: int) -> Part | None:
         """Where to write what this rank adds to a sum of so many rows of the stream, for the other
-        ranks to read; None where the ranks sum with all_reduce."""
+        ranks to read; None where the ranks sum with all_reduce.
+        """
         return None if self._peers is None else self._peers.part(place, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -76,7 +80,8 @@ class Parallel:
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, N] of each rank side by side: [T, size * N], on every rank; in `out`, if that is
-        given and there are several ranks."""
+        given and there are several ranks.
+        """
         if self._dist is None:
             return x
         rows, width = x.shape
@@ -90,7 +95,8 @@ class Parallel:
         self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device
     ) -> None:
         """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none
-        can do so then."""
+        can do so then.
+        """
         if self._dist is None:
             return
         from sidestep.kernels.sums.all_reduce_triton import most_place_bytes
@@ -119,7 +125,8 @@ class Parallel:
 
     def share(self, total: int) -> range:
         """This rank's part of `total` things, all parts alike. `total` is a multiple of the
-        size."""
+        size.
+        """
         part = total // self.size
         return range(self.rank * part, (self.rank + 1) * part)
 
@@ -133,7 +140,8 @@ class Parallel:
 
 def _gather_function(dist: Any) -> Any:
     """Return torch's all_gather of one tensor, under the name that this version of torch prefers.
-    The older name makes newer versions write a warning to the screen."""
+    The older name makes newer versions write a warning to the screen.
+    """
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

@@ -46,7 +46,8 @@ class Place(enum.IntEnum):
 @dataclass(frozen=True)
 class Part:
     """What this rank adds to a sum. Whoever has it writes `mine`, then calls `sum` once, on all
-    ranks."""
+    ranks.
+    """
 
     mine: Tensor
     """[T, D]"""
@@ -57,7 +58,8 @@ class Part:
     def sum(self, norm: RmsNorm, residual: Tensor | None = None) -> Stream:
         """The sum of all ranks' parts, and of the residual stream [T, D], which is written over and
         must be the same on all ranks; on its way through `norm`, which is done. All ranks get the
-        same bits."""
+        same bits.
+        """
         from sidestep.kernels.sums.all_reduce_triton import sum_parts
 
         hidden = torch.empty_like(self.mine) if residual is None else residual
@@ -190,7 +192,8 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
 
 def _exchange(space: Tensor, rank: int, size: int, group: Any) -> tuple[int, ...]:
     """The address of each rank's space in this process. They stay mapped as long as `space`
-    lives."""
+    lives.
+    """
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -211,7 +214,8 @@ _handles: list[Any] = []
 
 def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
     """Compiles the kernels, and lets the ranks sum rows [.., width] that they know; whether all was
-    right, bool []."""
+    right, bool [].
+    """
     from sidestep.kernels.sums.all_reduce_triton import SumConfig, sum_parts
     from sidestep.kernels.sums.pushed_sum_triton import can_push
 

@@ -35,7 +35,8 @@ class Pipeline:
     def __init__(self, args: WorkerArgs, last_sampled: Tensor, most_in_flight: int) -> None:
         """last_sampled: the table of ids by slot, int [slots], which the last stage fills and the
         first one reads. most_in_flight: steps. Comes after Parallel, which brings all ranks
-        together."""
+        together.
+        """
         self._stage = args.stage
         self._last_sampled = last_sampled
         size, ranks = args.parallel.tensor_parallel_size, args.parallel.num_ranks
@@ -69,7 +70,8 @@ class Pipeline:
 
     def end_step(self, beat: int, slots: Tensor) -> None:
         """The step's ids are in the last stage's table, and will be in the first one's. slots:
-        int64 [R], its rows."""
+        int64 [R], its rows.
+        """
         if self._stage.count == 1:
             return
         if self._stage.is_first:

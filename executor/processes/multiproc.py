@@ -141,7 +141,8 @@ class MultiprocExecutor(Executor):
 
     def _spawn_compiler(self, compiling: int) -> None:
         """Beside the workers, where there may be a GPU. The end of the process closes this end of
-        the pipe."""
+        the pipe.
+        """
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
             args = CompilerArgs(
                 worker=self._worker_args(0, None, None), num_processes=available_cores()
@@ -214,7 +215,8 @@ class MultiprocExecutor(Executor):
 
     def _cause(self) -> str:
         """How it began: with a rank that ended without a word, else with the one that spoke first.
-        Empty if nobody knows, after some time."""
+        Empty if nobody knows, after some time.
+        """
         until = time.monotonic() + _PATIENCE_S
         while (
             not self._gone

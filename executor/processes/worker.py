@@ -74,7 +74,8 @@ class WorkerProcArgs:
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step on its way through the device, and when the host had its message and had launched
-    it."""
+    it.
+    """
 
     pending: PendingOutput
     received_ns: int
@@ -83,7 +84,8 @@ class Launched:
 
 class OutputDrain:
     """Sends outputs in order: from the main thread as long as it has time to look, else from a
-    thread that waits."""
+    thread that waits.
+    """
 
     def __init__(self, replies: RingWriter) -> None:
         self._replies = replies
@@ -200,7 +202,8 @@ def main(raw: bytes) -> None:
 
 def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
     """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage
-    before the last."""
+    before the last.
+    """
     drain = OutputDrain(replies)
     while True:
         wait_for_step(runner, steps, drain)
@@ -218,7 +221,8 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
 
 def receive_masks(runner: Runner, steps: RingReader, drain: OutputDrain) -> StepMasks:
     """The masks of the step that is being launched. They cannot come before the output of the step
-    before has left."""
+    before has left.
+    """
     while (message := steps.receive()) is None:
         wait_for_step(runner, steps, drain)
     assert message[0] == Order.MASKS
@@ -228,7 +232,8 @@ def receive_masks(runner: Runner, steps: RingReader, drain: OutputDrain) -> Step
 def wait_for_step(runner: Runner, steps: RingReader, drain: OutputDrain) -> None:
     """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in
     microseconds, where waking a thread that waits takes tens of them, several times on the way from
-    one step to the next."""
+    one step to the next.
+    """
     until = time.perf_counter() + SPIN_S
     while SPIN_S and not steps.has_message:
         if drain.send_ready():

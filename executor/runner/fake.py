@@ -44,7 +44,8 @@ def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
 
 def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[float, int]]:
     """The best tokens to follow a context, for a search: what stands for their logprobs, and the
-    tokens."""
+    tokens.
+    """
     rated = (
         (-(chain(context_hash, token) % 1_000_003) / 100_000, token) for token in range(vocab_size)
     )
@@ -90,7 +91,8 @@ class FakeDevice:
     """One stream for each stage of a pipeline: a step begins in a stage when it is launched, the
     stage has done the one before and the stage before has done this one; it takes `step_s` seconds
     in each. The first stage also waits for the tokens that the step may need, as said in
-    ipc.step."""
+    ipc.step.
+    """
 
     def __init__(self, step_s: float, num_stages: int = 1) -> None:
         self._step_s = step_s
@@ -101,7 +103,8 @@ class FakeDevice:
 
     def launch(self, beat: int) -> tuple[float, float]:
         """Start and end, in the last stage, of a step launched now, in seconds of
-        time.monotonic()."""
+        time.monotonic().
+        """
         start = end = time.monotonic()
         while self._ends and self._ends[0][0] <= beat - len(self._free_at):
             end = max(end, self._ends.popleft()[1])
@@ -211,7 +214,8 @@ class FakeRunner(Runner):
 
     def _logprobs(self, states: dict[int, int]) -> UInt8:
         """Of those that ask for the most probable tokens; states: slots that sample, and the hashes
-        of contexts."""
+        of contexts.
+        """
         rows = [
             (
                 row,

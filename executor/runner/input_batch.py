@@ -51,7 +51,8 @@ class HostBatch:
     @cached_property
     def entries(self) -> Int64:
         """[R] A number for each stay of a request in a slot, never used again: what is kept from
-        step to step goes by it, since a slot is taken by one request after another."""
+        step to step goes by it, since a slot is taken by one request after another.
+        """
         return self.state.entries[self.slots]
 
     @cached_property

@@ -20,7 +20,8 @@ def cpu_kv_blocks(
 ) -> int:
     """Return the number of blocks that was asked for, or enough blocks for one request of full
     length and for many short ones, within a share of the machine's memory. Raises EngineStartError
-    when not one block fits."""
+    when not one block fits.
+    """
     share = _physical_memory() // (4 * args.parallel.data_parallel_size)
     tokens = max(args.max_model_len, _CPU_TOKENS * limits.max_num_seqs)
     enough = -(-tokens // block_size) * block_size * bytes_per_token

@@ -24,7 +24,8 @@ def largest_step(
     limits: StepLimits, max_model_len: int, block_size: int, controls: Controls
 ) -> StepInput:
     """A step with as many rows and tokens as any may have, all of them of new requests with these
-    controls; it lies in block 0."""
+    controls; it lies in block 0.
+    """
     rows = limits.max_num_seqs
     counts = np.ones(rows, np.int32)
     left = limits.max_num_batched_tokens - rows

@@ -51,7 +51,8 @@ class WorkerArgs:
     @property
     def answers(self) -> bool:
         """Whether this rank sends the outputs: the first of those that sample, which all sample the
-        same tokens."""
+        same tokens.
+        """
         return self.stage.is_last and self.rank_in_stage == 0
 
 
@@ -84,7 +85,8 @@ class DoneOutput(PendingOutput):
 
 class Runner(abc.ABC):
     """One rank's model and its tables: a row for each slot, changed only by the differences in a
-    step."""
+    step.
+    """
 
     @abc.abstractmethod
     def __init__(self, args: WorkerArgs) -> None:
@@ -93,7 +95,8 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def load(self) -> WorkerReady:
         """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for
-        the user."""
+        the user.
+        """
 
     @abc.abstractmethod
     def execute(
@@ -101,8 +104,10 @@ class Runner(abc.ABC):
     ) -> PendingOutput:
         """Launches a step. Its columns may be used until this returns. receive_masks: waits for the
         masks of a step that awaits some; called when the model has been launched, since they depend
-        on the step before."""
+        on the step before.
+        """
 
     def settle(self) -> None:  # noqa: B027
         """No step has come for a while: ends what is under way between ranks and waits for the next
-        one."""
+        one.
+        """

@@ -12,7 +12,8 @@ from torch import Tensor
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor there; on a CPU it may share the array's memory. A copy from memory
-    that is not pinned would wait until the device has done all that was queued before."""
+    that is not pinned would wait until the device has done all that was queued before.
+    """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return (
         tensor.pin_memory().to(device, non_blocking=True)

@@ -63,7 +63,8 @@ class GrammarMasks(LogitsProcessor):
 
     def mask(self, logits: Tensor, marks: Tensor) -> None:
         """Minus infinity for what each row may not sample: logits [R, V] of any type, marks int32
-        [R] on the device, where 0 leaves a row as it is."""
+        [R] on the device, where 0 leaves a row as it is.
+        """
         mask_tokens(logits, marks, self._table)
 
     def apply(self, logits: Tensor, slots: Slots) -> None:

@@ -36,7 +36,8 @@ class ProcessorSetup:
 @dataclass(frozen=True, kw_only=True)
 class EnteringRequest:
     """A request with controls that takes a slot: a new one, or one that was preempted and comes
-    again."""
+    again.
+    """
 
     slot: int
     controls: Controls
@@ -75,7 +76,8 @@ class LogitsProcessor(abc.ABC):
     def enter(self, request: EnteringRequest) -> bool:
         """A request takes its slot. Returns whether its rows shall be given to `apply`. It leaves
         without a word: what was kept for its slot is overwritten when the next one is accepted
-        there, or dropped in `leave`."""
+        there, or dropped in `leave`.
+        """
 
     def leave(self, slot: int) -> None:  # noqa: B027
         """Another request is about to take the slot of one that was accepted."""
@@ -83,7 +85,8 @@ class LogitsProcessor(abc.ABC):
     @abc.abstractmethod
     def apply(self, logits: Tensor, slots: Slots) -> None:
         """Changes logits, float32 [n, V], in place: one row for each of `slots`, which were all
-        accepted. They come before temperature and filters."""
+        accepted. They come before temperature and filters.
+        """
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:  # noqa: B027
         """The tokens that were then sampled, int64 [n] on the device."""

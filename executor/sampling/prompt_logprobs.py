@@ -1,6 +1,7 @@
 """Log-probabilities of a prompt's own tokens. The logits of one token tell of the next, so in a
 step that computes a chunk of such a prompt the last layer goes on with all of the chunk's tokens,
-not only with those that sample."""
+not only with those that sample.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def find_prompt_tokens(batch: HostBatch, numbers: Int32) -> PromptTokens | None:
 
 def with_prompt_tokens(rows: Tensor, prompts: PromptTokens) -> Tensor:
     """Tokens that the last layer must go on with: `rows`, int [R] on the device, and then those of
-    prompts."""
+    prompts.
+    """
     return torch.cat((rows, to_device(prompts.tokens, rows.device).to(rows.dtype)))
 
 
@@ -70,7 +72,8 @@ def prompt_logprobs(
     model: DecoderForCausalLM, stream: Stream, first: int, prompts: PromptTokens
 ) -> list[Logprobs]:
     """stream: what the model's last layer gave; the prompts' tokens begin at row `first`. Logits
-    are made for a few tokens at a time: those of a whole prompt would take gigabytes."""
+    are made for a few tokens at a time: those of a whole prompt would take gigabytes.
+    """
     most, next_ids = int(prompts.numbers.max()), to_device(prompts.next_ids, stream.hidden.device)
     packed = []
     for begin in range(0, len(prompts.tokens), MOST_TOKENS):

@@ -13,14 +13,16 @@ from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, sample
 
 class Sampler:
     """Chooses one token for each row that samples. All ranks choose alike: there is no random
-    state."""
+    state.
+    """
 
     def __init__(self, state: HostTables) -> None:
         self._state = state
 
     def __call__(self, logits: Tensor, slots: Int32, seq_lens: Int32) -> Tensor:
         """int64 [R] from logits [R, V] of requests in these slots, [R], with so many tokens,
-        [R]."""
+        [R].
+        """
         state = self._state
         if state.min_tokens[slots].any():
             logits = self._mask_stops(logits, slots, seq_lens)

@@ -86,7 +86,8 @@ Sample = Callable[[Tensor, SpecialBatch], Tensor]
 
 def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device) -> SpecialRows:
     """With everything that changes logits, in its order. Raises EngineStartError for a class of the
-    user's that cannot be made."""
+    user's that cannot be made.
+    """
     setup = ProcessorSetup(
         device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots
     )
@@ -118,7 +119,8 @@ class SpecialRows:
         device: torch.device,
     ) -> None:
         """processors: in the order in which they change logits; masks: after them, given what rows
-        with a grammar may sample before any of these is sampled."""
+        with a grammar may sample before any of these is sampled.
+        """
         self._processors = [*processors, masks]
         self.masks = masks
         self._device = device
@@ -170,7 +172,8 @@ class SpecialRows:
 
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
         """Prompts' tokens in this step whose logits tell of the token after them, if that is asked
-        for."""
+        for.
+        """
         if not self._count:
             return None
         return find_prompt_tokens(batch, self._num_prompt_logprobs)
@@ -179,7 +182,8 @@ class SpecialRows:
         self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample
     ) -> list[Logprobs]:
         """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`; returns
-        what they ask to know."""
+        what they ask to know.
+        """
         logprobs = []
         for part in self._parts(batch, rows, places):
             wide = logits.index_select(0, part.places).float()
@@ -204,7 +208,8 @@ class SpecialRows:
         self, logits: Tensor, token_ids: Tensor, part: SpecialBatch
     ) -> Logprobs | None:
         """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows
-        are meant."""
+        are meant.
+        """
         for processor, index, slots in part.shares:
             processor.sampled(
                 token_ids if index is None else token_ids.index_select(0, index), slots

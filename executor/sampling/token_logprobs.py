@@ -1,5 +1,6 @@
 """Log-probabilities of tokens, as the model gave them: before penalties, masks, temperature and
-filters."""
+filters.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MOST_TOKENS = 64
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
     """Of n tokens, on their way to the host: that of the token itself, then those of the most
-    probable ones."""
+    probable ones.
+    """
 
     keys: Int64
     """[n] Whose they are; see LogprobColumns."""
@@ -35,7 +37,8 @@ class Logprobs:
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
     """What `Logprobs.packed` holds, on the device, from logits [n, V] and int64 [n]; `most`
-    probable ones of each. A token's rank is 1 if no other is more probable."""
+    probable ones of each. A token's rank is 1 if no other is more probable.
+    """
     values = logits.float().log_softmax(-1)
     own = values.gather(1, token_ids[:, None])
     rank = (values > own).sum(1, keepdim=True) + 1

@@ -1,5 +1,6 @@
 """Tokens that must not be sampled: those that a request does not allow, and the last ones of bad
-words."""
+words.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class AllowedTokens(LogitsProcessor):
 
 class BadWords(LogitsProcessor):
     """Keeps the last output tokens of each slot on the device, and compares them with what bad
-    words begin with."""
+    words begin with.
+    """
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)

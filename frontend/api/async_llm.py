@@ -57,7 +57,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     def __init__(self, config: EngineConfig, invitation: Invitation | None = None) -> None:
         """Starts an engine, or joins the one that sent an invitation. Raises EngineStartError, in
-        one line, if it cannot."""
+        one line, if it cannot.
+        """
         # Weak, so that an engine that is only forgotten can still be collected, and then shut down.
         self_ref = weakref.ref(self)
         self._config = config
@@ -95,7 +96,8 @@ class AsyncLLM(RefusesVllmMethods):
     @takes_vllm_arguments
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """An engine with these options. Raises ValidationError, which names the option, or
-        EngineStartError."""
+        EngineStartError.
+        """
         return cls(engine_args.create_engine_config())
 
     @classmethod
@@ -103,7 +105,8 @@ class AsyncLLM(RefusesVllmMethods):
         """A further frontend of an engine that runs already, most often in another process;
         `invitation` is what `invite` gave. Frontends take turns in the engine's queue. When one
         ends, its requests end, and no other's; when the one that started the engine ends, the
-        engine does. Raises ValidationError, EngineStartError."""
+        engine does. Raises ValidationError, EngineStartError.
+        """
         invited = Invitation.decode(invitation)
         return cls(invited.config, invited)
 
@@ -189,7 +192,8 @@ class AsyncLLM(RefusesVllmMethods):
         deadline_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to a conversation. ChatPrompt describes the template's arguments,
-        `generate` the other arguments and the errors."""
+        `generate` the other arguments and the errors.
+        """
         prompt = ChatPrompt(
             messages=messages,
             tools=tools,
@@ -220,7 +224,8 @@ class AsyncLLM(RefusesVllmMethods):
     ) -> BeamSearchOutput:
         """The `beam_width` best continuations of a prompt. Cancelling the task ends the search;
         after `deadline_s` seconds it gives what it has. Other arguments and errors as of
-        `generate`."""
+        `generate`.
+        """
         (state,) = await self.start(
             prompt,
             self._inputs.for_beam_search(params),
@@ -252,7 +257,8 @@ class AsyncLLM(RefusesVllmMethods):
     ) -> list[RequestState]:
         """Sends a request whose choices are read one by one, each by its own reader: `next_output`
         of what this returns. Whoever calls it must `leave` each of them in the end. Arguments and
-        errors as of `generate`."""
+        errors as of `generate`.
+        """
         self._replicas.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
@@ -306,7 +312,8 @@ class AsyncLLM(RefusesVllmMethods):
     @takes_vllm_arguments
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended
-        already."""
+        already.
+        """
         self._home.check()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self._outputs.abort(ids)
@@ -333,7 +340,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     def is_waiting(self, request_id: str) -> bool:
         """Return whether a request of this frontend has been sent and the engine has not scheduled
-        it yet."""
+        it yet.
+        """
         return self._outputs.is_waiting(request_id)
 
     @property
@@ -396,7 +404,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     async def wait_dead(self) -> EngineDeadError:
         """Returns when the engine has died, with what it died of; never after a shutdown. With
-        several replicas: when all have."""
+        several replicas: when all have.
+        """
         return await self._replicas.wait_dead()
 
     @takes_vllm_arguments
@@ -409,7 +418,8 @@ class AsyncLLM(RefusesVllmMethods):
         """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds
         by cause; see engine_core.scheduler and engine_core.flight_recorder. With several replicas,
         return their sums, and the mean of the KV cache's usage. Raises EngineStalledError if no
-        core answers."""
+        core answers.
+        """
         return sum_stats((await self.get_stats_by_replica()).values())
 
     async def get_stats_by_replica(self) -> dict[int, dict[str, float]]:
@@ -421,7 +431,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
         """The flight recorder of one replica: the last steps that have come back, from number
-        `since` on, oldest first. It holds some thousand; asking stops nothing."""
+        `since` on, oldest first. It holds some thousand; asking stops nothing.
+        """
         return unpack_steps(
             (
                 await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
@@ -431,7 +442,8 @@ class AsyncLLM(RefusesVllmMethods):
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """The last requests that have ended, oldest first, then all that have not, and what each of
         them waits for; replica by replica. With a limit at most so many of each that have ended,
-        that run and that wait, which bounds what asking costs."""
+        that run and that wait, which bounds what asking costs.
+        """
         answers = await self._replicas.ask_responsive(
             "request_records", limit=limit, timeout_s=_ANSWER_S
         )
@@ -447,7 +459,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     def shutdown(self) -> None:
         """End the engine and every request. May be called twice; also happens when the program
-        ends. Raises SidestepError in a forked child."""
+        ends. Raises SidestepError in a forked child.
+        """
         self._home.check()
         error = EngineDeadError("the engine has been shut down")
         self._outputs.fail_all(error)
@@ -525,7 +538,8 @@ class AsyncLLM(RefusesVllmMethods):
     @property
     def pids(self) -> dict[str, int]:
         """Process ids: this frontend's, the core's and each worker's. With several replicas the
-        names of those begin with 'replica_N_'."""
+        names of those begin with 'replica_N_'.
+        """
         pids = {"frontend": os.getpid()}
         for status in self.replicas:
             if status.ready is not None:
@@ -556,7 +570,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     def _check_queue(self, num: int, num_tokens: int) -> None:
         """Raises QueueFullError. A request that is larger than the limits by itself may wait alone,
-        or it could never run."""
+        or it could never run.
+        """
         most, most_tokens = self._limits.max_num_queued_reqs, self._limits.max_num_queued_tokens
         if most is not None and self.num_waiting and self.num_waiting + num > most:
             raise QueueFullError(

@@ -1,5 +1,6 @@
 """EngineArgs as applications import it: with flags for programs that have their own command
-line."""
+line.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ class EngineArgs(config.EngineArgs):
     @staticmethod
     def add_cli_args(parser: Parser) -> Parser:
         """Add a flag for each option to a parser, and return the parser. A flag that is not given
-        sets no attribute, so `LLM(**vars(parser.parse_args()))` has the defaults of LLM."""
+        sets no attribute, so `LLM(**vars(parser.parse_args()))` has the defaults of LLM.
+        """
         add_engine_flags(parser, positional_model=False)
         return parser
 
     @classmethod
     def from_cli_args(cls, parsed: argparse.Namespace) -> Self:
         """Return the options of a parser with these flags. The parser may have other flags too.
-        Raises ValidationError."""
+        Raises ValidationError.
+        """
         return cls(**engine_options(parsed))

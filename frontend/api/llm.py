@@ -49,7 +49,8 @@ class LLM(RefusesVllmMethods):
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         """`options` are the options of EngineArgs. Raises ValidationError, which names an unknown
-        or wrong option, or EngineStartError."""
+        or wrong option, or EngineStartError.
+        """
         self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
@@ -76,7 +77,8 @@ class LLM(RefusesVllmMethods):
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many. `sampling_params` and `priority` hold for all prompts, or
-        are lists with one for each."""
+        are lists with one for each.
+        """
         return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm, priority)
 
     @takes_vllm_arguments
@@ -167,7 +169,8 @@ class LLM(RefusesVllmMethods):
 
     def shutdown(self) -> None:
         """End the engine. May be called twice; also happens when the program ends. Raises
-        SidestepError in a forked child."""
+        SidestepError in a forked child.
+        """
         self._home.check()
         self._finalizer()
 
@@ -209,7 +212,8 @@ class LLM(RefusesVllmMethods):
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
         """Run the prompts. `params` and `priority` hold for all prompts, or are lists with one for
-        each."""
+        each.
+        """
         each = (
             [params] * len(prompts)
             if params is None or isinstance(params, SamplingParams | Mapping)
@@ -253,7 +257,8 @@ class LLM(RefusesVllmMethods):
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results, one for each prompt. The first failure ends the other requests and is
-    raised; with several prompts, the error names the index of the prompt."""
+    raised; with several prompts, the error names the index of the prompt.
+    """
     tasks = list[asyncio.Task[T]]()
     try:
         async with asyncio.TaskGroup() as group:
@@ -275,7 +280,8 @@ def _shut_down(
     home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
     """End the engine on its own thread, then the thread. In a forked child, which has no such
-    thread, do nothing."""
+    thread, do nothing.
+    """
     if not home.is_here:
         return
 

@@ -1,5 +1,6 @@
 """Make what a frontend needs before it serves: the tokenizer, the channels to the replicas and its
-seed."""
+seed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def open_channels(
     config: EngineConfig, invitation: Invitation | None
 ) -> dict[int, tuple[FrontendChannel, int]]:
     """Return a channel to each replica, with this frontend's number there. The frontend that starts
-    the engine has number 0."""
+    the engine has number 0.
+    """
     if invitation is None:
         return {
             replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)
@@ -40,7 +42,8 @@ def open_channels(
 def seed_of_frontend(config: EngineConfig, invitation: Invitation | None) -> str | None:
     """Return the text that the seeds of this frontend's requests are derived from; None without the
     option `seed`. Each frontend of an engine has another text, so that no two of them draw the same
-    seeds."""
+    seeds.
+    """
     seed = config.frontend.seed
     return (
         None

@@ -1,5 +1,6 @@
 """`sidestep bench`: the engine measured from where an application stands, with random prompts and
-fixed lengths."""
+fixed lengths.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def run_bench(parsed: argparse.Namespace) -> int:
 
 def start_for_load(parsed: argparse.Namespace) -> AsyncLLM:
     """The engine, if it can take the load that was asked for. Raises ValidationError, which names
-    the flag."""
+    the flag.
+    """
     for name in ("input_len", "output_len", "num_prompts", "batch_size", "num_iters"):
         if getattr(parsed, name, 1) < 1:
             raise ValidationError(name, "must be at least 1")

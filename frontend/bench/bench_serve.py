@@ -1,5 +1,6 @@
 """`sidestep bench serve`: a stream of requests, as users send them, and what they and the machine
-saw of it."""
+saw of it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def run_bench_serve(parsed: argparse.Namespace) -> int:
 
 def server_at(url: str, api_key: str | None) -> HttpServer:
     """The server at a URL. Raises ValidationError, and SidestepError without the server's
-    libraries."""
+    libraries.
+    """
     with needs_extra("server"):
         from sidestep.frontend.bench.http_stream import HttpServer
         from sidestep.frontend.bench.load_http import HttpTarget  # noqa: F401

@@ -89,7 +89,8 @@ class HttpServer:
 
 class _Answer(asyncio.Protocol):
     """What comes of an answer. It is taken where it is read: waking a task for each event would
-    cost as much again. The parser calls the methods that begin with on_."""
+    cost as much again. The parser calls the methods that begin with on_.
+    """
 
     def __init__(self, receive: Callable[[bytes], None]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

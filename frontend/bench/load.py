@@ -1,5 +1,6 @@
 """A load for `sidestep bench serve`: what is asked for, and when. The same seed gives the same
-load."""
+load.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def read_requests(path: str, count: int) -> list[tuple[str | list[int], int]]:
 
 def arrivals(rate: float, poisson: bool, seed: int) -> Iterator[float]:
     """Seconds at which requests come, `rate` a second: at random (exponential gaps) or one like the
-    other. All at once if the rate is infinite."""
+    other. All at once if the rate is infinite.
+    """
     rng, now = random.Random(seed), 0.0
     while True:
         yield now

@@ -83,7 +83,8 @@ class HttpTarget:
 
     async def figures(self) -> dict[str, float]:
         """This process's CPU time; and the server's and its device's, where it is one of ours and
-        says so."""
+        says so.
+        """
         return {**await self._server_figures(), "cpu_s_client": time.process_time()}
 
     async def _server_figures(self) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What a load showed: latencies as their receivers saw them, throughput, goodput, and what host and
-device did."""
+device did.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Sample:
 
 def meets(sample: Sample, goals: dict[str, float]) -> bool:
     """Whether a request kept to goals in milliseconds: ttft, tpot, e2e, and itl, which counts for
-    its slowest."""
+    its slowest.
+    """
     if sample.error is not None:
         return False
     slowest = {

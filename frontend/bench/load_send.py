@@ -22,11 +22,13 @@ class Target(Protocol):
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
         """One request to its end, noted in `sample`. Raises RequestError, ValidationError or
-        QueueFullError for one that cannot be served; any other exception ends the load."""
+        QueueFullError for one that cannot be served; any other exception ends the load.
+        """
 
     async def figures(self) -> dict[str, float]:
         """What host and device have spent so far, of what can be known: device_busy_s,
-        device_idle_s and its causes, and cpu_s_NAME for processes."""
+        device_idle_s and its causes, and cpu_s_NAME for processes.
+        """
 
 
 class EngineTarget:
@@ -69,7 +71,8 @@ async def send_all(
     on_end: Callable[[], object] = lambda: None,
 ) -> list[Sample]:
     """Send each request at its time, or as soon after as `max_concurrency` allows. Call `on_end` at
-    the end of each."""
+    the end of each.
+    """
     room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
     running: list[asyncio.Task[Sample]] = []
     for request in load:

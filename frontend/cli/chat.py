@@ -55,7 +55,8 @@ def _check_template(arguments: EngineArgs) -> None:
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
     """Ignore Ctrl-C during the moment that leaving takes. A second Ctrl-C could only break it
-    off."""
+    off.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -41,11 +41,13 @@ def open_messages() -> Messages:
 
 class Terminal:
     """A person at a terminal. Enter sends the message; Alt-Enter, and Enter after a backslash,
-    begin a new line."""
+    begin a new line.
+    """
 
     def __init__(self, state_folder: Path | None) -> None:
         """state_folder: folder of the file with the history of messages; None keeps the history for
-        this process only."""
+        this process only.
+        """
         from prompt_toolkit import PromptSession
         from prompt_toolkit.output import ColorDepth
         from prompt_toolkit.styles import Style
@@ -98,7 +100,8 @@ def _key_bindings() -> KeyBindings:
 
 def _open_history(folder: Path | None) -> History:
     """Return the history in a file that only its owner can read, or in memory where such a file is
-    not possible."""
+    not possible.
+    """
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if folder is None:
@@ -118,7 +121,8 @@ def _open_history(folder: Path | None) -> History:
 
 class Lines:
     """Lines of a pipe or file, read by the event loop. `input` would need a thread that Ctrl-C
-    cannot end, or the main thread, where a Ctrl-C that comes just before the wait is lost."""
+    cannot end, or the main thread, where a Ctrl-C that comes just before the wait is lost.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -101,7 +101,8 @@ def stream_answer(
     ask: Callable[[], AsyncGenerator[str, None]], runner: asyncio.Runner, status: StatusLine
 ) -> str:
     """Print an answer as it comes, and return it. Ctrl-C stops the answer; the part that has come
-    is kept."""
+    is kept.
+    """
     answer = ""
 
     async def stream() -> None:

@@ -10,7 +10,8 @@ from sidestep.ipc.common.logs import tell
 
 class Printer:
     """Prints several streams one after the other: the first as it comes, the others when it is
-    their turn."""
+    their turn.
+    """
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self._prompts = prompts

@@ -1,5 +1,6 @@
 """`sidestep chat` and `sidestep generate` with --url: the same commands, with a model that runs
-elsewhere."""
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def base_url(url: str) -> str:
 
 class QueuePlace(msgspec.Struct):
     """The data of an event 'queue' of a Sidestep server; see
-    frontend/server/service/queue_events.py."""
+    frontend/server/service/queue_events.py.
+    """
 
     before: int
     or_more: bool = False
@@ -88,7 +89,8 @@ class RemoteModel:
         self, url: str, key: str | None, model: str | None, sampling: Mapping[str, Any]
     ) -> None:
         """model: its name there; the server's first one if not given. sampling: fields of every
-        request."""
+        request.
+        """
         self._url = base_url(url)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         try:

@@ -21,7 +21,8 @@ from sidestep.ipc.config import EngineArgs
 
 def run_run_batch(parsed: argparse.Namespace) -> int:
     """The command. The exit status is 0 when every line of the input has a good answer in the
-    output."""
+    output.
+    """
     args, arguments = ServerArgs(**option_values(parsed, ServerArgs)), engine_args(parsed)
     _check(parsed, arguments)
     # The input first: a wrong name must not leave an empty output behind.

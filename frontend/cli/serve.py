@@ -81,7 +81,8 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
 def ends_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the program as Ctrl-C does inside this block, also while the engine starts,
     so that no process or file is left behind. The server has handlers of its own while it
-    serves."""
+    serves.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -110,7 +111,8 @@ def with_queue_limit(arguments: EngineArgs) -> EngineArgs:
 
 def share_queue(arguments: EngineArgs, count: int) -> EngineArgs:
     """The same with the queue's limits divided among `count` API processes, each of which counts
-    its own requests."""
+    its own requests.
+    """
 
     def share(limit: int | None) -> int | None:
         return None if limit is None else -(-limit // count)
@@ -133,7 +135,8 @@ def make_tracing(endpoint: str | None, version: str) -> Tracing | None:
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Around the import of what needs an extra's libraries: one line says how to get those that are
-    missing."""
+    missing.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

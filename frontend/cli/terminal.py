@@ -13,7 +13,8 @@ _CODES = {"bad": "31", "quiet": "2"}
 
 def painted(text: str, kind: str, file: TextIO) -> str:
     """Return the text in the colour of its kind ('bad', 'quiet') if the file is a terminal that may
-    have colours."""
+    have colours.
+    """
     if not file.isatty() or not colours_of_environment():
         return text
     return f"\x1b[{_CODES[kind]}m{text}\x1b[0m"
@@ -26,7 +27,8 @@ def tell(text: str, kind: str = "quiet") -> None:
 
 class StatusLine:
     """A line on standard error that can be removed again; nothing where standard error is no
-    terminal."""
+    terminal.
+    """
 
     def __init__(self) -> None:
         self._is_shown = False

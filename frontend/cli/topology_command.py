@@ -1,5 +1,6 @@
 """`sidestep topology`: what the machine has, and which parallel sizes fit a model, before anything
-is started."""
+is started.
+"""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ class ChatTemplate:
 
 def _check_message(message: object) -> Message:
     """A message as templates expect it. One without a role would be rendered as if it had an empty
-    one."""
+    one.
+    """
     if not isinstance(message, Mapping):
         raise ValidationError(
             "messages", f"holds {type(message).__name__}, not a dict with role and content"

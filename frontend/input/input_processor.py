@@ -1,5 +1,6 @@
 """From a call's arguments to a request that is known to be right. What is wrong raises here, with
-the field's name, and nothing has been sent."""
+the field's name, and nothing has been sent.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class InputProcessor:
     ) -> None:
         """processors: names of the engine's logits processors. defaults: sampling parameters that
         the model's makers set. seed: text from which the seeds of requests without a seed are
-        derived; None draws each seed at random."""
+        derived; None draws each seed at random.
+        """
         self.default_sampling = SamplingParams(**(defaults or {}))
         """Sampling parameters of a request that brings none."""
         self._tokenizer = tokenizer
@@ -99,7 +101,8 @@ class InputProcessor:
         deadline_s: float | None = None,
     ) -> ProcessedRequest:
         """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes
-        on."""
+        on.
+        """
         arrival = time.monotonic()
         sampling = (
             self.default_sampling
@@ -237,7 +240,8 @@ class InputProcessor:
 
     def _complete(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
         """Fills in what was left open, and brings what has no effect beyond a limit within it: the
-        engine's columns hold 32-bit numbers."""
+        engine's columns hold 32-bit numbers.
+        """
         room = self._max_model_len - num_prompt
         if sampling.min_tokens > room:
             raise ValidationError(
@@ -281,7 +285,8 @@ def as_sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingPar
 
 def _is_long_chat(prompt: object) -> bool:
     """Return whether rendering a conversation takes long enough to delay the other streams of the
-    event loop."""
+    event loop.
+    """
     messages = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
     if (
         not isinstance(messages, Sequence)

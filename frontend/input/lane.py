@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 class Lane:
     """Run one job at a time, in a thread. The smallest waiting job is next, so a large one delays
-    few. A lane belongs to one event loop."""
+    few. A lane belongs to one event loop.
+    """
 
     def __init__(self) -> None:
         self._is_busy = False
@@ -27,7 +28,8 @@ class Lane:
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return the function's result. A job that has begun runs to its end, even if its caller no
-        longer waits."""
+        longer waits.
+        """
         await self._enter(size)
         job = asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
         job.add_done_callback(self._leave)
@@ -62,7 +64,8 @@ class Lane:
 
 def give_memory_back() -> None:
     """Return freed memory to the system where the C library would keep it. Releases the interpreter
-    lock."""
+    lock.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

@@ -1,5 +1,6 @@
 """The tokenizer of an engine with skip_tokenizer_init: it knows the number of tokens, and no
-texts."""
+texts.
+"""
 
 from __future__ import annotations
 

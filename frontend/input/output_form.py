@@ -1,6 +1,7 @@
 """From the form that a request asks for to a grammar, which is compiled once here to see that it is
 right: without the model's tokens, in threads of its own, so that neither the event loop nor the
-tokeniser's threads wait for it."""
+tokeniser's threads wait for it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The forms of a prompt: text, token ids, chat messages, or a dict with one of these and its
-options."""
+options.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ _CHAT_KEYS = ChatPrompt.__annotations__.keys() - {"messages", "cache_salt"}
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
     """A prompt as it is sent: its text, its token ids, or both. If both are there, the ids are
-    computed."""
+    computed.
+    """
 
     text: str | None = None
     ids: list[int] | None = None

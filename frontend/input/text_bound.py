@@ -70,7 +70,8 @@ class TextBound:
     def counted_least_tokens(self, text: str) -> int:
         """Return a lower bound from the text's bytes: each byte counts as its share of the longest
         token that contains it. Takes some 30 ns a byte, and lets other threads run. Raises
-        UnicodeEncodeError for lone surrogates."""
+        UnicodeEncodeError for lone surrogates.
+        """
         if self.characters is None or not self._is_plain or self._may_absorb(text):
             return 0
         data, counts = text.encode(), Counter[int]()
@@ -99,7 +100,8 @@ class TextBound:
     @cached_property
     def _longest(self) -> list[int]:
         """For each byte, the length in bytes of the longest token that contains it; for a
-        byte-level vocabulary."""
+        byte-level vocabulary.
+        """
         alphabet = byte_characters()
         tokens = {
             bytes(alphabet[character] for character in token)
@@ -118,7 +120,8 @@ class TextBound:
 
 def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
     """Yield the settings of a normalizer or pre-tokenizer, or of each in a sequence, as a
-    tokenizer's file has them."""
+    tokenizer's file has them.
+    """
     if part is not None:
         yield from _flat(json.loads(part.__getstate__()), key)
 
@@ -133,7 +136,8 @@ def _flat(state: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 def _shrinkage(part: dict[str, Any]) -> int | None:
     """Return the largest number of characters that a normalizer makes into one; None: any number,
-    or it drops some."""
+    or it drops some.
+    """
     if part["type"] == "Replace":
         found, made = part["pattern"].get("String"), part["content"]
         return None if not found or not made else -(-len(found) // len(made))
@@ -149,7 +153,8 @@ def _keeps_all(part: dict[str, Any]) -> bool:
 
 def _knows_all(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
     """Return whether each character that the vocabulary lacks costs at least one token: it is
-    neither dropped nor joined with others into one unknown token."""
+    neither dropped nor joined with others into one unknown token.
+    """
     if isinstance(model, BPE):
         if is_byte_level and all(byte in vocabulary for byte in byte_characters()):
             return True

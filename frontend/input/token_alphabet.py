@@ -14,7 +14,8 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 def byte_characters() -> dict[str, int]:
     """The characters that byte-level vocabularies write bytes with: printable ones of Latin-1 for
-    themselves, the others, in order, from U+0100 on."""
+    themselves, the others, in order, from U+0100 on.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(0x100) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {

@@ -48,14 +48,16 @@ _MAX_TEMPLATES = 32
 
 class Tokenizer(TokenizerMethods):
     """A model's tokenizer. Thread-safe; tokenising long texts and decoding release the interpreter
-    lock."""
+    lock.
+    """
 
     has_texts = True
     """Whether tokens can be converted to text, and text to tokens."""
 
     def __init__(self, folder: str) -> None:
         """Raises EngineStartError, in one line, if the folder's files are missing or cannot be
-        read."""
+        read.
+        """
         self.fast = _load(Path(folder))
         # A file may carry the settings of its training, which would cut prompts without a word.
         self.fast.no_truncation()
@@ -105,7 +107,8 @@ class Tokenizer(TokenizerMethods):
 
     def template_for(self, tools: object) -> str | None:
         """Return the source of the template for a conversation with these tools, or without any
-        (None)."""
+        (None).
+        """
         return self._templates.get(self._template_name(tools))
 
     def _template_name(self, tools: object) -> str:
@@ -191,12 +194,14 @@ class Tokenizer(TokenizerMethods):
 
     def template_variables(self, tools: object) -> frozenset[str]:
         """Return the names of the variables that the template for these tools reads. Raises
-        ValidationError like `render_chat`."""
+        ValidationError like `render_chat`.
+        """
         return self._template(None, tools).variables
 
     def _template(self, source: str | None, tools: object) -> ChatTemplate:
         """Return the template `source`, or without it the model's own for a conversation with these
-        tools."""
+        tools.
+        """
         if source is None:
             source = self.template_for(tools)
         elif not isinstance(source, str):

@@ -14,7 +14,8 @@ from sidestep.frontend.vllm.vllm_names import RefusesTokenizerMethods, takes_vll
 
 class Encoding(dict[str, Any]):
     """The result of calling a tokenizer: `input_ids` and `attention_mask`, as items and as
-    attributes; lists of lists for several texts."""
+    attributes; lists of lists for several texts.
+    """
 
     @property
     def input_ids(self) -> Any:
@@ -29,7 +30,8 @@ class Encoding(dict[str, Any]):
 
 class TokenizerMethods(RefusesTokenizerMethods):
     """Methods that need only a tokenizer's `encode`, `decode` and `render_chat`. Names and defaults
-    are transformers'."""
+    are transformers'.
+    """
 
     fast: FastTokenizer
     _special_tokens: Mapping[str, str]

@@ -101,7 +101,8 @@ def server_args(parsed: argparse.Namespace) -> ServerArgs:
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     """The files of `sidestep run-batch`, and those of the server's options that have a meaning
-    without a socket."""
+    without a socket.
+    """
     parser.add_argument(
         "-i",
         "--input-file",
@@ -330,7 +331,8 @@ def telling(parse: Parser) -> Parser:
 
 def _flag_type(kinds: tuple[Any, ...]) -> Any:
     """Return the type of one value on the command line: a list if there is one, else the first type
-    that is not None."""
+    that is not None.
+    """
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
     return (lists or [kind for kind in kinds if kind is not type(None)])[0]
 

@@ -33,7 +33,8 @@ _HINT = (
 
 class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the library has no types
     """A command's parser. takes_options: the command reads the environment and a file too;
-    otherwise it has only subcommands."""
+    otherwise it has only subcommands.
+    """
 
     def __init__(self, *, takes_options: bool = True, **options: Any) -> None:
         super().__init__(
@@ -57,7 +58,8 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         self, args: Sequence[str] | None = None, namespace: Any = None, **_options: Any
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as the base class does, but make an unknown option an error of this command, which
-        can suggest a known one."""
+        can suggest a known one.
+        """
         words = with_dashes(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace, env_vars=environment_options())
         for word in unknown:
@@ -73,7 +75,8 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
 
     def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
         """Return the names of an option in a file, beginning with the name that its environment
-        variable has."""
+        variable has.
+        """
         flag = next((flag for flag in action.option_strings if flag.startswith("--")), "")
         return [flag[2:].replace("-", "_"), flag[2:]] if flag else []
 
@@ -86,7 +89,8 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line: the problem, the place of the wrong value, and the command that lists
-        the options."""
+        the options.
+        """
         named = re.match(r"argument ([^:\s]+): ", message)
         action = self._option_string_actions.get(named[1].split("/")[0]) if named else None
         source = self._sources().get(action.dest) if action else None
@@ -165,7 +169,8 @@ def _as_text(value: Any) -> str | list[str]:
 
 def check_variables(parser: OptionParser) -> None:
     """Exit with one line if the environment has a variable that begins like an option but is no
-    option of any command."""
+    option of any command.
+    """
     known = [f"{ENVIRONMENT_PREFIX}{name}".upper() for name in parser.option_names()]
     for variable in environment_options():
         if variable not in known:
@@ -180,5 +185,6 @@ def source_of(parsed: argparse.Namespace, name: str) -> str | None:
 
 def is_of_environment(parsed: argparse.Namespace, name: str) -> bool:
     """Return whether an option came from the environment alone. Commands share the environment, so
-    an option that has no meaning for a command is no error there."""
+    an option that has no meaning for a command is no error there.
+    """
     return (source_of(parsed, name) or "").startswith(_FROM_ENVIRONMENT)

@@ -114,7 +114,8 @@ class ServerArgs(Options):
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """What requests may call the model that is loaded as `model`; the first is what answers
-        call it."""
+        call it.
+        """
         if self.served_model_name:
             return tuple(self.served_model_name)
         return (Path(DEFAULT_MODEL).name if model == DEFAULT_MODEL else model,)
@@ -132,7 +133,8 @@ class Keys:
 
 def read_keys(args: ServerArgs) -> Keys:
     """Return the keys of the files and the environment. Raises ValidationError for a file or
-    variable that holds none."""
+    variable that holds none.
+    """
     users = keys_of_environment(API_KEYS) + _keys_of_file("api_key_file", args.api_key_file)
     operators = keys_of_environment(OPERATOR_KEYS) + _keys_of_file(
         "operator_key_file", args.operator_key_file

@@ -1,5 +1,6 @@
 """The choices of one request, read as one stream: what the engine tells of each is put together
-again."""
+again.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Choices:
 
     async def next_output(self) -> RequestOutput:
         """The next output, as soon as there is something new of any of them: with DELTA it holds
-        those that have something new, else all. Raises what the request failed with."""
+        those that have something new, else all. Raises what the request failed with.
+        """
         while not self._has_news():
             wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             for state in self._live:

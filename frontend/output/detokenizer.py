@@ -87,7 +87,8 @@ class TokenStream:
 
     def _give_up(self) -> str | None:
         """Gives out what can be no character any more, and keeps what may be the beginning of
-        one."""
+        one.
+        """
         everything = self._text_of_pending(self._pending)
         head, rest = self._pending, list[int]()
         for size in range(1, _MAX_CHARACTER):
@@ -109,7 +110,8 @@ class TokenStream:
 
     def _text_of_pending(self, pending: list[int]) -> str:
         """Decoded after the tokens that came before, which decide on such things as a leading
-        space."""
+        space.
+        """
         if not pending:
             return ""
         return self._decode(self._last + pending)[len(self._decode(self._last)) :]
@@ -153,7 +155,8 @@ class Detokenizer:
 
     def add(self, token: int) -> str | None:
         """One more token. Returns the stop string that it completes, if any; `text` then ends
-        before or with it."""
+        before or with it.
+        """
         piece = self._stream.step(token)
         if not self._stop:
             if piece:
@@ -163,7 +166,8 @@ class Detokenizer:
 
     def finish(self) -> str | None:
         """The end: what was held back belongs to the text after all. May still complete a stop
-        string, with the bytes of a character that was cut off."""
+        string, with the bytes of a character that was cut off.
+        """
         tail = self._stream.flush()
         stop = self._add_checked(tail) if self._stop else None
         if stop is None:
@@ -184,7 +188,8 @@ class Detokenizer:
 
     def _find_stop(self, before: int) -> str | None:
         """The stop string that ends first, of those that end after the first `before` characters;
-        cuts the text there."""
+        cuts the text there.
+        """
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             at = self._all.find(stop, max(0, before - len(stop) + 1))

@@ -1,5 +1,6 @@
 """From the core's columns to each request's outputs: one pass over a step, then each reader is told
-once."""
+once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _REREAD_S = 0.02
 
 def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
     """Key, position, rank, token ids and log-probabilities of each token of packed LogprobColumns,
-    if there are any."""
+    if there are any.
+    """
     if not column:
         return
     columns = LogprobColumns.unpack(column)
@@ -92,7 +94,8 @@ class OutputProcessor:
     def handle(self, outputs: Outputs, more: bool = False) -> None:
         """One step's news for all requests. Tokens for requests that have ended here are dropped.
         more: another step's follow at once; readers are told of both together, so that a frontend
-        that is late tells less often."""
+        that is late tells less often.
+        """
         begin = time.monotonic_ns()
         self._handle_started(outputs.started)
         if outputs.logprobs or outputs.prompt_logprobs:
@@ -184,7 +187,8 @@ class OutputProcessor:
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends requests by their ids; unknown ones have ended already. Their readers get what there
-        is."""
+        is.
+        """
         states = [state for i in request_ids for state in self._by_id.get(i, ())]
         for state in states:
             self.remove(state)
@@ -194,7 +198,8 @@ class OutputProcessor:
 
     def end_at(self, state: RequestState, deadline: float) -> None:
         """End a request at `deadline` (time.monotonic()) if its core has not ended it: the core may
-        hang or be dead."""
+        hang or be dead.
+        """
         loop = asyncio.get_running_loop()
 
         def end() -> None:

@@ -29,7 +29,8 @@ class RequestMetrics:
 @dataclass(slots=True)
 class Logprob:
     """How probable the model itself found a token: before penalties, masks, temperature and
-    filters."""
+    filters.
+    """
 
     logprob: float
     """Natural logarithm."""

@@ -50,7 +50,8 @@ class RequestState:
         index: int = 0,
     ) -> None:
         """stream_interval: tokens that must be new before the reader is told, but for the first and
-        the last. index: which of the request's choices it is."""
+        the last. index: which of the request's choices it is.
+        """
         self.handle = handle
         self.index = index
         self._interval = stream_interval
@@ -132,7 +133,8 @@ class RequestState:
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
         """One more token. True if there is something to tell: enough are new, or its text completes
         a stop string, which ends the request here. `hidden`: it is a stop token, which ends the
-        output without being part of its text."""
+        output without being part of its text.
+        """
         self._token_ids.append(token)
         metrics = self.metrics
         metrics.last_token_ts = now
@@ -176,7 +178,8 @@ class RequestState:
 
     def abort(self, why: str | None = None) -> None:
         """End the request here: the user has aborted it, or its deadline has passed. why: the stop
-        reason."""
+        reason.
+        """
         self.finished(Finished(handle=self.handle, reason=FinishReason.ABORT, stop_reason=why))
 
     def fail(self, error: Exception) -> None:
@@ -212,7 +215,8 @@ class RequestState:
 
     async def next_output(self) -> RequestOutput:
         """The next output, as soon as there is something new. Raises what the request failed
-        with."""
+        with.
+        """
         while not self.has_news():
             await self._news()
         return self.take()
@@ -220,7 +224,8 @@ class RequestState:
     async def push(self, sink: Sink) -> None:
         """Has outputs pushed to `sink` from now on, in the callback in which they come;
         `next_output` has what did not go that way. Returns when the sink is not ready for one, or
-        the request has ended."""
+        the request has ended.
+        """
         if self.has_news():
             return
         self._sink = sink
@@ -238,7 +243,8 @@ class RequestState:
 
     def wake_on(self, wake: asyncio.Future[None] | None) -> None:
         """In the place of `next_output`, for a reader of several: this is done when there is
-        something new."""
+        something new.
+        """
         self._wake = wake
 
     def has_news(self) -> bool:
@@ -275,7 +281,8 @@ class RequestState:
         self, completions: list[CompletionOutput], *, is_first: bool
     ) -> RequestOutput:
         """What its reader gets, around these. is_first: the reader has not been told of the
-        prompt."""
+        prompt.
+        """
         output = RequestOutput(
             self.request_id,
             self._request.prompt,

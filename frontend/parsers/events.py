@@ -1,5 +1,6 @@
 """What parsers of a model's text find in it. Joined, the events of a text are the same however the
-text was cut."""
+text was cut.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Parser(Protocol):
 
 class ToolParser(Parser, Protocol):
     """Finds the calls in an answer. One for each answer; its class is named in
-    ipc.registry.TOOL_PARSERS."""
+    ipc.registry.TOOL_PARSERS.
+    """
 
     special_tokens: ClassVar[bool]
     """Whether its marks are special tokens, which a text lacks otherwise."""
@@ -75,19 +77,22 @@ class ToolParser(Parser, Protocol):
     @staticmethod
     def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
         """From one to `most` calls of these functions and nothing else, in Lark's form. literal: a
-        text there, or the special token that has this text."""
+        text there, or the special token that has this text.
+        """
         ...
 
     @staticmethod
     def structural_tag(functions: Sequence[Function]) -> dict[str, Any] | None:
         """Text with calls of these functions in it, as StructuredOutputsParams.structural_tag; None
-        where a call's beginning could be text."""
+        where a call's beginning could be text.
+        """
         ...
 
 
 class ReasoningParser(Parser, Protocol):
     """Tells the reasoning from the answer. One for each answer, made with the prompt's end; its
-    class is named in ipc.registry.REASONING_PARSERS."""
+    class is named in ipc.registry.REASONING_PARSERS.
+    """
 
     marks: tuple[str | None, str] | None
     """What may begin the reasoning (None: the prompt has done so), and what ends it; None for an

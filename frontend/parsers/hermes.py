@@ -1,5 +1,6 @@
 """Calls as Hermes models and Qwen2.5 and Qwen3 write them: `<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>`, one after the other, with or without text before them."""
+{...}}</tool_call>`, one after the other, with or without text before them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Calls written as JSON, read as they come: the arguments are passed on before their end is
-there."""
+there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _OTHER_KEYS = ("name", "type", "id")
 
 class ValueScanner:
     """Finds the end of one JSON value. It counts brackets; it does not check what is between
-    them."""
+    them.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -101,7 +103,8 @@ class CallScanner:
 
     def feed(self, text: str, start: int, events: list[Event]) -> int:
         """Reads `text` from `start`; the index behind what belongs to the object. Appends what it
-        finds to `events`."""
+        finds to `events`.
+        """
         i = start
         while i < len(text) and not self.done and not self.broken:
             before = i

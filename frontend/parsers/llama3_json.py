@@ -1,5 +1,6 @@
 """Calls as Llama 3.1 and 3.2 write them: the whole answer is `{"name": ..., "parameters": {...}}`,
-perhaps after `<|python_tag|>`, perhaps several with semicolons between them."""
+perhaps after `<|python_tag|>`, perhaps several with semicolons between them.
+"""
 
 from __future__ import annotations
 

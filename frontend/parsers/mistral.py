@@ -1,5 +1,6 @@
 """Calls as Mistral models write them after `[TOOL_CALLS]`: a list of objects with name and
-arguments, or, in newer ones, `name[ARGS]{...}`, each call with its own mark."""
+arguments, or, in newer ones, `name[ARGS]{...}`, each call with its own mark.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ class ThinkParser:
 
 class Qwen3ReasoningParser(ThinkParser):
     """The model opens its reasoning itself, or the template has done so; without a mark there is
-    none."""
+    none.
+    """
 
     def __init__(self, prompt: str) -> None:
         super().__init__(prompt.rstrip().endswith(_OPEN), prompt)

@@ -1,5 +1,6 @@
 """What a machine has: GPUs with their memory, bandwidth and links, cores and memory. Found without
-CUDA: by nvidia-smi, which answers in a moment and holds no GPU."""
+CUDA: by nvidia-smi, which answers in a moment and holds no GPU.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def bandwidth_of(name: str) -> float | None:
 
 def count_links(matrix: str, gpus: Sequence[int]) -> dict[str, int]:
     """Of `nvidia-smi topo -m`: the kinds of links between these GPUs, and how many pairs have
-    each."""
+    each.
+    """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
     counts: dict[str, int] = {}
     columns = next(

@@ -57,7 +57,8 @@ def sizes(
     spec: ModelSpec, machine: Machine, *, dtype: str, max_model_len: int, cache: CacheConfig
 ) -> list[Size]:
     """Every size of a replica that the model and the machine allow, with as many replicas as there
-    is room for."""
+    is room for.
+    """
     num_devices = max(1, len(machine.gpus))
     return [
         _size(
@@ -163,7 +164,8 @@ def _room(machine: Machine, cache: CacheConfig) -> int:
 
 def _working_bytes(spec: ModelSpec, tp: int, item: int) -> int:
     """An estimate of what the largest step takes on a GPU: the MLP's and the stream's activations
-    and the logits, once outside of graphs and once in them. The engine measures it at its start."""
+    and the logits, once outside of graphs and once in them. The engine measures it at its start.
+    """
     limits = SchedulerConfig().limits("cuda")
     step = (
         limits.max_num_batched_tokens

@@ -52,7 +52,8 @@ class Channel(Protocol):
 
 class EngineClient:
     """One engine core and the way to it. All methods but `start_core` belong to the event loop's
-    thread."""
+    thread.
+    """
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class EngineClient:
         client: int = _OWNER,
     ) -> None:
         """on_outputs: takes a step's tokens, and whether another's follow at once. client: this
-        frontend's number at the core."""
+        frontend's number at the core.
+        """
         self.client = client
         self._dead_error: EngineDeadError | None = None
         self._channel = channel
@@ -90,7 +92,8 @@ class EngineClient:
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
         """Waits so long for the core to serve. Raises EngineStartError with the cause if it
-        cannot."""
+        cannot.
+        """
         if self._joined_by is None:
             self._joined_by = time.monotonic() + _JOIN_S
         message = self._channel.wait_message(timeout_s)
@@ -132,7 +135,8 @@ class EngineClient:
 
     def attach(self) -> None:
         """Binds the engine to the running event loop, at its first use there. Raises
-        EngineDeadError."""
+        EngineDeadError.
+        """
         if (error := self.dead_error) is not None:
             raise EngineDeadError(
                 *error.args
@@ -194,7 +198,8 @@ class EngineClient:
 
     def ping(self) -> asyncio.Future[Answer]:
         """Ask the busy loop for an answer, without waiting. Cancel the future to forget the
-        question."""
+        question.
+        """
         return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
 
     def _call(self, make: Callable[[int], Call | Connect]) -> asyncio.Future[Answer]:

@@ -86,7 +86,8 @@ class _Sent:
 
 class ReplicaSet:
     """All replicas of one engine. Methods belong to the event loop's thread, but those that start
-    and end."""
+    and end.
+    """
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class ReplicaSet:
         joins: bool = False,
     ) -> None:
         """outputs: where everything goes. channels: to the replicas that live, by their numbers,
-        each with this frontend's number there. joins: the engine is another frontend's."""
+        each with this frontend's number there. joins: the engine is another frontend's.
+        """
         self.home = Home()
         self._config = config
         self._outputs = outputs
@@ -144,7 +146,8 @@ class ReplicaSet:
 
     def wait_ready(self) -> None:
         """Waits until all replicas serve. Raises EngineStartError with the cause if one cannot;
-        whoever joins does without those that have died meanwhile."""
+        whoever joins does without those that have died meanwhile.
+        """
         waiting, failed, until = dict(self._clients), list[EngineStartError](), math.inf
         while waiting and time.monotonic() < until:
             for replica, client in list(waiting.items()):
@@ -232,7 +235,8 @@ class ReplicaSet:
 
     def attach(self) -> None:
         """Bind the engine to the running event loop, at its first use there. Raises
-        EngineDeadError, and SidestepError in a forked child."""
+        EngineDeadError, and SidestepError in a forked child.
+        """
         self.home.check()
         if self._error is not None:
             raise EngineDeadError(
@@ -255,7 +259,8 @@ class ReplicaSet:
 
     def add(self, message: AddRequest) -> None:
         """Sends a request to the replica that the router chooses. Nothing happens once all are
-        dead, or closed."""
+        dead, or closed.
+        """
         num = message.sampling.n if message.beam_search is None else 1
         self._send(_Sent(message, -1, set(range(message.handle, message.handle + num))))
 
@@ -303,7 +308,8 @@ class ReplicaSet:
 
     async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
         """Ask the busy loop of one replica. Raises ValidationError if there is no such replica,
-        EngineDeadError, and EngineStalledError if it does not answer in time."""
+        EngineDeadError, and EngineStalledError if it does not answer in time.
+        """
         self.attach()
         if not 0 <= replica < self._size:
             raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
@@ -323,7 +329,8 @@ class ReplicaSet:
         self, method: str, *, limit: int | None = None, timeout_s: float | None = None
     ) -> dict[int, Answer]:
         """Asks the busy loops of all that live. One that dies meanwhile is left out. Raises
-        EngineDeadError if all have; TimeoutError, which names the replica."""
+        EngineDeadError if all have; TimeoutError, which names the replica.
+        """
         self.attach()
         asked = self._alive.copy()
         answers = await asyncio.gather(
@@ -405,7 +412,8 @@ class ReplicaSet:
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
         """Has the replicas serve another frontend too, which will listen there; those that die
-        meanwhile are left out. Raises EngineDeadError if all have."""
+        meanwhile are left out. Raises EngineDeadError if all have.
+        """
         numbers = await asyncio.gather(
             *(self._clients[replica].connect(address) for replica, address in addresses.items()),
             return_exceptions=True,

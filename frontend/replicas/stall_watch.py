@@ -52,7 +52,8 @@ class StallWatch:
         on_change: Callable[[int, str | None], None],
     ) -> None:
         """ping: asks a replica. busy: returns the replicas with requests in flight. on_change:
-        called with the reason when a replica stalls, and with None when it makes progress again."""
+        called with the reason when a replica stalls, and with None when it makes progress again.
+        """
         self._ping = ping
         self._busy = busy
         self._on_change = on_change
@@ -80,7 +81,8 @@ class StallWatch:
 
     def suspect(self, replica: int) -> None:
         """Watch a replica, also without requests, because it has not answered a question in
-        time."""
+        time.
+        """
         look = self._looks.setdefault(replica, _Look())
         if look.asked is None:
             look.asked, look.turns = self._ping(replica), 0

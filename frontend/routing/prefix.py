@@ -96,7 +96,8 @@ def _excess(amounts: Mapping[int, float], little: float) -> dict[int, float]:
 
 def rendezvous(key: bytes, replicas: Iterable[int]) -> int:
     """The one of them that a key belongs to, in every process; a replica's end moves no other's
-    keys."""
+    keys.
+    """
     return max(
         replicas, key=lambda r: blake2b(key, digest_size=8, salt=r.to_bytes(4, "little")).digest()
     )

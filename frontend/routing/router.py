@@ -53,7 +53,8 @@ class Router(abc.ABC):
 
     def choose(self, request: RoutedRequest) -> int:
         """The replica that takes it. Until `finished`, or that replica's death, it counts as in
-        flight there."""
+        flight there.
+        """
         replica, num_cached = self._pick(request)
         work = request.num_tokens - num_cached + SEQUENCE_TOKENS * request.num_sequences
         self._in_flight[request.handle] = replica, work
@@ -71,7 +72,8 @@ class Router(abc.ABC):
     @property
     def candidates(self) -> dict[int, int]:
         """Return the load of each replica that may be chosen now: the replicas that are not
-        suspended, or else all live ones."""
+        suspended, or else all live ones.
+        """
         if not self._suspended:
             return self._loads
         open_ones = {r: load for r, load in self._loads.items() if r not in self._suspended}
@@ -92,4 +94,5 @@ class Router(abc.ABC):
     @abc.abstractmethod
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
         """Return one of `self.candidates`, and the number of the request's tokens that it need not
-        compute."""
+        compute.
+        """

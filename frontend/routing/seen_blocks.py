@@ -19,7 +19,8 @@ def block_hashes(
     token_ids: bytes, block_size: int, cache_salt: str | None = None, num_public_tokens: int = 0
 ) -> list[int]:
     """Of each full block of int32 token ids. As in the KV cache, the salt enters with the first
-    block that is not wholly public. They differ from process to process."""
+    block that is not wholly public. They differ from process to process.
+    """
     hashes: list[int] = []
     width, parent = block_size * _ID_BYTES, 0
     salted_from = num_public_tokens // block_size if cache_salt is not None else -1

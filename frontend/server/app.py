@@ -37,7 +37,8 @@ labels."""
 
 def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
     """Everything, as one ASGI application. `keys`: one of them must come with each request, if
-    there are any."""
+    there are any.
+    """
     status = StatusRoutes(service, version)
     gets: dict[str, Get] = {
         "/health": status.health,

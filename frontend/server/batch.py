@@ -27,7 +27,8 @@ async def answer_all(
     take: Callable[[BatchResult], None],
 ) -> None:
     """Gives `take` the results as they come, of at most so many requests at a time. Raises
-    EngineDeadError: the requests that ran then have no result, so another run does them."""
+    EngineDeadError: the requests that ran then have no result, so another run does them.
+    """
     # The one who starts this owns the engine: there is nobody to keep out.
     transport = httpx2.ASGITransport(
         make_app(Service(llm, args, names), Keys(), ""), raise_app_exceptions=False

@@ -166,7 +166,8 @@ def _id_of(line: bytes) -> str | None:
 
 def read_output(file: BinaryIO) -> Written:
     """What is there already. Raises ValidationError for a file that is something else: it is not to
-    be touched."""
+    be touched.
+    """
     written, number = Written(), 0
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
@@ -200,7 +201,8 @@ def _not_an_output(file: BinaryIO, number: int) -> ValidationError:
 
 class OutputFile:
     """The results, appended to what was there. Each line is whole in the file before the next one
-    is written."""
+    is written.
+    """
 
     def __init__(self, path: str) -> None:
         """Raises ValidationError, and OSError."""

@@ -1,5 +1,6 @@
 """The OpenAPI document, made from the structs that requests are read into and answers are encoded
-from."""
+from.
+"""
 
 from __future__ import annotations
 

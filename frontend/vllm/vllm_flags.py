@@ -1,5 +1,6 @@
 """Flags that `vllm serve` has and `sidestep serve` has not. They are parsed, so that an error can
-say what to do instead."""
+say what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _SHORT = {
 
 def add_vllm_flags(parser: argparse.ArgumentParser, table: Mapping[str, Foreign]) -> None:
     """Add a flag for each name of a table that the command has no flag for. The help does not show
-    them."""
+    them.
+    """
     for name, foreign in table.items():
         flags = [
             flag
@@ -50,7 +52,8 @@ def vllm_values(parsed: argparse.Namespace, table: Mapping[str, Foreign]) -> dic
 
 def with_dashes(words: Iterable[str]) -> list[str]:
     """Return a command line's words with flags such as `--max_model_len` written as
-    `--max-model-len`. Words after a bare `--` stay as they are."""
+    `--max-model-len`. Words after a bare `--` stay as they are.
+    """
     made, are_flags = list[str](), True
     for word in words:
         are_flags = are_flags and word != "--"

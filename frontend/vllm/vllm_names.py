@@ -53,7 +53,8 @@ class _Refusing:
 
 class RefusesVllmMethods(_Refusing):
     """Refuse the methods of vLLM's engines: `hasattr` is false of them, and calling them raises
-    UnsupportedError."""
+    UnsupportedError.
+    """
 
     _INSTEAD = METHODS
 

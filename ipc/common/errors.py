@@ -1,5 +1,6 @@
 """The exceptions a user of the engine can meet. They cross process borders as text, never as
-objects."""
+objects.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any, Self
 
 class SidestepError(Exception):
     """Base of every error that the engine raises on purpose. All can be pickled and copied,
-    whatever arguments they are made of."""
+    whatever arguments they are made of.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, self.__dict__)
@@ -26,7 +28,8 @@ def _restore(
 
 class ValidationError(SidestepError, ValueError):
     """An argument is wrong. `field` names it; the message starts with that name and says what would
-    be right."""
+    be right.
+    """
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -69,7 +72,8 @@ class EngineStartError(SidestepError, RuntimeError):
 
 class EngineDeadError(SidestepError, RuntimeError):
     """A process of the engine has died. Every waiting call raises it, and so does every later
-    one."""
+    one.
+    """
 
 
 class EngineStalledError(SidestepError, RuntimeError):
@@ -78,7 +82,8 @@ class EngineStalledError(SidestepError, RuntimeError):
 
 class QueueFullError(SidestepError, RuntimeError):
     """As many requests or prompt tokens wait as may: nothing was sent, and the same call may do
-    better later."""
+    better later.
+    """
 
 
 class RequestError(SidestepError, RuntimeError):

@@ -89,7 +89,8 @@ def begin(config: LogConfig, process: str) -> None:
 
 def own_process() -> None:
     """Log warnings and uncaught exceptions too, which would otherwise be written to standard error
-    directly. Only for processes that belong to the engine."""
+    directly. Only for processes that belong to the engine.
+    """
     if _config.log_format == "json":
         logging.captureWarnings(True)
         sys.excepthook = lambda *error: _log_uncaught(error)
@@ -109,7 +110,8 @@ def current() -> LogConfig:
 
 def tell(text: str, level: int = logging.INFO) -> None:
     """Write a line for the user who started the command: as it is, or as a record where the log is
-    JSON."""
+    JSON.
+    """
     if _config.log_format == "json":
         logging.getLogger("sidestep").log(level, text)
     elif level >= logging.getLevelNamesMapping()[_config.log_level.upper()]:

@@ -38,7 +38,8 @@ def option(
 
 class Options:
     """Base of the classes whose fields are options. A subclass with further checks calls
-    `super().__post_init__()` first; after that all values have the declared types."""
+    `super().__post_init__()` first; after that all values have the declared types.
+    """
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -86,7 +87,8 @@ _REFUSED = object()
 
 def _as_kind(value: Any, kind: Any) -> Any:
     """Return the value as this type, or _REFUSED. A bool counts as a number in Python, but not
-    here."""
+    here.
+    """
     plain = _plain(kind)
     if plain is bool or isinstance(value, bool):
         return value if plain is bool and isinstance(value, bool) else _REFUSED
@@ -128,7 +130,8 @@ _WORDS = {
 
 def _problem(text: str, error: ValueError) -> str:
     """Return the parser's own message, or a general one for errors of int() and float(), which do
-    not describe the option."""
+    not describe the option.
+    """
     told = str(error)
     return (
         told
@@ -187,7 +190,8 @@ def parse_mapping(text: str) -> dict[str, Any]:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return '; did you mean ...?' with the known name that is most like a wrong one, or
-    nothing."""
+    nothing.
+    """
     likely = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {likely[0]}?" if likely else ""
 

@@ -73,13 +73,15 @@ REASONING_PARSERS: dict[str, str] = {
 
 def model_class(architecture: str) -> str | None:
     """Return the name of an architecture's class for `load`, from this project or an installed
-    package."""
+    package.
+    """
     return MODELS.get(architecture) or _outside(_OUTSIDE_MODELS).get(architecture)
 
 
 def model_spec_reader(architecture: str) -> str:
     """Return the name of the function that reads an architecture's config.json: Llama's reader by
-    default."""
+    default.
+    """
     found = MODEL_SPECS.get(architecture) or _outside(_OUTSIDE_SPECS).get(architecture)
     return found or MODEL_SPECS["LlamaForCausalLM"]
 

@@ -1,5 +1,6 @@
 """Read generation_config.json, in which a model's makers set sampling parameters and the tokens
-that end an output."""
+that end an output.
+"""
 
 from __future__ import annotations
 

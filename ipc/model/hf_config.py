@@ -61,7 +61,8 @@ class HfConfig:
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a whole number. Raises EngineStartError, also for a missing field without a
-        default."""
+        default.
+        """
         value = self._given(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -107,7 +108,8 @@ class HfConfig:
 
     def check_overrides(self) -> None:
         """Raise ValidationError for an override that no reader has read. Call it after the
-        reader."""
+        reader.
+        """
         for name in sorted(self.overridden - self._in_file - self._asked):
             raise ValidationError(
                 "hf_overrides",

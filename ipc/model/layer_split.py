@@ -14,7 +14,8 @@ tokens."""
 @dataclass(frozen=True)
 class Stage:
     """One stage of a pipeline: consecutive layers. The first also embeds, the last also has the
-    head and samples."""
+    head and samples.
+    """
 
     index: int
     count: int
@@ -34,7 +35,8 @@ class Stage:
 
 def split_layers(spec: ModelSpec, num_stages: int) -> tuple[int, ...]:
     """Numbers of layers that make stages take about equally long. The last stage also has the head,
-    so it may have fewer layers; of the others the first ones may have one more."""
+    so it may have fewer layers; of the others the first ones may have one more.
+    """
     if num_stages == 1:
         return (spec.num_layers,)
     head = _head_cost(spec) / _layer_cost(spec)

@@ -26,7 +26,8 @@ def llama(config: HfConfig) -> ModelSpec:
 
 def mistral(config: HfConfig) -> ModelSpec:
     """Read a model like Llama, with one window for all layers, or for the layers that layer_types
-    names."""
+    names.
+    """
     bias = config.flag("attention_bias")
     return _decoder(
         config,
@@ -72,7 +73,8 @@ def _decoder(
     first_window: int = 0,
 ) -> ModelSpec:
     """window: attention window of the layers from `first_window` on, or of the layers that
-    layer_types names."""
+    layer_types names.
+    """
     _refuse_unsupported(config)
     num_layers, heads = config.whole("num_hidden_layers"), config.whole("num_attention_heads")
     hidden_size, rope = config.whole("hidden_size"), read_rope(config)

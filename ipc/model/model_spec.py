@@ -74,7 +74,8 @@ def resolve_model_path(
     model: str, revision: str | None = None, files: Sequence[str] = _FILES
 ) -> str:
     """A local folder for a folder's path or a hub name (fetched where a hub is reachable; of it
-    these files)."""
+    these files).
+    """
     if os.path.isdir(model):
         return os.path.abspath(model)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -119,7 +120,8 @@ def load_model_spec(
 
 def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:
     """Return the tokens of the user's override, else of generation_config.json, else of
-    config.json."""
+    config.json.
+    """
     of_config = config.token_ids("eos_token_id")
     is_override = "eos_token_id" in config.overridden
     return of_config if is_override else generation.eos_token_ids or of_config
@@ -127,7 +129,8 @@ def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ..
 
 def _reader(architecture: str) -> Any:
     """Return the function that reads the family's configs. A function of another package may be
-    missing."""
+    missing.
+    """
     target = registry.model_spec_reader(architecture)
     try:
         return registry.load(target)

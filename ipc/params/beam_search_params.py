@@ -1,5 +1,6 @@
 """How one prompt is continued by beam search. Checked where it is made, so a wrong value fails at
-the call."""
+the call.
+"""
 
 from __future__ import annotations
 
@@ -71,5 +72,6 @@ class BeamSearchParams(
 
     def num_candidates(self, num_eos: int) -> int:
         """Continuations of each beam that are looked at: enough that `beam_width` of all have not
-        ended."""
+        ended.
+        """
         return self.beam_width * max(2, 1 + num_eos)

@@ -1,5 +1,6 @@
 """How one request is sampled and when it stops. Checked where it is made, so a wrong value fails at
-the call."""
+the call.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class RepetitionDetectionParams(
 
     def found_in(self, tokens: list[int], first: int) -> bool:
         """Whether the tokens from number `first` on end in a repeated pattern. Costs a comparison
-        for each size that does not repeat."""
+        for each size that does not repeat.
+        """
         num_tokens, count = len(tokens) - first, self.min_count
         for size in range(
             self.min_pattern_size, min(self.max_pattern_size, num_tokens // count) + 1

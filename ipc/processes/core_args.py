@@ -38,7 +38,8 @@ class Seat:
 @dataclass(frozen=True)
 class Invitation:
     """With it a program joins an engine that runs already. `encode` makes text of it, to be handed
-    to the program."""
+    to the program.
+    """
 
     seats: tuple[Seat, ...]
     """At each replica that lives."""

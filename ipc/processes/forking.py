@@ -55,7 +55,8 @@ os.register_at_fork(
 
 def close_sockets_of(paths: Collection[str]) -> None:
     """Close this process's sockets that are bound to these files, and the connections that came in
-    there. The library that opened them does not give their descriptors."""
+    there. The library that opened them does not give their descriptors.
+    """
     for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # the listing's own descriptor is closed by now
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _bound_to(descriptor) in paths:
@@ -64,7 +65,8 @@ def close_sockets_of(paths: Collection[str]) -> None:
 
 def _bound_to(descriptor: int) -> object:
     """Return the address that a socket is bound to; for an accepted connection, the address of the
-    listening socket."""
+    listening socket.
+    """
     held = socket.socket(fileno=descriptor)
     try:
         return held.getsockname()
@@ -76,7 +78,8 @@ class KeptLoop:
     """An event loop that the engine runs on. A forked child can only leave its copy of a running
     loop, and leaving must not disturb the parent. Copies of one epoll descriptor share what they
     watch, so the child would make the parent's loop miss events; and the child would wait for
-    threads that only the parent has."""
+    threads that only the parent has.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop: Any = loop
@@ -84,7 +87,8 @@ class KeptLoop:
 
     def leave_to_parent(self) -> None:
         """Give the child's copy of the loop an epoll descriptor that watches nothing, and no
-        executor."""
+        executor.
+        """
         try:
             self._loop.set_default_executor(None)
         except TypeError:  # asyncio's own loop has no public way
@@ -97,7 +101,8 @@ class KeptLoop:
 
 def _epoll_of(loop: Any) -> int | None:
     """Return the loop's epoll descriptor; None for a closed loop, or a loop without epoll. Neither
-    kind of loop has a public way to get it."""
+    kind of loop has a public way to get it.
+    """
     if loop.is_closed() or not hasattr(select, "epoll"):
         return None
     selector = getattr(loop, "_selector", None)

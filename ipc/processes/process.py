@@ -85,7 +85,8 @@ class Child:
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         """Calls `callback(cause)` from a watching thread if the child ends before `stop`; at once
-        if it has."""
+        if it has.
+        """
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -108,7 +109,8 @@ class Child:
 
     def let_go(self) -> None:
         """Tell the child to end, and do not wait for it. Raises SidestepError in a forked copy of
-        the parent."""
+        the parent.
+        """
         self._home.check()
         self._stopping = True
         self._close_lifeline()
@@ -127,7 +129,8 @@ class Child:
 
     def leave_to_parent(self) -> None:
         """Close a forked process's copy of the lifeline. The forked process must neither wait for
-        the child nor end it."""
+        the child nor end it.
+        """
         self._close_lifeline()
         self._popen.returncode = (
             0  # Popen would warn of a child that still runs when it is collected
@@ -204,7 +207,8 @@ def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
 
 def end_with_parent(remove: Sequence[str] = ()) -> None:
     """Wait until the lifeline is cut, remove the folders that the parent may have left, and end
-    this process."""
+    this process.
+    """
     while os.read(0, 4096):
         pass
     for folder in remove:
@@ -215,14 +219,16 @@ def end_with_parent(remove: Sequence[str] = ()) -> None:
 
 def freeze_heap() -> None:
     """Takes everything alive now out of the garbage collector's sight, to keep its pauses out of
-    the step path."""
+    the step path.
+    """
     gc.collect()
     gc.freeze()
 
 
 def cpu_seconds(pid: int) -> float | None:
     """CPU time that a process has used, all its threads together; None where the system does not
-    tell (no /proc)."""
+    tell (no /proc).
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

@@ -66,7 +66,8 @@ def remove_address(address: ClientAddress) -> None:
 
 def _watch(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A socket that has something to read once the other end's process has closed its end, or has
-    ended."""
+    ended.
+    """
     return socket.get_monitor_socket(zmq.Event.DISCONNECTED)
 
 
@@ -75,7 +76,8 @@ class FrontendChannel:
 
     def __init__(self, address: ClientAddress | None = None) -> None:
         """Listens at an address that the core knows, or at a new one. Raises EngineStartError if
-        that address has been taken back."""
+        that address has been taken back.
+        """
         self.address = address if address is not None else new_address()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._out, self._in = _open(self._context, zmq.PUSH), _open(self._context, zmq.PULL)
@@ -100,7 +102,8 @@ class FrontendChannel:
 
     def seal(self) -> None:
         """Removes the socket files, once the core has connected: from then on nothing can be left
-        behind."""
+        behind.
+        """
         # It has connected to one end if it has sent something, but perhaps not to the other, which
         # it tries again and again. A PUSH socket without a peer cannot be written to.
         self._out.poll(_CONNECT_MS, zmq.POLLOUT)
@@ -110,7 +113,8 @@ class FrontendChannel:
     def send(self, message: ToCore) -> None:
         """Queue a message. Never waits, once `seal` has seen the core connect. A message to a core
         that has ended is lost; the core's end is reported separately. A forked child sends
-        nothing."""
+        nothing.
+        """
         if not self._is_ours:
             return
         try:
@@ -126,7 +130,8 @@ class FrontendChannel:
 
     def receive(self) -> list[ToFrontend]:
         """Return all messages that have arrived; none in a forked child, where ZeroMQ would try
-        again for ever."""
+        again for ever.
+        """
         if not self._is_ours:
             return []
         return [decode_to_frontend(frame) for frame in _drain(self._in)]
@@ -141,7 +146,8 @@ class FrontendChannel:
 
     def leave_to_parent(self) -> None:
         """Close a forked process's copies of the connections. With them open, the core would not
-        see this frontend's end."""
+        see this frontend's end.
+        """
         self._is_ours = False
         close_sockets_of(
             {path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)}
@@ -188,7 +194,8 @@ class CoreChannel:
 
     def take_gone(self) -> list[int]:
         """Frontends whose processes have left since this was last asked. Nothing more is sent to
-        them."""
+        them.
+        """
         gone = [client for client, monitor in self._gone.items() if _drain(monitor)]
         for client in gone:
             self._in.disconnect(self._addresses[client].to_core)
@@ -201,7 +208,8 @@ class CoreChannel:
 
     def receive(self) -> list[ToCore]:
         """All messages that are there. One that cannot be read is logged and dropped: it must not
-        end the engine."""
+        end the engine.
+        """
         messages: list[ToCore] = []
         for frame in _drain(self._in):
             try:

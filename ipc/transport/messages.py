@@ -87,7 +87,8 @@ class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
 
 class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """Serve another frontend too, which will listen there; answered by `Answer` with its number as
-    'client'."""
+    'client'.
+    """
 
     client: int
     call_id: int
@@ -142,7 +143,8 @@ class Beam(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The end of a request. Its last token, if this step gave one, is in the same message's
-    columns."""
+    columns.
+    """
 
     handle: int
     reason: FinishReason

@@ -28,7 +28,8 @@ def step_kind(num_rows: int, num_prompts: int) -> StepKind:
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step, from the event that let it be scheduled to the moment its tokens were ready to be
-    told."""
+    told.
+    """
 
     step_id: int
     num_rows: int

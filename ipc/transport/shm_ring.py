@@ -83,7 +83,8 @@ def create_ring(
 def _unnamed_memory() -> int:
     """Return the descriptor of an empty file without a name. memfd_create needs no room in
     /dev/shm, which containers keep small, and where writing beyond the room ends the process by
-    SIGBUS."""
+    SIGBUS.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("sidestep-ring")
     with tempfile.TemporaryFile() as file:
@@ -123,7 +124,8 @@ class RingWriter(_Ring):
         self, parts: Iterable[bytes | memoryview], kind: int = 0, timeout_s: float = 30.0
     ) -> None:
         """Writes one message made of byte buffers. Waits while the ring is full; raises RingClosed
-        if no room comes."""
+        if no room comes.
+        """
         offset, room, start = self._open_slot(timeout_s)
         for part in parts:
             view = memoryview(part)
@@ -194,7 +196,8 @@ class RingReader(_Ring):
 
     def receive(self) -> tuple[int, memoryview] | None:
         """The next message as (kind, bytes) if it is there. The bytes are valid until the next
-        call."""
+        call.
+        """
         self._release()
         if self._counters[0] <= self._count:
             return None
@@ -235,7 +238,8 @@ class RingReader(_Ring):
 
     def _receive_rest(self, message: bytearray) -> memoryview:
         """Joins a message of several slots, freeing each as it is copied so that the writer can go
-        on."""
+        on.
+        """
         more = True
         while more:
             self._counters[self._counter] = self._count

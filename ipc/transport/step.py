@@ -103,7 +103,8 @@ def _layout(cls: type[Columns]) -> _Layout:
 class StepInput(Columns):
     """One step. Rows (R of them) are in batch order, those of one token first; entries of the
     `new_` columns (N of them) follow the order of their rows. A preempted request enters again like
-    a new one, with the tokens it had produced as part of what is known."""
+    a new one, with the tokens it had produced as part of what is known.
+    """
 
     step_id: int
     slots: Int32
@@ -166,7 +167,8 @@ class StepInput(Columns):
 class StepMasks(Columns):
     """What rows with a grammar may sample in a step that is under way. It depends on the tokens of
     the step before, so it is sent when those are known, while the model computes. Masks repeat, so
-    a worker keeps them in a table of StepLimits.num_masks places, and is sent each once."""
+    a worker keeps them in a table of StepLimits.num_masks places, and is sent each once.
+    """
 
     step_id: int
     first_new: int
@@ -184,7 +186,8 @@ class StepMasks(Columns):
 @dataclass(slots=True)
 class LogprobColumns(Columns):
     """Log-probabilities of N tokens: of each token itself, then of the most probable ones. A
-    message within others."""
+    message within others.
+    """
 
     keys: Int32
     """[N] Whose the token is. In a StepOutput: the index of its row, among those that sampled or,

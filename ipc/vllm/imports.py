@@ -93,7 +93,8 @@ MODULES: dict[str, str] = {
 
 def instead_of(name: str) -> str | None:
     """Return the replacement for a module or name of the package; None for a name that vLLM does
-    not have."""
+    not have.
+    """
     last = name.rpartition(".")[2]
     if last in NAMES:
         return NAMES[last]

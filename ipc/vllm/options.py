@@ -434,14 +434,16 @@ def translate_value(name: str, value: Any) -> Any:
 
 def translate_engine_options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the engine's options by our names. Raises ValidationError for an option without a
-    meaning here."""
+    meaning here.
+    """
     ours = translate(given, SERVED_ONLY | ENGINE_OPTIONS)
     return {name: translate_value(name, value) for name, value in ours.items()}
 
 
 def takes_vllm_options(cls: type[T]) -> type[T]:
     """Let a dataclass of engine options accept vLLM's names too, and name unknown ones. Decorates
-    the class."""
+    the class.
+    """
     original: Callable[..., None] = cls.__init__
     known = inspect.signature(original).parameters
 

@@ -1,5 +1,6 @@
 """Fields that vLLM's parameter classes have and ours lack, and the conversion of the values that
-scripts give."""
+scripts give.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def _refuse_assignment(self: object, name: str, value: object) -> None:
 
 def plain(value: Any) -> Any:
     """Return numbers and lists of numpy and torch as Python's own, in lists and dicts too. Return
-    other values as they are."""
+    other values as they are.
+    """
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -1,5 +1,6 @@
 """Copying KV blocks, many in one launch: what copy-on-write and swapping within the cache are made
-of."""
+of.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ _SHORT, _STEP = 64, 512
 
 def padded_length(length: int) -> int:
     """Return the number of keys that a query at the end of `length` tokens is computed with: 64,
-    128, 256 or a multiple of 512."""
+    128, 256 or a multiple of 512.
+    """
     if length > _STEP:
         return -(-length // _STEP) * _STEP
     return max(_SHORT, 1 << (length - 1).bit_length())
@@ -76,7 +77,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
 
 def causal_mask(first: int, count: int, length: int, window: int, device: torch.device) -> Tensor:
     """Return float32 [N, L]: 0 where the N tokens from position `first` on attend, -inf elsewhere.
-    window: number of tokens, itself included, that a token attends to; 0 for all."""
+    window: number of tokens, itself included, that a token attends to; 0 for all.
+    """
     query = torch.arange(first, first + count, device=device)[:, None]
     key = torch.arange(length, device=device)[None]
     hidden = key > query

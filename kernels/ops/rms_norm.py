@@ -44,7 +44,8 @@ class RmsNorm:
 class BegunNorm(NamedTuple):
     """What the product that wrote a stream's rows h did of their norm: all but a scale that is
     common to a row, which whoever multiplies `weighted` by a matrix can apply to the result: 1 /
-    sqrt(sum of the squares / D + eps)."""
+    sqrt(sum of the squares / D + eps).
+    """
 
     weighted: Tensor
     """[T, D] h * the norm's weight, in h's type."""

@@ -18,7 +18,8 @@ _LOW = 0xFFFFFFFF
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele et al. 2014). int64 arithmetic wraps; shifts are made
-    logical by masks."""
+    logical by masks.
+    """
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -1,5 +1,6 @@
 """Masks of allowed tokens, packed as bits, over rows of logits; see token_masks_triton.py for the
-kernel."""
+kernel.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from sidestep.kernels.products.tuned_gated import GATED
 @dataclass(frozen=True)
 class GatedConfig:
     """What is tuned by benchmarks/kernels/gpu_kernels.py: rows of x, columns of each half, and step
-    along K, of a tile."""
+    along K, of a tile.
+    """
 
     block_m: int
     block_n: int
@@ -75,7 +76,8 @@ def _operands(
     BULK: tl.constexpr,
 ):
     """Rows of x, [M, STEP], and rows of the gate over the same of the other half, [2 N, STEP].
-    Columns beyond K are zero; of rows beyond the last it only matters that they can be read."""
+    Columns beyond K are zero; of rows beyond the last it only matters that they can be read.
+    """
     if BULK:
         value = x_tiles.load([row, at])
         w = w_tiles.load([0, column, at]).reshape(2 * N, STEP)
@@ -183,7 +185,8 @@ def choose(
     tokens: int, num_outputs: int, num_inputs: int, device: torch.device
 ) -> GatedConfig | None:
     """What was measured to be faster than the library's product and the activation after it, on
-    Hopper GPUs, which have what the configurations ask for; None: those two."""
+    Hopper GPUs, which have what the configurations ask for; None: those two.
+    """
     if not has_pdl(device):
         return None
     for rows, fields in GATED.get((num_outputs, num_inputs), ()):
@@ -204,7 +207,8 @@ def _can_be_bulk(x: Tensor, weight: Tensor) -> bool:
 
 def gated_gemm(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) -> Tensor:
     """silu(x gate^T) * (x up^T) for x [T, K], its rows contiguous, and W [2 F, K], contiguous, the
-    gate's rows first; returns [T, F]."""
+    gate's rows first; returns [T, F].
+    """
     tokens, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2
     c = config or default_config(tokens)

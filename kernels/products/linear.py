@@ -1,5 +1,6 @@
 """x W^T + b on a GPU, with what lies around it in a layer, by whichever kernels read W fastest: our
-own for a few rows, the library's for more."""
+own for a few rows, the library's for more.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def _product(
 
 def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
     """With more rows than _product takes, by the kernel that ends in the activation, where it is
-    faster."""
+    faster.
+    """
     hidden = x.hidden if isinstance(x, Stream) else x
     if not on_gpu(hidden) or hidden.dtype not in _HALF:
         return None
@@ -68,7 +70,8 @@ def linear(
     x: Tensor | Stream, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N], which is `out` if
-    that is given."""
+    that is given.
+    """
     product = _product(x, weight, bias, out=out)
     if product is not None:
         return product
@@ -96,7 +99,8 @@ def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None
 ) -> BegunNorm | None:
     """Adds x W^T + b to residual [T, N], in place. norm: the one that the sum goes through next;
-    what of it was done on the way is returned."""
+    what of it was done on the way is returned.
+    """
     config = _own(x, weight)
     if config is None:
         if bias is not None:

@@ -35,7 +35,8 @@ Config = SkinnyConfig | StreamedConfig
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the device has the tensor cores and the copy engine that the streamed product is
-    written for."""
+    written for.
+    """
     gpu = gpu_of(device)
     return gpu is not None and gpu.capability // 10 == 9
 
@@ -103,7 +104,8 @@ def add_own_linear(
     config: Config,
 ) -> BegunNorm | None:
     """Adds x W^T + b, as of own_linear, to residual [T, N], in place. With the norm that the sum
-    goes through next, begins it."""
+    goes through next, begins it.
+    """
     tokens, num_outputs = residual.shape
     begun = (
         None

@@ -22,7 +22,8 @@ MAX_ROWS = 16
 @dataclass(frozen=True)
 class SkinnyConfig:
     """What was tuned by benchmarks/kernels/gpu_kernels.py: rows of W of one program, columns of one
-    turn of its loop."""
+    turn of its loop.
+    """
 
     block_n: int
     block_k: int
@@ -40,7 +41,8 @@ def _activate(gate, up, dtype):
 @triton.jit
 def _scale(squares, tokens, eps, K: tl.constexpr, PARTS: tl.constexpr):
     """What a norm multiplies these rows of a stream by, from the parts of the sums of their
-    squares."""
+    squares.
+    """
     part = tl.arange(0, triton.next_power_of_2(PARTS))
     EVEN: tl.constexpr = triton.next_power_of_2(PARTS) == PARTS
     given = tl.load(
@@ -331,7 +333,8 @@ def launch(
 ) -> None:
     """Either kernel, as kernels.own_linear says. tensors: bias, squares, next norm, out, and what
     of the next norm is written; flags: parts of the squares, and whether there is a bias, an
-    addition, a next norm, a gate."""
+    addition, a next norm, a gate.
+    """
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
     grid = (triton.cdiv(num_outputs, c.block_n),)

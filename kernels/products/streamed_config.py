@@ -1,5 +1,6 @@
 """The streamed product's configuration; apart from its kernel, whose language not every Triton
-has."""
+has.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class StreamedConfig:
 def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> StreamedConfig:
     """A ring that fills a processor's shared memory, and programs for at most one turn of all
     processors, or as many as there are tiles: what was best, or within a percent of it, for all
-    sizes tried."""
+    sizes tried.
+    """
     rows = padded(tokens)
     block_k = 128
     stage = 2 * (BLOCK_N * (1 + gated) + rows) * block_k

@@ -79,7 +79,8 @@ def _ask_for_w(
 @gluon.jit
 def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
     """What a norm multiplies these rows of a stream by, from the parts of the sums of their
-    squares."""
+    squares.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     part = gl.arange(0, triton.next_power_of_2(PARTS), layout=gl.SliceLayout(0, layout))
@@ -265,7 +266,8 @@ def _streamed(
 
 class _Workspace:
     """Parts of sums, and counters that are zero between kernels; one a device, since kernels that
-    use it follow one another."""
+    use it follow one another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.partials = torch.empty(MOST_PARTIALS, dtype=torch.float32, device=device)

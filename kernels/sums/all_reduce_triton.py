@@ -67,7 +67,8 @@ class SumConfig:
 
 def choose(ranks: int, rows: int, row_bytes: int) -> SumConfig | None:
     """What is fastest for parts of this size: as tuned, for the next larger number of ranks that is
-    known, among the kernels that take such rows; None: what torch.distributed has."""
+    known, among the kernels that take such rows; None: what torch.distributed has.
+    """
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
     for size, kind, programs in () if known is None else SUMS[known]:
         if rows * row_bytes <= size and (kind != "pushed" or can_push(ranks, rows, row_bytes)):
@@ -112,7 +113,8 @@ def _rows_at(address, offset, dtype: tl.constexpr):
 def _one(counter, epoch):
     """A factor for what was loaded before. All loads are to be on their way before one is waited
     for; the assembler would rather save registers and take turns, each of them a way to another GPU
-    and back. But it cannot multiply before it has this, which comes from behind a barrier."""
+    and back. But it cannot multiply before it has this, which comes from behind a barrier.
+    """
     tl.debug_barrier()
     return (tl.load(counter) - epoch + 2).to(tl.float32)
 

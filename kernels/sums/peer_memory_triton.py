@@ -28,7 +28,8 @@ _ALIGNED = 256
 @dataclass(frozen=True)
 class PeerMemory:
     """This rank's space, and where it finds those of all ranks. It begins as zeros on all of
-    them."""
+    them.
+    """
 
     rank: int
     addresses: tuple[int, ...]

@@ -53,7 +53,8 @@ def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
 @triton.jit
 def _row_at(address, row, W: tl.constexpr):
     """A row as words of data. It is said to be aligned no better than for two of them, if it is: a
-    thread has two then, as it has two words of 8 bytes, and threads need not exchange any."""
+    thread has two then, as it has two words of 8 bytes, and threads need not exchange any.
+    """
     begin = tl.cast(address, tl.int64) + row * (4 * W)
     return tl.multiple_of(begin.to(tl.pointer_type(tl.int32)), 4 if W % 2 else 8)
 
@@ -66,7 +67,8 @@ def _marked(data, mark):
 @triton.jit
 def _values(data, dtype: tl.constexpr):
     """The two values in words of data, in float32, that of lower address first. In a word of 32-bit
-    data the second is zero."""
+    data the second is zero.
+    """
     if dtype.primitive_bitwidth == 32:
         return data.to(dtype, bitcast=True).to(tl.float32), tl.zeros_like(data).to(tl.float32)
     else:

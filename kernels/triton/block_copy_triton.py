@@ -1,5 +1,6 @@
 """Block copies in Triton: one program for each copy, layer and part of a block. The reference is
-kernels.block_copy."""
+kernels.block_copy.
+"""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ def _turned(
     source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr
 ):
     """Heads at `source` [N, 1], normed and turned: [N, DIM] of their type, 0 outside. It rounds as
-    qkv_rope does."""
+    qkv_rope does.
+    """
     dtype = source.dtype.element_ty
     # Each dimension needs its partner, half a head away.
     other = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
@@ -154,7 +155,8 @@ def _begin_with_new(
 ):
     """The softmax's state after the token at `position` alone, if this program is its owner, who
     also writes its key and value to the cache; else the state after none. source: the token's key
-    of this head; its value lies KVH heads further."""
+    of this head; its value lies KVH heads further.
+    """
     dims = tl.arange(0, DIM)[None, :]
     there = dims < D
     key = _turned(

@@ -51,7 +51,8 @@ class StepLayout:
     @property
     def column(self) -> int:
         """Words from one column to the next; a multiple of 4, so that columns are aligned to 16
-        bytes."""
+        bytes.
+        """
         return (self.rows + 1 + 3) // 4 * 4
 
     def at(self, name: str) -> int:

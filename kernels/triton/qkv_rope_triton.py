@@ -1,6 +1,7 @@
 """What lies between the QKV projection and attention, in one kernel: the norm of each head's query
 and key (where a model has it), the rotary embedding, and the write of keys and values into the
-paged cache. The references are kernels.rms_norm, kernels.rotary and kernels.kv_write."""
+paged cache. The references are kernels.rms_norm, kernels.rotary and kernels.kv_write.
+"""
 
 from __future__ import annotations
 

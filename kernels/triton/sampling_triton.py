@@ -301,7 +301,8 @@ def _score_tiles(
 @triton.jit
 def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
     """For each of x, found at `place` in `values`: how many of these are higher, or as high and
-    before it; what they weigh. Nothing of what is not in `values` has a meaning."""
+    before it; what they weigh. Nothing of what is not in `values` has a meaning.
+    """
     number = tl.zeros(x.shape, tl.int32)
     mass = tl.zeros(x.shape, tl.float32)
     for start in tl.range(0, count, CHUNK):
@@ -351,7 +352,8 @@ def _gather(
     GROUP: tl.constexpr,
 ):
     """Writes the first CAPACITY logits of the listed tiles that are not below `floor`, and their
-    ids, both in the order of the ids. Returns how many there are in all."""
+    ids, both in the order of the ids. Returns how many there are in all.
+    """
     number = 0
     for start in tl.range(0, count, GROUP):
         index = start + tl.arange(0, GROUP)
@@ -377,7 +379,8 @@ def _measures(
     values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.constexpr, STEP: tl.constexpr
 ):
     """For each of [WAYS] finite floors, how many logits are not below it, or how much these
-    weigh."""
+    weigh.
+    """
     sums = tl.zeros([WAYS, STEP], tl.float32)
     for start in tl.range(0, count, STEP):
         offsets = start + tl.arange(0, STEP)[None, :]
@@ -434,7 +437,8 @@ def _race(
     STEP: tl.constexpr,
 ):
     """Draws among the logits above `threshold`, the first `room` of those that equal it, none of
-    them below `minimum`."""
+    them below `minimum`.
+    """
     shortest = tl.full([STEP], _INFINITY, tl.float32)
     winner = tl.full([STEP], _NONE, tl.int32)
     num_tied = 0

@@ -29,7 +29,8 @@ def _mask_tokens(
 
 def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
     """As in token_masks.py. Runs among copies and kernels of torch, so it is launched when what is
-    before it has ended."""
+    before it has ended.
+    """
     rows, vocab_size = logits.shape
     _mask_tokens[(rows, triton.cdiv(vocab_size, _BLOCK))](
         logits, marks, words, vocab_size, logits.stride(0), words.stride(0), _BLOCK, num_warps=4

@@ -1,5 +1,6 @@
 """The training text: Python's standard library, its help topics, and short chats made from its
-docstrings."""
+docstrings.
+"""
 
 import ast
 import hashlib
@@ -85,7 +86,8 @@ class Corpus:
 
 def load_corpus(stdlib: Path, seed: int) -> Corpus:
     """Read every source file under `stdlib`, split by file, and make the conversations from the
-    training part."""
+    training part.
+    """
     corpus = Corpus()
     digest = hashlib.sha256()
     turns: list[Turn] = []
@@ -168,7 +170,8 @@ def module_name(name: str) -> str:
 
 def docstring_turns(name: str, source: str) -> list[Turn]:
     """Questions on a module, and on the public classes and functions at its top, answered by their
-    docstrings."""
+    docstrings.
+    """
     tree = parse(source)
     if tree is None:
         return []
@@ -193,7 +196,8 @@ def docstring_turns(name: str, source: str) -> list[Turn]:
 def standalone_functions(source: str) -> list[str]:
     """Each function and method as a document of its own, at the left margin: a prompt often begins
     with `def` there, where a whole file rarely does, and without these the model continues it as
-    the method that it is in the library."""
+    the method that it is in the library.
+    """
     tree = parse(source)
     lines = source.split("\n")
     documents = []
@@ -229,7 +233,8 @@ def function_turns(source: str) -> list[Turn]:
 
 def make_conversations(turns: list[Turn], rng: random.Random) -> list[list[dict[str, str]]]:
     """Message lists of one or two turns, some behind a system prompt, so that each shape is
-    seen."""
+    seen.
+    """
     turns = list(turns)
     for questions, answer in SMALL_TALK:
         turns += [(question, answer) for question in questions] * SMALL_TALK_REPEATS

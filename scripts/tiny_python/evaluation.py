@@ -1,5 +1,6 @@
 """What the saved model can do: its loss on held-out files, whether its code parses, whether its
-chat stops."""
+chat stops.
+"""
 
 import ast
 import math
@@ -57,7 +58,8 @@ class Scores:
 
 def leading_lines_parse(text: str) -> bool:
     """Whether some prefix of whole lines, at least LEADING_LINES of them not blank, is valid Python
-    as it stands."""
+    as it stands.
+    """
     lines = text.split("\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -116,7 +118,8 @@ def answer(
 
 def evaluate(folder: Path, tokens: Tokens, validation_bytes: int, device: torch.device) -> Scores:
     """Score the files on disk, so that the figures are those of what is shipped, rounded to
-    bfloat16."""
+    bfloat16.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     rows = rows_in_order(tokens.validation)

@@ -30,7 +30,8 @@ VALIDATIONS = 12
 @dataclass(frozen=True)
 class Budget:
     """Training ends at `steps` or after `seconds`, whichever is first; the learning rate follows
-    the same clock."""
+    the same clock.
+    """
 
     steps: int
     seconds: float | None
@@ -177,7 +178,8 @@ def validation_loss(
 
 def optimizers(model: LlamaForCausalLM, device: torch.device) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices; AdamW for the embedding and the norms, which Muon is not made
-    for."""
+    for.
+    """
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     norms = [p for p in model.parameters() if p.ndim < 2]
@@ -210,7 +212,8 @@ def train(
     device: torch.device,
 ) -> Outcome:
     """Train in place and leave the weights of the step with the lowest validation loss in the
-    model."""
+    model.
+    """
     rows = max(1, budget.batch_tokens // POSITIONS)
     long_rows = batches(tokens.train, rows, POSITIONS, tokenizer, seed)
     short_rows = batches(

@@ -57,7 +57,8 @@ def chat_text(messages: list[dict[str, str]]) -> str:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, positions: int) -> None:
     """Write tokenizer.json and tokenizer_config.json by hand: every version of transformers reads
-    this form."""
+    this form.
+    """
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
         str(tokenizer.token_to_id(token)): {

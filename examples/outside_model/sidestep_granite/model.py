@@ -14,7 +14,8 @@ from sidestep.ipc.model.model_spec import ModelSpec
 
 class GraniteForCausalLM(DecoderForCausalLM):
     """One rank's part of the model. The head is no longer tied: its factor differs from the
-    embedding's."""
+    embedding's.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None
@@ -44,7 +45,8 @@ class ScaledWeights(Weights):
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
         """Return the tensor that the decoder asks for. Layers are named <...>.<layer>.weight or
-        .bias."""
+        .bias.
+        """
         factor = self._factors.get(name.split(".")[-2], 1.0)
         stored = "model.embed_tokens.weight" if name == "lm_head.weight" and self._is_tied else name
         return self._weights.get(stored, shape, rows, columns) * factor

@@ -61,7 +61,8 @@ class Exposition:
 
     def text(self, engines: Stats, replicas: Sequence[ReplicaStatus], figures: Figures) -> bytes:
         """Return the metrics in the text format. engines: the stats of each replica that answers.
-        figures: the counts of the server's processes."""
+        figures: the counts of the server's processes.
+        """
         registry = CollectorRegistry(auto_describe=False)
         registry.register(
             _Collected(

@@ -1,5 +1,6 @@
 """What the processes of one server have counted, so that it can be added up: whoever asks, asks any
-one of them."""
+one of them.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class Figures(msgspec.Struct):
 
     def end(self) -> None:
         """The process has ended: what it counted stays counted, so that no counter falls; nothing
-        of it runs."""
+        of it runs.
+        """
         for counts in self.tenants.values():
             counts.running = 0
         self.last_ttfts, self.last_gaps, self.num_processes = [], [], 0

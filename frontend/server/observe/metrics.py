@@ -1,5 +1,6 @@
 """What one process of the server counts: in plain lists, since some of it is counted for each
-token."""
+token.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class ServerMetrics:
         self, tenant: str, output: RequestOutput | None, reason: str, *, is_first: bool
     ) -> None:
         """One choice has ended; `output` is its last one, if it gave any. is_first: of those of its
-        prompt, which is counted with it."""
+        prompt, which is counted with it.
+        """
         self.finished[reason] += 1
         counts = self.tenants[tenant]
         counts.running -= 1

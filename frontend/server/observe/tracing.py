@@ -61,7 +61,8 @@ class Tracing:
 
     def close(self) -> None:
         """Send the remaining spans, for a bounded time: the library alone would try again and
-        again."""
+        again.
+        """
         sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         sending.start()
         sending.join(_LAST_SPANS_S)
@@ -118,7 +119,8 @@ class RequestTrace:
 
 def _moments(metrics: RequestMetrics, end: float) -> Iterator[float]:
     """The borders of the phases that it came to, each not before the one before it; the last one is
-    `end`."""
+    `end`.
+    """
     latest = metrics.arrival_time
     yield latest
     for moment in (metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts):

@@ -1,5 +1,6 @@
 """The last values of a measure, for people who watch: a histogram is too coarse for them, and never
-forgets."""
+forgets.
+"""
 
 from __future__ import annotations
 

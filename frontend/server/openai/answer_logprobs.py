@@ -1,5 +1,6 @@
 """Log-probabilities in the shapes of OpenAI's API. A token that is a part of a character is told by
-its bytes."""
+its bytes.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ class AssistantMessage(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
 ):
     """An earlier answer of the model. The last fields are empty in answers of this server, or
-    repeat it."""
+    repeat it.
+    """
 
     content: Text | None = None
     name: str | None = None
@@ -230,7 +231,8 @@ def _template_message(index: int, message: ChatMessage) -> Message:
 
 def arguments_of(field: str, written: str) -> Any:
     """Return a call's arguments as an object, because templates write them as JSON themselves.
-    Raises ApiError."""
+    Raises ApiError.
+    """
     try:
         return msgspec.json.decode(written or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -239,7 +241,8 @@ def arguments_of(field: str, written: str) -> Any:
 
 def tool_use_of(request: ChatRequest) -> ToolUse | None:
     """Return the tools that the request offers the model, and how it may call them; None without
-    tools. Raises ApiError."""
+    tools. Raises ApiError.
+    """
     choice = request.tool_choice
     word, chosen = (
         (None, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice, None)

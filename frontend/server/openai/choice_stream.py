@@ -45,7 +45,8 @@ async def events_of(
 ) -> AsyncGenerator[bytes, None]:
     """Yield an empty event once the engine has taken the request, then the events as they come.
     With a writer, yield only the events that could not be written at once; the caller must send
-    each before it asks for the next."""
+    each before it asks for the next.
+    """
     with service.tally(choice) as tally:
         async with choice.open() as reader:
             yield b""

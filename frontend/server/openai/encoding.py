@@ -1,5 +1,6 @@
 """The bytes of a stream's events. What is the same for all of a choice's events is made once; a
-token costs its own text's encoding and one join."""
+token costs its own text's encoding and one join.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class EventEncoder:
 
     def __init__(self, index: int, head: dict[str, object], slot: str, include_usage: bool) -> None:
         """head: what each event has besides its choice. slot: the choice's key for what is new:
-        'delta' or 'text'."""
+        'delta' or 'text'.
+        """
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (
             _encode(head)[:-1],

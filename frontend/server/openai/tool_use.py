@@ -66,7 +66,8 @@ class ToolUse:
         chosen_field: str,
     ) -> ToolUse | None:
         """Return the tools that these fields allow; None if the prompt is to list no tools. chosen:
-        the function that tool_choice names, in the field `chosen_field`. Raises ApiError."""
+        the function that tool_choice names, in the field `chosen_field`. Raises ApiError.
+        """
         if not functions:
             if chosen is not None or choice not in (None, "none"):
                 raise refused("tool_choice", "has a meaning only with tools")
@@ -156,7 +157,8 @@ class AnswerReader:
 
     def form(self, asked: Form | None, use: ToolUse | None, prompt: str) -> Form | None:
         """Return the form that the answer must have. asked: the form that other fields ask for.
-        Raises ApiError."""
+        Raises ApiError.
+        """
         form = asked
         if use is not None and self._tools is not None:
             special = self._service.llm.get_tokenizer().special_token_ids

@@ -31,7 +31,8 @@ _IN_FLIGHT = 2
 
 class FlightIdle(msgspec.Struct):
     """How long the device stood still before a step, in microseconds, by cause; see
-    docs/architecture.md."""
+    docs/architecture.md.
+    """
 
     no_work: int
     result: int
@@ -42,7 +43,8 @@ class FlightIdle(msgspec.Struct):
 class FlightStep(msgspec.Struct):
     """One step. The core scheduled it from `schedule_us` to `submit_us`, the worker prepared and
     launched it from `received_us` to `launched_us`, the device ran it from `start_us` to `end_us`;
-    the core took its output at `taken_us` and told its tokens at `told_us`."""
+    the core took its output at `taken_us` and told its tokens at `told_us`.
+    """
 
     step: int
     kind: StepKind

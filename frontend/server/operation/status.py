@@ -1,5 +1,6 @@
 """What operators and routers ask: is it alive, does it take requests, what does it serve, how busy
-is it."""
+is it.
+"""
 
 from __future__ import annotations
 

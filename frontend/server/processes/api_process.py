@@ -1,5 +1,6 @@
 """One of a server's other processes: it joins the engine, and serves from the socket that it has
-inherited."""
+inherited.
+"""
 
 from __future__ import annotations
 

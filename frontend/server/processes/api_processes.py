@@ -96,7 +96,8 @@ class ApiProcesses:
 
     def drain(self) -> None:
         """They take no more requests, and end when those that run have ended, or --shutdown-timeout
-        has passed."""
+        has passed.
+        """
         self._is_serving = False
         for member in self._members.values():
             member.line.say(Drain())
@@ -131,7 +132,8 @@ class ApiProcesses:
 
     async def gather(self) -> Figures:
         """The figures of all processes, this one's and those of the past among them: no counter
-        ever falls."""
+        ever falls.
+        """
         members = list(self._members.values())
         answers = await asyncio.gather(*(member.line.ask(_ANSWER_S) for member in members))
         total = self._service.own_figures()

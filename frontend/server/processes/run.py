@@ -1,5 +1,6 @@
 """One server's life: it listens once the engine serves, drains at SIGTERM, and ends with the
-engine."""
+engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ being asked."""
 
 def bind(args: ServerArgs) -> socket.socket:
     """The socket to listen at. Raises ValidationError: an address in use is known before the engine
-    starts."""
+    starts.
+    """
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     made = socket.socket(family)
     try:
@@ -116,7 +118,8 @@ async def serve(
 ) -> EngineDeadError | None:
     """Serves until a signal, or the engine's death, which it returns. With --api-server-count the
     other processes have joined before the first request is taken, and have ended when this returns.
-    Raises SidestepError if one of them cannot be started, or not again."""
+    Raises SidestepError if one of them cannot be started, or not again.
+    """
     if service.args.api_server_count == 1:
         return await run(make_server(service, keys, version), listener)
     others = ApiProcesses(service, keys, version, listener)

@@ -58,7 +58,8 @@ def _check(field: str, item: InputItem) -> None:
 
 def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
     """Append a message for the item. All items of one answer go into one message of the
-    assistant."""
+    assistant.
+    """
     if item.type == "function_call_output":
         made.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     elif item.type == "message" and item.role != "assistant":
@@ -86,7 +87,8 @@ def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
 def _assistant(made: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
     """Return the message that an item of an answer belongs to. new: the message's key for the item.
     A message that already has this key, or the key of a later part of an answer, is complete, so a
-    new message begins."""
+    new message begins.
+    """
     order = ("reasoning_content", "content", "tool_calls")
     last = made[-1] if made else None
     later = () if new is None else order[order.index(new) :]

@@ -83,7 +83,8 @@ class Items:
 
     def add_logprobs(self, logprobs: list[ContentLogprob]) -> None:
         """Add log-probabilities to the last item, which is a message: requests for them with calls
-        or reasoning are refused."""
+        or reasoning are refused.
+        """
         if logprobs and isinstance(self.last, MessageItem):
             part = self.last.content[0]
             part.logprobs = [*(part.logprobs or ()), *logprobs]

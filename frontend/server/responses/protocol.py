@@ -1,5 +1,6 @@
 """The request and the answer of /v1/responses. The route serves text and functions, and stores
-nothing."""
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class ReasoningText(
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A message, an item of an earlier answer, or the output of a call. Its id and its status are
-    not used."""
+    not used.
+    """
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None

@@ -1,5 +1,6 @@
 """/v1/responses: OpenAI's newer API. An answer is a list of items, and the events of a stream
-describe how each grows."""
+describe how each grows.
+"""
 
 from __future__ import annotations
 
@@ -240,7 +241,8 @@ class ResponseAnswer:
 
     def _logprobs(self, output: RequestOutput) -> list[ContentLogprob]:
         """Return the log-probabilities of an output's new tokens; none if the request does not ask
-        for them."""
+        for them.
+        """
         return content_logprobs(
             self._service.llm.get_tokenizer(),
             output.outputs[0].logprobs or (),

@@ -106,7 +106,8 @@ Metadata = Annotated[
 
 class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of every request that generates text, which do not change the text. Null means the
-    same as a missing field."""
+    same as a missing field.
+    """
 
     model: str | None = None
     stream: bool | None = None

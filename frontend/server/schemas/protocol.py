@@ -1,5 +1,6 @@
 """The answers of the server, as msgspec structs: what is sent is encoded from them, and the OpenAPI
-document is made from them. Streams of tokens do not make one for each token; see sse.py."""
+document is made from them. Streams of tokens do not make one for each token; see sse.py.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class ChatLogprobs(msgspec.Struct):
 
 class CompletionLogprobs(msgspec.Struct):
     """Of a completion's tokens, and of its prompt's where that is repeated; null where nothing
-    comes before."""
+    comes before.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -1,5 +1,6 @@
 """The form that an answer must have: what requests say of it, as the engine takes it, with errors
-by the request's own field."""
+by the request's own field.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Requests to the engine as the server makes them: one for each prompt, whose choices are read one
-by one."""
+by one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class EngineCall(Protocol):
 
     def open(self, place: int) -> AbstractAsyncContextManager[Reader]:
         """The reader of one choice; leaving it ends the choice. Raises what AsyncLLM's methods
-        raise."""
+        raise.
+        """
 
 
 def make_call(
@@ -148,7 +150,8 @@ class _WholeReader:
 
 def _choice_of(output: RequestOutput, place: int) -> RequestOutput:
     """One choice's. The tokens of the whole request, which are more than those of its choices,
-    count once."""
+    count once.
+    """
     ended = CompletionOutput(place, "", [], "abort")  # a search that was ended has found nothing
     completion = output.outputs[place] if place < len(output.outputs) else ended
     metrics = output.metrics if place == 0 else replace(output.metrics, num_generation_tokens=0)

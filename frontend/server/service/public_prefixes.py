@@ -45,7 +45,8 @@ class PublicPrefixes:
 
     def length(self, prompt: Sequence[int]) -> int:
         """How many of a prompt's first tokens are those of a prefix. Not all of one need be there:
-        where a text ends, what follows may be a part of its last token."""
+        where a text ends, what follows may be a part of its last token.
+        """
         return max((_num_common(prefix, prompt) for prefix in self.prefixes), default=0)
 
 

@@ -35,7 +35,8 @@ class QueuePlace(msgspec.Struct, omit_defaults=True):
 
 def asks_for_queue(http: Request, is_stream: bool) -> bool:
     """Return whether a request has the header. Raises ApiError for another value than 1, or without
-    a stream."""
+    a stream.
+    """
     value = http.headers.get(HEADER)
     if value not in (None, "1"):
         raise refused(HEADER, f"must be 1, not {value!r}")
@@ -59,7 +60,8 @@ class Queue:
         self, stream: AsyncGenerator[bytes, None], name: str
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. After its first event, which says that the engine has taken
-        the request, yield the request's place in the queue while it waits."""
+        the request, yield the request's place in the queue while it waits.
+        """
         told: QueuePlace | None = None
         async with aclosing(stream):
             yield await anext(stream)
@@ -80,7 +82,8 @@ class Queue:
 
     async def place(self, name: str) -> QueuePlace | None:
         """Return the place of the request with this name; None if it does not wait, or the engine
-        does not answer."""
+        does not answer.
+        """
         if not self._llm.is_waiting(name):
             return None
         async with self._lock:

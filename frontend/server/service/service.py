@@ -1,5 +1,6 @@
 """What the routes share: the engine, its names, its requests that run for clients, and whether it
-still takes any."""
+still takes any.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ class Service:
         public_prefixes: PublicPrefixes | None = None,
     ) -> None:
         """names: what requests may call the model; the first is what answers call it. tracing:
-        makes spans. public_prefixes: what prompts may begin with and share between tenants."""
+        makes spans. public_prefixes: what prompts may begin with and share between tenants.
+        """
         self.llm = llm
         self.args = args
         self.names = tuple(names)
@@ -183,7 +185,8 @@ class Service:
         self, field: str, text: str, *, add_special_tokens: bool, must_fit: bool = True
     ) -> list[int]:
         """Return a prompt's token ids. Raises ApiError (400) if its length shows that it cannot
-        fit, and with `must_fit` also if it leaves no room for output."""
+        fit, and with `must_fit` also if it leaves no room for output.
+        """
         try:
             return await self.llm.tokenize(
                 text, add_special_tokens=add_special_tokens, must_fit=must_fit
@@ -200,7 +203,8 @@ class Service:
 
     def _check_priority(self, priority: int | None) -> int:
         """Return the priority, 0 if none is given. Raises ApiError for a priority that would do
-        nothing."""
+        nothing.
+        """
         if priority and self.llm.scheduling_policy != "priority":
             raise refused(
                 "priority",
@@ -256,7 +260,8 @@ class Service:
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
         """Users of different keys share no cached prefixes: how fast an answer comes would tell
-        what another asked."""
+        what another asked.
+        """
         of_key: str | None = http.scope.get(CACHE_SALT)
         return salt if of_key is None else f"{of_key}:{salt or ''}"
 
@@ -306,14 +311,16 @@ class Service:
 
     async def stats(self) -> dict[int, dict[str, float]]:
         """Return the stats of each replica whose core answers. Raises EngineStalledError if none
-        does."""
+        does.
+        """
         return await self.llm.get_stats_by_replica()
 
     # Ending.
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests and waits for those that run; ends those that have not within the
-        time."""
+        time.
+        """
         self.is_draining = True
         try:
             async with asyncio.timeout(timeout_s):

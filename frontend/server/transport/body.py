@@ -35,7 +35,8 @@ _ONE_KIND = {
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """All of a request's body, at most `limit` bytes of it. Raises ApiError (408, 413, 415),
-    ClientGoneError."""
+    ClientGoneError.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A page of another origin can send other types without asking first; see guard.py.
@@ -71,7 +72,8 @@ def _too_large(limit: int) -> ApiError:
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Return the struct. Unknown fields whose value is null are ignored, and whole numbers may be
-    written as 1.0: clients send both. Raises ApiError (400)."""
+    written as 1.0: clients send both. Raises ApiError (400).
+    """
     try:
         try:
             return decoder.decode(data)
@@ -89,7 +91,8 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 def _plain(value: Any) -> Any:
     """Return the value without nulls, and with whole numbers as int. The client's own values stay
-    as they are."""
+    as they are.
+    """
     if isinstance(value, dict):
         return {
             key: item if key in _CLIENTS_OWN else _plain(item)
@@ -105,7 +108,8 @@ def _plain(value: Any) -> Any:
 
 def _wrong_field(message: str) -> ApiError:
     """msgspec's message, which ends with a path such as `$.messages[0].role`, as an error of that
-    field."""
+    field.
+    """
     path = _PATH.search(message)
     at = path["path"] if path else ""
     text = message[: path.start()] if path else message

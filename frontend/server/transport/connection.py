@@ -1,5 +1,6 @@
 """Answers as they leave: a client that goes away ends the work for it, and a stream is sent as its
-events come."""
+events come.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """What `work` returns or raises. Cancels it when the client goes away, and raises
-    ClientGoneError then."""
+    ClientGoneError then.
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_until_gone(receive))
     try:
@@ -60,7 +62,8 @@ def _error_event(error: ApiError) -> bytes:
 
 class EventStream(Response):
     """Server-sent events. An error before the engine has taken the request, or at once after that,
-    is an answer with an error status. Until the first event is there, send comments."""
+    is an answer with an error status. Until the first event is there, send comments.
+    """
 
     media_type = "text/event-stream"
 
@@ -74,7 +77,8 @@ class EventStream(Response):
     ) -> None:
         """events: whole events, one or several at a time; the first, empty one says that the engine
         has taken the request. encode_error: makes the last event of a stream that fails. comment_s:
-        seconds between comments; 0: none."""
+        seconds between comments; 0: none.
+        """
         super().__init__(headers={**_STREAM_HEADERS, **(headers or {})})
         del self.headers["content-length"]  # of the empty body that it would be without the events
         self._events = events
@@ -134,7 +138,8 @@ async def merged(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of several streams as they come, after each stream has given its first,
     empty event; events that are ready together are sent together. Then yield the result of
-    `end`."""
+    `end`.
+    """
     ready: list[bytes] = []
     num_taken = 0
     news, taken = asyncio.Event(), asyncio.Event()

@@ -1,5 +1,6 @@
 """Every error leaves the server in the OpenAI API's shape: {"error": {message, type, param,
-code}}."""
+code}}.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
 
 def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
     """Return the error for a prompt that leaves no room for output, in the words that clients of
-    OpenAI's API look for."""
+    OpenAI's API look for.
+    """
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "

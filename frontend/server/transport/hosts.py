@@ -42,7 +42,8 @@ def is_known(header: str, known: frozenset[str]) -> bool:
 
 def name_of(host: str) -> str | None:
     """Return the name in 'name', 'name:port' or '[::1]:port', in lower case; None if there is
-    none."""
+    none.
+    """
     try:
         if ipaddress.ip_address(host).version == 6:
             return host

@@ -1,5 +1,6 @@
 """uvicorn's HTTP protocol with bounds on what comes before a body: the size of the headers, and the
-time they take."""
+time they take.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ WRITER = "sidestep.writer"
 
 class BodyWriter:
     """Writes pieces of a chunked body without a task: for streams whose pieces come from a
-    callback."""
+    callback.
+    """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -37,7 +39,8 @@ class BodyWriter:
 
     def ready(self) -> bool:
         """Whether the client takes what is written: the answer's head is out, and not too much
-        waits to be sent."""
+        waits to be sent.
+        """
         cycle = self._cycle
         return bool(
             not self._flow.write_paused and cycle.chunked_encoding and not cycle.disconnected
@@ -50,7 +53,8 @@ class BodyWriter:
 
 def raise_file_limit() -> None:
     """Let this process and its children open as many files as the system allows them: each
-    connection is one."""
+    connection is one.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -60,7 +64,8 @@ def raise_file_limit() -> None:
 
 class FileWatch:
     """Log a warning when the process can open no more files. The event loop then closes further
-    connections silently."""
+    connections silently.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -48,7 +48,8 @@ class LargeBodies:
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return the result of a function that works on a body of `size` bytes. Run it here if the
-        body is small, else in the thread."""
+        body is small, else in the thread.
+        """
         if size <= LARGE:
             return function(*args, **kwargs)
         return await self._lane.run(size, function, *args, **kwargs)
@@ -70,7 +71,8 @@ class LargeBodies:
 
 def has_more_values(data: bytes, most: int) -> bool:
     """Return whether a JSON text has more than `most` commas and opening brackets outside of
-    strings. Each value but the first has one of them. Lets other threads run."""
+    strings. Each value but the first has one of them. Lets other threads run.
+    """
     upper = 0
     for begin in range(0, len(data), _PIECE):
         piece = data[begin : begin + _PIECE]
@@ -82,7 +84,8 @@ def has_more_values(data: bytes, most: int) -> bool:
 
 def _count_outside(data: bytes, most: int) -> int:
     """Return the number of commas and opening brackets outside of strings. Stop counting above
-    `most`."""
+    `most`.
+    """
     count = at = 0
     while at < len(data) and count <= most:
         # A bounded search holds the interpreter lock for a bounded time.
