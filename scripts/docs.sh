@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the docs site into site/, and fails on any warning, broken link, picture or anchor. Needs no network but to
-# install what it runs into .venv for the first time.
+# Builds the docs site into site/, and fails on any warning, broken link, picture or anchor. It needs
+# the network only to install what it runs into .venv for the first time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install.sh docs

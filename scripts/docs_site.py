@@ -26,7 +26,7 @@ _LANGUAGES = {
 _LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 """Elements that make a browser load a file by itself, and the attribute that names it."""
 _BLOCK_IN_TEXT = re.compile(r"\n\s*(- |\* |1\. |\|)")
-"""A list or a table that Python-Markdown reads as text, because no empty line is before it."""
+"""A list or a table that Python-Markdown reads as text, as it has no empty line before it."""
 
 
 class BrokenDocs(Exception):
