@@ -133,7 +133,7 @@ def _problems(site: Path, path: Path, pages: dict[Path, _Page]) -> Iterator[str]
         file = file / "index.html" if file.is_dir() else file
         if not file.is_file():
             yield f"no file {target}"
-        elif parts.fragment and file in pages and unquote(parts.fragment) not in pages[file].anchors:
+        elif file in pages and unquote(parts.fragment) not in {"", *pages[file].anchors}:
             yield f"no anchor {target}"
     for paragraph in page.paragraphs:
         if (found := _BLOCK_IN_TEXT.search(paragraph)) is not None:
