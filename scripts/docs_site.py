@@ -22,7 +22,12 @@ COPY = ROOT / "build" / "docs"
 SITE = ROOT / "site"
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _LANGUAGES = {
-    ".py": "python", ".mjs": "javascript", ".sh": "bash", ".yaml": "yaml", ".toml": "toml"}
+    ".py": "python",
+    ".mjs": "javascript",
+    ".sh": "bash",
+    ".yaml": "yaml",
+    ".toml": "toml",
+}
 _LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 """Elements that make a browser load a file by itself, and the attribute that names it."""
 _BLOCK_IN_TEXT = re.compile(r"\n\s*(- |\* |1\. |\|)")
@@ -72,8 +77,11 @@ def check_site(site: Path = SITE) -> None:
     Raises BrokenDocs with each link, picture and anchor that leads nowhere, each file that a
     browser would load from another host, and each list or table that became text."""
     pages = {path: _Page.read(path) for path in sorted(site.rglob("*.html"))}
-    problems = [f"{path.relative_to(site)}: {problem}"
-                for path in pages for problem in _problems(site, path, pages)]
+    problems = [
+        f"{path.relative_to(site)}: {problem}"
+        for path in pages
+        for problem in _problems(site, path, pages)
+    ]
     if not pages:
         problems.append(f"{site} has no pages")
     if problems:
@@ -137,7 +145,7 @@ def _problems(site: Path, path: Path, pages: dict[Path, _Page]) -> Iterator[str]
             yield f"no anchor {target}"
     for paragraph in page.paragraphs:
         if (found := _BLOCK_IN_TEXT.search(paragraph)) is not None:
-            start_of_block = paragraph[found.start():].strip()[:60]
+            start_of_block = paragraph[found.start() :].strip()[:60]
             yield f"a list or table has no empty line before it: {start_of_block!r}"
 
 
@@ -151,17 +159,26 @@ def _targets(source: Path, line: str) -> list[str]:
     """Return the files that a line of a page links to."""
     if source.suffix != ".md":
         return []
-    return [target for target in _LINK.findall(line)
-            if "://" not in target and not target.startswith(("#", "mailto:"))]
+    return [
+        target
+        for target in _LINK.findall(line)
+        if "://" not in target and not target.startswith(("#", "mailto:"))
+    ]
 
 
 def _text_of(file: Path, root: Path) -> str:
     """Return a page's Markdown, or that of a page that shows a file, or all sources of a folder."""
     if file.suffix == ".md":
         return file.read_text()
-    files = [file] if file.is_file() else sorted(
-        path for path in file.rglob("*")
-        if path.suffix in _LANGUAGES and "__pycache__" not in path.parts)
+    files = (
+        [file]
+        if file.is_file()
+        else sorted(
+            path
+            for path in file.rglob("*")
+            if path.suffix in _LANGUAGES and "__pycache__" not in path.parts
+        )
+    )
     parts = [f"# {file.relative_to(root)}"]
     for path in files:
         heading = [] if path == file else [f"## {path.relative_to(file)}"]

@@ -13,6 +13,17 @@ from scripts.docs_site import BrokenDocs, check_site, copy_docs
 from tests import pages
 
 ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = (
+    "ipc",
+    "kernels",
+    "executor",
+    "engine_core",
+    "frontend",
+    "tests",
+    "scripts",
+    "benchmarks",
+)
+"""Folders that pages name files of; the first five hold the package's code."""
 
 
 @pytest.fixture
@@ -39,15 +50,20 @@ def test_a_link_to_a_missing_file_is_an_error_with_its_line(docs: Path, tmp_path
         copy_docs(docs, tmp_path / "copy")
 
 
-@pytest.mark.parametrize("body, problem", [
-    ('<a href="none.html">a</a>', "no file none.html"),
-    ('<img src="images/none.png">', "no file images/none.png"),
-    ('<a href="#none">a</a>', "no anchor #none"),
-    ('<a href="index.html#none">a</a>', "no anchor index.html#none"),
-    ('<script src="https://example.org/a.js"></script>',
-     "loads https://example.org/a.js from another host"),
-    ("<p>These:\n- one\n- two</p>", "a list or table has no empty line before it: '- one"),
-])
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        ('<a href="none.html">a</a>', "no file none.html"),
+        ('<img src="images/none.png">', "no file images/none.png"),
+        ('<a href="#none">a</a>', "no anchor #none"),
+        ('<a href="index.html#none">a</a>', "no anchor index.html#none"),
+        (
+            '<script src="https://example.org/a.js"></script>',
+            "loads https://example.org/a.js from another host",
+        ),
+        ("<p>These:\n- one\n- two</p>", "a list or table has no empty line before it: '- one"),
+    ],
+)
 def test_a_site_that_leads_nowhere_is_an_error(body: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text('<h1 id="here">Here</h1> <a href="#here">a</a>')
     check_site(tmp_path)
@@ -64,6 +80,21 @@ def test_a_site_without_pages_is_an_error(tmp_path: Path) -> None:
 def test_each_page_of_the_docs_is_in_the_navigation_once() -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
     assert sorted(_pages_of(nav)) == pages.DOCS
+
+
+@pytest.mark.parametrize("page", ["README.md", *pages.DOCS])
+def test_each_file_that_a_page_names_exists(page: str) -> None:
+    """A name with a placeholder, `executor/models/<name>.py`, is no file."""
+    for name in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", pages.text_of(page)):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_architecture_page_has_each_folder_of_the_code() -> None:
+    text = pages.text_of("architecture.md")
+    code = [file for folder in FOLDERS[:5] for file in (ROOT / folder).rglob("*.*")]
+    folders = {file.parent.relative_to(ROOT).as_posix() for file in code if file.is_file()}
+    table = set(re.findall(r"^\| `(\w[\w/]*)/` \|", text, re.MULTILINE))
+    assert {name for name in folders if "__pycache__" not in name} <= table
 
 
 def _pages_of(entries: list[dict[str, Any]]) -> list[str]:
