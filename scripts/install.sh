@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv where it is missing and installs the project into it: install.sh [EXTRA]   (test, dev or bench)
+# Makes .venv where it is missing and installs the project into it: install.sh [EXTRA]   (test, dev, bench or docs)
 # Does nothing when that was done before for the same pyproject.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."

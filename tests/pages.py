@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 URL = "http://127.0.0.1:8000"
 """Address of the server in all examples."""
 

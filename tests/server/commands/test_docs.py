@@ -160,7 +160,8 @@ def test_every_link_of_the_docs_leads_somewhere(page: str) -> None:
         path, _, section = target.partition("#")
         if "://" in target:
             continue
-        file = ROOT / "docs" / (path or page)
+        source = ROOT / "docs" / page
+        file = source.parent / path if path else source
         assert file.exists(), target
         headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if section else []
         slugs = [re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -168,7 +169,7 @@ def test_every_link_of_the_docs_leads_somewhere(page: str) -> None:
 
 
 def test_every_picture_of_the_docs_is_there() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for picture in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text()):
             assert (page.parent / picture).is_file(), picture
 
