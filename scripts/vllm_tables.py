@@ -4,6 +4,7 @@ scripts.vllm_tables`.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -46,7 +47,8 @@ def _parts() -> Iterator[str]:
     yield "### The same name and meaning\n\n"
     for cls, title in ((EngineArgs, "Engine"), (ServerArgs, "Server")):
         names = [f.name for f in fields(cls) if f.name not in OURS_ALONE]
-        yield f"{title}: {', '.join(f'`{name}`' for name in names)}.\n\n"
+        line = f"{title}: {', '.join(f'`{name}`' for name in names)}."
+        yield textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) + "\n\n"
     yield "### vLLM's words for values\n\n| option | vLLM's value | value here |\n|---|---|---|\n"
     for name, words in VALUES.items():
         yield "".join(f"| `{name}` | `{theirs}` | `{ours}` |\n" for theirs, ours in words.items())
