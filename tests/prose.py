@@ -20,12 +20,22 @@ WIDTH = 100
 FIRST_WORDS = ("Of", "What", "Those", "Who", "Whose", "That of", "Nobody", "As many")
 """Words that no sentence begins with, but for "Who" and "What" in a question."""
 
-PHRASES = ("so many", "gives way", "give way", "is told", "are told", "how it stands",
-           "by the way of")
+PHRASES = (
+    "so many",
+    "gives way",
+    "give way",
+    "is told",
+    "are told",
+    "how it stands",
+    "by the way of",
+)
 """Phrases that no sentence has."""
 
-_FIRST = re.compile(r"""(?:\A|(?<=[.!?:])[*_"')\]]*\s)\s*[*_"'(\[]*("""
-                    + "|".join(FIRST_WORDS).replace(" ", r"\s+") + r")\b")
+_FIRST = re.compile(
+    r"""(?:\A|(?<=[.!?:])[*_"')\]]*\s)\s*[*_"'(\[]*("""
+    + "|".join(FIRST_WORDS).replace(" ", r"\s+")
+    + r")\b"
+)
 _END = re.compile(r"""[.!?](?=[*_"')\]]*(?:\s|\Z))""")
 _PHRASE = re.compile(r"\b(" + "|".join(PHRASES).replace(" ", r"\s+") + r")\b", re.IGNORECASE)
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
@@ -115,11 +125,11 @@ def markdown_blocks(text: str, line: int = 1) -> Iterator[Block]:
             yield from (Block(number, cell) for cell in cells if cell)
         elif heading := _HEADING.match(raw):
             yield from ended(number)
-            yield Block(number, raw[heading.end():], is_heading=True)
+            yield Block(number, raw[heading.end() :], is_heading=True)
             in_list = False
         elif item := _ITEM.match(raw):
             yield from ended(number)
-            paragraph.append(raw[item.end():])
+            paragraph.append(raw[item.end() :])
             in_list = True
         elif paragraph:
             paragraph.append(bare)
@@ -148,12 +158,12 @@ def python_blocks(source: str) -> Iterator[Block]:
 def _docstring(lines: list[str], node: ast.Constant) -> str:
     """Return a docstring as it is written, without its quotes and its indentation."""
     assert node.end_lineno is not None and node.end_col_offset is not None
-    inside = lines[node.lineno - 1:node.end_lineno]
-    inside[-1] = inside[-1].encode()[:node.end_col_offset].decode()
-    inside[0] = inside[0].encode()[node.col_offset:].decode()
+    inside = lines[node.lineno - 1 : node.end_lineno]
+    inside[-1] = inside[-1].encode()[: node.end_col_offset].decode()
+    inside[0] = inside[0].encode()[node.col_offset :].decode()
     opening = _OPENING.match(inside[0])
     assert opening is not None, inside[0]
-    inside[0] = inside[0][opening.end():].lstrip()
+    inside[0] = inside[0][opening.end() :].lstrip()
     inside[-1] = inside[-1].removesuffix(opening[1])
     indent = " " * node.col_offset
     return "\n".join([inside[0], *(line.removeprefix(indent) for line in inside[1:])])
@@ -168,7 +178,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or token.string.startswith("#!"):
             continue
-        (number, at), alone = token.start, not token.line[:token.start[1]].strip()
+        (number, at), alone = token.start, not token.line[: token.start[1]].strip()
         text = token.string.lstrip("#:").removeprefix(" ")
         if texts and alone and at == column and number == first + len(texts):
             texts.append(text)
