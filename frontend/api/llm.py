@@ -19,7 +19,7 @@ from sidestep.frontend.input.input_processor import as_sampling_params
 from sidestep.frontend.input.prompts import ChatPrompt, Prompt
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
-from sidestep.frontend.replicas.replica_set import ReplicaStatus
+from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs

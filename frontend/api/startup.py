@@ -4,12 +4,16 @@ seed.
 
 from __future__ import annotations
 
+import logging
+
 from sidestep.frontend.input.no_tokenizer import NoTokenizer
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.transport.channels import FrontendChannel
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
@@ -50,3 +54,14 @@ def seed_of_frontend(config: EngineConfig, invitation: Invitation | None) -> str
         if seed is None
         else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
     )
+
+
+def warn_of_shorter_length(config: EngineConfig, max_model_len: int) -> None:
+    """Log one line where the KV cache holds less than the model could take."""
+    if max_model_len < config.max_model_len:
+        logger.warning(
+            "max_model_len is %d, which is what the KV cache holds; the model's own "
+            "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
+            max_model_len,
+            config.max_model_len,
+        )
