@@ -25,7 +25,7 @@ from sidestep.ipc.common.errors import SidestepError, ValidationError
 from sidestep.ipc.common.logs import LogConfig
 
 _COMPLETE = "complete"
-"""What others call `generate`."""
+"""Another name of the command `generate`, under which other programs know it."""
 
 
 def make_parser(version: str) -> OptionParser:
@@ -133,8 +133,9 @@ def _add_trace(commands: argparse._SubParsersAction[OptionParser]) -> None:
 
 
 def main(argv: Sequence[str] | None = None, version: str = "") -> int:
-    """Runs a command; returns its exit status. What the user can mend is one line on standard
-    error.
+    """Run a command, and return its exit status.
+
+    An error that the user can mend is one line on standard error.
     """
     try:
         parser = make_parser(version)
@@ -161,8 +162,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.bench.bench import run_bench as run
         return run(parsed)
     except BrokenPipeError:
-        # Whoever read the output has left (`sidestep generate | head`). What is still buffered must
-        # not fail at exit.
+        # The reader of the output has closed the pipe (`sidestep generate | head`). Output that is
+        # still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (SidestepError, OSError) as error:
