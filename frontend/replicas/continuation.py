@@ -12,12 +12,13 @@ from sidestep.ipc.transport.messages import AddRequest, pack_ids
 def continued(
     message: AddRequest, tokens: Mapping[int, list[int]]
 ) -> list[tuple[AddRequest, set[int]]]:
-    """What has another replica go on with a request, and the handles of each. tokens: what has come
-    for those of its choices that have not ended, by handle.
+    """Return the messages that let another replica continue a request, and the handles of each.
 
-    Nothing has come of a beam search before its end; and choices that have all given nothing share
-    the computation of their prompt again. Otherwise each goes on by itself, with the seed that it
-    has.
+    tokens: the output so far of those of the request's choices that have not ended, by handle.
+
+    A beam search has no output before its end, so it starts again. Choices that all have no output
+    yet share the computation of their prompt again. Otherwise each choice continues by itself, with
+    the seed that it has.
     """
     whole = message.beam_search is not None or (
         len(tokens) == message.sampling.n and not any(tokens.values())
@@ -30,7 +31,7 @@ def continued(
 
 
 def _alone(message: AddRequest, handle: int, tokens: list[int]) -> AddRequest:
-    """One of its choices."""
+    """Return the message that continues one choice of a request, with its output so far."""
     index, output = handle - message.handle, pack_ids(tokens)
     if message.sampling.n == 1:
         return msgspec.structs.replace(message, output_token_ids=output)

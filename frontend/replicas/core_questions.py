@@ -1,4 +1,4 @@
-"""Questions to the cores of an engine's replicas, and how their answers are put together."""
+"""Questions to the cores of an engine's replicas, and the collection of their answers."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ class CoreQuestions(abc.ABC):
 
     @abc.abstractmethod
     def attach(self) -> None:
-        """See ReplicaSet."""
+        """Bind the engine to the running event loop; see ReplicaSet."""
 
     @property
     def alive(self) -> Sequence[int]:
-        """Numbers of the replicas that live."""
+        """Numbers of the live replicas."""
         return self._alive.copy()
 
     def fail_calls(self, error: EngineDeadError) -> None:
-        """Everyone who waits for an answer gets an exception like this one."""
+        """Give everyone who waits for an answer an exception like this one."""
         for client in self._clients.values():
             client.fail_calls(error)
 
     def named(self, replica: int, text: str) -> str:
-        """The text, of a replica where there are several."""
+        """Return the text, after the replica's number if there are several replicas."""
         return text if self._size == 1 else f"replica {replica}: {text}"
 
     async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
-        """Ask the busy loop of one replica. Raises ValidationError if there is no such replica,
-        EngineDeadError, and EngineStalledError if it does not answer in time.
+        """Ask the busy loop of one replica.
+
+        Raises ValidationError if there is no such replica, EngineDeadError, and EngineStalledError
+        if it does not answer in time.
         """
         self.attach()
         if not 0 <= replica < self._size:
@@ -65,8 +67,10 @@ class CoreQuestions(abc.ABC):
     async def ask_all(
         self, method: str, *, limit: int | None = None, timeout_s: float | None = None
     ) -> dict[int, Answer]:
-        """Asks the busy loops of all that live. One that dies meanwhile is left out. Raises
-        EngineDeadError if all have; TimeoutError, which names the replica.
+        """Ask the busy loops of all live replicas, and return their answers by replica.
+
+        A replica that dies meanwhile is left out. Raises EngineDeadError if all have died;
+        TimeoutError, which names the replica.
         """
         self.attach()
         asked = self._alive.copy()
@@ -100,11 +104,11 @@ class CoreQuestions(abc.ABC):
         timeout_s: float,
         is_good: Callable[[Answer], bool] = lambda answer: True,
     ) -> dict[int, Answer]:
-        """Ask the busy loops of all live replicas, and return the answers that came in time, by
-        replica.
+        """Ask the busy loops of all live replicas, and return the answers that came in time.
 
-        After the first good answer the others have `_SPARE_S` seconds, so one replica that hangs
-        delays no call for longer. Raises EngineDeadError if all have died.
+        The answers are by replica. After the first good answer the others have `_SPARE_S` seconds,
+        so one replica that hangs delays no call for longer. Raises EngineDeadError if all have
+        died.
         """
         self.attach()
         loop = asyncio.get_running_loop()
@@ -135,7 +139,10 @@ class CoreQuestions(abc.ABC):
         return self._answered(tasks)
 
     def _answered(self, tasks: Mapping[int, asyncio.Task[Answer]]) -> dict[int, Answer]:
-        """Return the answers by replica. Watch the replicas that have not answered from now on."""
+        """Return the answers by replica.
+
+        From now on the stall watch watches the replicas that have not answered.
+        """
         found: dict[int, Answer] = {}
         for replica, task in tasks.items():
             if task.cancelled():
@@ -148,8 +155,9 @@ class CoreQuestions(abc.ABC):
         return found
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
-        """Has the replicas serve another frontend too, which will listen there; those that die
-        meanwhile are left out. Raises EngineDeadError if all have.
+        """Let the replicas serve another frontend too, which will listen at the addresses.
+
+        Replicas that die meanwhile are left out. Raises EngineDeadError if all have died.
         """
         numbers = await asyncio.gather(
             *(self._clients[replica].connect(address) for replica, address in addresses.items()),
@@ -162,6 +170,6 @@ class CoreQuestions(abc.ABC):
             elif not isinstance(number, EngineDeadError):
                 raise number
         if not seats:
-            self.attach()  # tells what they have died of
+            self.attach()  # raises with the cause of their death
             raise EngineDeadError("all replicas have died")
         return tuple(seats)

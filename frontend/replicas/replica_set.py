@@ -1,14 +1,13 @@
-"""The replicas of one engine as one: requests are routed to them, and outlive the one that they ran
-on.
+"""The replicas of one engine as one: requests are routed to them and outlive a replica's death.
 
 Each replica is an engine core with its workers. Handles are this frontend's and unique over all
-replicas, so whoever takes the outputs need not know where they come from.
+replicas, so the receiver of outputs need not know which replica sent them.
 
-When a replica dies, the last of what it has said is read first. Then each of its requests goes to
-another one, with the tokens that it has given: it enters there as a preempted request enters again,
-so its reader sees a pause and the same tokens. From then on nothing is heard of the dead one,
-whatever of it still arrives. A request that has run on `_MOST_DEATHS` replicas when they died ends
-with the error instead: it may be what they died of, and must not end all.
+When a replica dies, its last messages are read first. Then each of its requests goes to another
+replica, with the tokens that it has produced. It enters there as a preempted request enters again,
+so its reader sees a pause and the same tokens. From then on every message of the dead replica is
+ignored. A request that was running on `_MOST_DEATHS` replicas when they died ends with the error
+instead: it may be the cause of the deaths, and must not end all replicas.
 """
 
 from __future__ import annotations
@@ -46,11 +45,14 @@ from sidestep.ipc.transport.messages import (
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-"""For the first word of all replicas together."""
+"""Seconds of one round of waiting for the first message of all replicas together."""
 _OTHERS_S = 5.0
-"""For the first word of the other replicas to a frontend that joins: they run already, but one may
-have died."""
+"""Seconds that the other replicas have for their first message to a frontend that joins.
+
+They run already, but one of them may have died.
+"""
 _MOST_DEATHS = 2
+"""Number of deaths of its replicas at which a request ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +66,13 @@ class _Sent:
     has_run: bool = False
     """Whether the replica has begun to compute it."""
     num_deaths: int = 0
-    """Of replicas that it ran on."""
+    """Number of replicas that have died while it ran on them."""
 
 
 class ReplicaSet(CoreQuestions):
-    """All replicas of one engine. Methods belong to the event loop's thread, but those that start
-    and end.
+    """All replicas of one engine.
+
+    The methods belong to the event loop's thread, except those that start and end.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class ReplicaSet(CoreQuestions):
         *,
         joins: bool = False,
     ) -> None:
-        """outputs: where everything goes. channels: to the replicas that live, by their numbers,
-        each with this frontend's number there. joins: the engine is another frontend's.
+        """Make the clients of the replicas, without starting any.
+
+        outputs: receives all outputs. channels: the channels to the live replicas by their numbers,
+        each with this frontend's number there. joins: another frontend owns the engine.
         """
         self.home = Home()
         self._config = config
@@ -101,7 +106,7 @@ class ReplicaSet(CoreQuestions):
         self._error: EngineDeadError | None = None
         self._router: Router | None = None
         self._sent: dict[int, _Sent] = {}
-        """By the handle of each choice."""
+        """The requests in flight by the handle of each choice."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._watchers: set[asyncio.Future[None]] = set()
@@ -110,7 +115,10 @@ class ReplicaSet(CoreQuestions):
         )
 
     def __repr__(self) -> str:
-        return f"ReplicaSet({len(self._alive)} of {self._size} live, {len(self._sent)} choices in flight)"
+        return (
+            f"ReplicaSet({len(self._alive)} of {self._size} live, "
+            f"{len(self._sent)} choices in flight)"
+        )
 
     def _make_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
         return EngineClient(
@@ -123,13 +131,15 @@ class ReplicaSet(CoreQuestions):
     # Starting and ending.
 
     def start_cores(self) -> None:
-        """Starts all cores' processes and returns at once."""
+        """Start all cores' processes and return at once."""
         for replica, client in self._clients.items():
             client.start_core(self._config, replica)
 
     def wait_ready(self) -> None:
-        """Waits until all replicas serve. Raises EngineStartError with the cause if one cannot;
-        whoever joins does without those that have died meanwhile.
+        """Wait until all replicas serve.
+
+        Raises EngineStartError with the cause if one cannot. A frontend that joins does without the
+        replicas that have died meanwhile.
         """
         waiting, failed, until = dict(self._clients), list[EngineStartError](), math.inf
         while waiting and time.monotonic() < until:
@@ -166,7 +176,7 @@ class ReplicaSet(CoreQuestions):
         return router
 
     def close(self) -> None:
-        """Ends the engine. May be called twice."""
+        """End the engine; may be called twice."""
         self._closed = True
         self._watch.stop()
         for client in self._clients.values():
@@ -174,7 +184,7 @@ class ReplicaSet(CoreQuestions):
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        """All of them."""
+        """The status of each replica."""
         stalled = self._watch.stalled
         return [
             ReplicaStatus(
@@ -185,24 +195,24 @@ class ReplicaSet(CoreQuestions):
 
     @property
     def ready(self) -> list[Ready]:
-        """What each has said at its start."""
+        """The first message of each replica that has started."""
         return list(self._ready.values())
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output that every replica takes."""
+        """Longest prompt plus output that every replica takes, in tokens."""
         return min(ready.max_model_len for ready in self._ready.values())
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """What the engine has died of, if none of its replicas lives."""
+        """The cause of the engine's death, if none of its replicas lives."""
         for replica in self._alive.copy():
             if (error := self._clients[replica].dead_error) is not None:
                 self._on_death(replica, str(error))
         return self._error
 
     async def wait_dead(self) -> EngineDeadError:
-        """Returns when the engine has died; never after a close."""
+        """Return the cause when the engine has died; never return after a close."""
         if not self._closed and self.dead_error is None:
             self.attach()
         while (error := self.dead_error) is None:
@@ -217,14 +227,15 @@ class ReplicaSet(CoreQuestions):
     # Requests.
 
     def attach(self) -> None:
-        """Bind the engine to the running event loop, at its first use there. Raises
-        EngineDeadError, and SidestepError in a forked child.
+        """Bind the engine to the running event loop, at its first use there.
+
+        Raises EngineDeadError, and SidestepError in a forked child.
         """
         self.home.check()
         if self._error is not None:
             raise EngineDeadError(
                 *self._error.args
-            )  # a new one: each collects the frames of those who raise it
+            )  # a new exception: each one collects the frames of its raisers
         if self._closed:
             raise EngineDeadError("the engine has been shut down")
         loop = asyncio.get_running_loop()
@@ -241,8 +252,9 @@ class ReplicaSet(CoreQuestions):
         self._loop = loop
 
     def add(self, message: AddRequest) -> None:
-        """Sends a request to the replica that the router chooses. Nothing happens once all are
-        dead, or closed.
+        """Send a request to the replica that the router chooses.
+
+        Nothing happens once all replicas are dead or the set is closed.
         """
         num = message.sampling.n if message.beam_search is None else 1
         self._send(_Sent(message, -1, set(range(message.handle, message.handle + num))))
@@ -270,7 +282,7 @@ class ReplicaSet(CoreQuestions):
         client.send(message)
 
     def abort(self, handles: Iterable[int]) -> None:
-        """Ends requests where they run; unknown handles have ended already."""
+        """End requests on the replicas where they run; unknown handles have ended already."""
         at: dict[int, list[int]] = {}
         for handle in handles:
             if (sent := self._sent.get(handle)) is not None:
@@ -287,11 +299,11 @@ class ReplicaSet(CoreQuestions):
             if not sent.live and self._router is not None:
                 self._router.finished(sent.message.handle)
 
-    # What comes.
+    # Messages from the replicas.
 
     def _on_outputs(self, replica: int, outputs: Outputs, more: bool) -> None:
         if replica in self._dead:
-            return  # what it had told of them by its death is what they have gone on from
+            return  # its requests have continued from the tokens that came before its death
         if outputs.handles:
             self._watch.told_tokens(replica)
         for started in outputs.started:
@@ -335,7 +347,7 @@ class ReplicaSet(CoreQuestions):
             self._router.suspend(replica)
 
     def _move(self, sent: _Sent, error: EngineDeadError) -> None:
-        """Has a lost request go on elsewhere."""
+        """Let another replica continue a request whose replica has died."""
         tokens = {
             h: ids for h in sorted(sent.live) if (ids := self._outputs.tokens_of(h)) is not None
         }

@@ -1,4 +1,4 @@
-"""A replica as people see it."""
+"""The status of a replica for people."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from sidestep.ipc.transport.messages import Ready
 
 
 class ReplicaStatus(NamedTuple):
-    """One data-parallel replica, as people are told of it."""
+    """The status of one data-parallel replica, for people."""
 
     number: int
     ready: Ready | None
-    """What it said at its start; None if it had died before this frontend joined."""
+    """The message of its start; None if it had died before this frontend joined."""
     dead: str | None
-    """What it has died of."""
+    """The cause of its death; None while it lives."""
     stalled: str | None = None
-    """Why the replica counts as stalled: it lives and makes no progress."""
+    """The reason why it counts as stalled: it lives and makes no progress."""
