@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine as an application sees it."""
+"""AsyncLLM: the engine's asynchronous interface to applications."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ _GRACE_S = 0.25
 
 
 class AsyncLLM(EngineView, RefusesVllmMethods):
-    """An engine with an asyncio face. Several may live in one process; each belongs to one event
-    loop.
+    """An engine with an asyncio interface.
 
-    Starting blocks until the engine serves, and may happen outside any event loop.
+    Several engines may live in one process; each belongs to one event loop. Starting blocks until
+    the engine serves, and may happen outside any event loop.
     """
 
     def __init__(self, config: EngineConfig, invitation: Invitation | None = None) -> None:
-        """Starts an engine, or joins the one that sent an invitation. Raises EngineStartError, in
-        one line, if it cannot.
+        """Start an engine, or join the one that sent an invitation.
+
+        Raises EngineStartError, in one line, if it cannot.
         """
-        # Weak, so that an engine that is only forgotten can still be collected, and then shut down.
+        # A weak reference, so that an engine without other references is collected and shut down.
         self_ref = weakref.ref(self)
         self._config = config
         self._invited: list[ClientAddress] = []
@@ -85,29 +86,34 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         )
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
-        """Requests that are being checked and tokenised: whether they are still wanted."""
+        """Requests that are being checked and tokenised, by id.
+
+        The value says whether a request is still wanted.
+        """
         self._handles = itertools.count()
 
     @classmethod
     @takes_vllm_arguments
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine with these options. Raises ValidationError, which names the option, or
-        EngineStartError.
+        """Return an engine with these options.
+
+        Raises ValidationError, which names the option, or EngineStartError.
         """
         return cls(engine_args.create_engine_config())
 
     @classmethod
     def join(cls, invitation: str) -> Self:
-        """A further frontend of an engine that runs already, most often in another process;
-        `invitation` is what `invite` gave. Frontends take turns in the engine's queue. When one
-        ends, its requests end, and no other's; when the one that started the engine ends, the
-        engine does. Raises ValidationError, EngineStartError.
+        """Return a further frontend of an engine that runs already, most often in another process.
+
+        `invitation` is the text that `invite` returned. Frontends take turns in the engine's queue.
+        When a frontend ends, its requests end, and no other's. When the one that started the engine
+        ends, the engine ends. Raises ValidationError, EngineStartError.
         """
         invited = Invitation.decode(invitation)
         return cls(invited.config, invited)
 
     async def invite(self) -> str:
-        """Text with which one further program can `join` this engine."""
+        """Return a text with which one further program can `join` this engine."""
         self._replicas.attach()
         addresses = {replica: new_address() for replica in self._replicas.alive}
         self._invited += addresses.values()
@@ -139,17 +145,17 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Streams the outputs of one request, with all its choices.
+        """Stream the outputs of one request, with all its choices.
 
         `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or
         dropping the generator ends the request and frees its memory. `priority` (lowest first)
-        counts with scheduling_policy='priority'; requests share cached prefixes only with the same
-        `cache_salt`, but for the full blocks of the prompt's first `num_public_tokens`, which are
-        shared as without a salt; after `deadline_s` seconds the request ends with finish_reason
-        'abort' and stop_reason 'deadline'.
+        counts with scheduling_policy='priority'. Requests share cached prefixes only with the same
+        `cache_salt`. The full blocks of the prompt's first `num_public_tokens` are an exception:
+        they are shared as without a salt. After `deadline_s` seconds the request ends with
+        finish_reason 'abort' and stop_reason 'deadline'.
 
         Raises ValidationError, which names the field; QueueFullError when too much waits already;
-        RequestError when the engine refuses it; EngineDeadError.
+        RequestError when the engine refuses the request; EngineDeadError.
         """
         states = await self.start(
             prompt,
@@ -187,8 +193,10 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the answer to a conversation. ChatPrompt describes the template's arguments,
-        `generate` the other arguments and the errors.
+        """Stream the answer to a conversation.
+
+        ChatPrompt describes the template's arguments, `generate` the other arguments and the
+        errors.
         """
         prompt = ChatPrompt(
             messages=messages,
@@ -218,9 +226,10 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> BeamSearchOutput:
-        """The `beam_width` best continuations of a prompt. Cancelling the task ends the search;
-        after `deadline_s` seconds it gives what it has. Other arguments and errors as of
-        `generate`.
+        """Return the `beam_width` best continuations of a prompt.
+
+        Cancelling the task ends the search. After `deadline_s` seconds it returns the continuations
+        that it has. `generate` describes the other arguments and the errors.
         """
         (state,) = await self.start(
             prompt,
@@ -251,9 +260,10 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         deadline_s: float | None = None,
         beam_search: BeamSearchParams | None = None,
     ) -> list[RequestState]:
-        """Sends a request whose choices are read one by one, each by its own reader: `next_output`
-        of what this returns. Whoever calls it must `leave` each of them in the end. Arguments and
-        errors as of `generate`.
+        """Send a request and return its choices, each of which has a reader of its own.
+
+        A reader takes the outputs of a choice by its `next_output`. The caller must `leave` each
+        choice in the end. `generate` describes the arguments and the errors.
         """
         self._replicas.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
@@ -280,7 +290,7 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
             num if beam_search is None else beam_search.beam_width,
             len(request.prompt_token_ids),
         )
-        # One after the other: the engine is told the first's handle alone.
+        # The handles must be consecutive: the engine gets only the first one.
         states = [
             RequestState(
                 next(self._handles),
@@ -306,13 +316,14 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         return states
 
     def leave(self, *states: RequestState) -> None:
-        """Nobody reads these choices any more: ends those that have not ended."""
+        """End those of these choices that have not ended, since they are no longer read."""
         self._outputs.drop(states)
 
     @takes_vllm_arguments
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended
-        already.
+        """End requests; their streams end with finish_reason 'abort'.
+
+        Unknown ids have ended already.
         """
         self._home.check()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -322,15 +333,16 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
                 self._preparing[preparing] = False
 
     async def check_structured_outputs(self, structure: StructuredOutputsParams) -> None:
-        """Raises ValidationError, as `generate` would, for a form that cannot be compiled."""
+        """Raise ValidationError, as `generate` would, for a form that cannot be compiled."""
         self._home.check()
         await self._inputs.make_grammar(structure)
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False
     ) -> list[int]:
-        """Return the token ids of a text as `generate` would make them, without blocking the event
-        loop on a long text.
+        """Return the token ids of a text as `generate` would make them.
+
+        A long text does not block the event loop.
 
         Raises PromptTooLongError, before tokenising, for a text so long that it cannot fit the
         model; with `must_fit`, for every text that leaves no room for output.
@@ -339,30 +351,31 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         return await self._inputs.tokenize(text, add_special_tokens, must_fit=must_fit)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Return whether a request of this frontend has been sent and the engine has not scheduled
-        it yet.
-        """
+        """Return whether a request of this frontend is sent but not yet scheduled."""
         return self._outputs.is_waiting(request_id)
 
     @property
     def num_waiting(self) -> int:
-        """This frontend's requests that the engine has not scheduled yet."""
+        """Number of this frontend's requests that the engine has not scheduled yet."""
         return self._outputs.num_waiting
 
     @property
     def num_waiting_tokens(self) -> int:
-        """The tokens of their prompts."""
+        """Number of tokens in the prompts of the waiting requests."""
         return self._outputs.num_waiting_tokens
 
     @property
     def num_tokens_received(self) -> int:
-        """Tokens that this frontend has taken in since its start, of requests that go on too."""
+        """Number of tokens that this frontend has received since its start.
+
+        Tokens of requests that are still running count too.
+        """
         return self._outputs.num_tokens
 
     # The engine.
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -378,12 +391,14 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         return dict(self._config.sampling_defaults)
 
     def get_deliveries(self) -> list[Delivery]:
-        """When this frontend took the last steps' tokens in, oldest first."""
+        """Return the times at which this frontend received the last steps' tokens, oldest first."""
         return self._outputs.deliveries
 
     def shutdown(self) -> None:
-        """End the engine and every request. May be called twice; also happens when the program
-        ends. Raises SidestepError in a forked child.
+        """End the engine and every request.
+
+        May be called twice; also happens when the program ends. Raises SidestepError in a forked
+        child.
         """
         self._home.check()
         error = EngineDeadError("the engine has been shut down")
@@ -405,7 +420,7 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
 
     @property
     def is_running(self) -> bool:
-        """Whether it can serve."""
+        """Whether the engine can serve."""
         return self._home.is_here and self._finalizer.alive and not self.errored
 
     def _check_id(self, request_id: str) -> None:
@@ -424,7 +439,7 @@ class AsyncLLM(EngineView, RefusesVllmMethods):
         beam_search: BeamSearchParams | None,
     ) -> None:
         first = states[0]
-        for state in states:  # before the core can have it: its times must come later
+        for state in states:  # before the core can have the request: its times must come later
             state.queued()
         self._replicas.add(
             AddRequest(
@@ -452,7 +467,7 @@ def _close(replicas: ReplicaSet, invited: list[ClientAddress]) -> None:
     if not replicas.home.is_here:
         return
     replicas.close()
-    for address in invited:  # of those who never came
+    for address in invited:  # the addresses of frontends that never came remain
         remove_address(address)
 
 

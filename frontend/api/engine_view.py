@@ -1,4 +1,4 @@
-"""What an application can ask of a running engine: health, statistics, records and sizes."""
+"""The questions that an application can ask a running engine: health, statistics and records."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _ANSWER_S = 5.0
 
 
 class EngineView:
-    """The questions that AsyncLLM answers about its replicas."""
+    """The part of AsyncLLM that answers questions about its replicas."""
 
     _config: EngineConfig
     _replicas: ReplicaSet
 
     async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Return if the engine makes progress. One of several replicas is enough (`replicas`
-        describes each).
+        """Return if the engine makes progress.
+
+        One of several replicas is enough (`replicas` describes each).
 
         Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within
         `timeout_s`, or if the steps in flight of all cores that answer have made no progress for
@@ -42,7 +43,8 @@ class EngineView:
             "; ".join(
                 self._replicas.named(
                     replica,
-                    f"the steps in flight have made no progress for {_stalled_s(answers[replica]):.1f} s"
+                    "the steps in flight have made no progress for "
+                    f"{_stalled_s(answers[replica]):.1f} s"
                     if replica in answers
                     else f"the engine core has not answered for {timeout_s:g} s",
                 )
@@ -51,22 +53,24 @@ class EngineView:
         )
 
     async def wait_dead(self) -> EngineDeadError:
-        """Returns when the engine has died, with what it died of; never after a shutdown. With
-        several replicas: when all have.
+        """Return the cause when the engine has died; never return after a shutdown.
+
+        An engine with several replicas has died when all of them have.
         """
         return await self._replicas.wait_dead()
 
     @takes_vllm_arguments
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, of all replicas; running requests go on."""
+        """Remove all cached prefixes of all replicas; running requests continue."""
         answers = await self._replicas.ask_all("reset_prefix_cache")
         return all((answer.result or {})["done"] for answer in answers.values())
 
     async def get_stats(self) -> dict[str, float]:
-        """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds
-        by cause; see engine_core.scheduler and engine_core.flight_recorder. With several replicas,
-        return their sums, and the mean of the KV cache's usage. Raises EngineStalledError if no
-        core answers.
+        """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds.
+
+        The idle seconds are by cause; see engine_core/scheduling/scheduler.py and
+        flight_recorder.py. With several replicas, return their sums, and the mean of the KV cache's
+        usage. Raises EngineStalledError if no core answers.
         """
         return sum_stats((await self.get_stats_by_replica()).values())
 
@@ -78,8 +82,10 @@ class EngineView:
         return {replica: answer.result or {} for replica, answer in answers.items()}
 
     async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
-        """The flight recorder of one replica: the last steps that have come back, from number
-        `since` on, oldest first. It holds some thousand; asking stops nothing.
+        """Return the flight recorder's steps of one replica, oldest first.
+
+        They are the last steps that have come back, from number `since` on. The recorder holds some
+        thousand; asking stops nothing.
         """
         return unpack_steps(
             (
@@ -88,9 +94,11 @@ class EngineView:
         )
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not, and what each of
-        them waits for; replica by replica. With a limit at most so many of each that have ended,
-        that run and that wait, which bounds what asking costs.
+        """Return the last requests that have ended, then all live ones with what each waits for.
+
+        Those that have ended are oldest first. The records come replica by replica. A `limit` is
+        the most records of each kind: of requests that have ended, that run and that wait. It
+        bounds the cost of asking.
         """
         answers = await self._replicas.ask_responsive(
             "request_records", limit=limit, timeout_s=_ANSWER_S
@@ -103,17 +111,17 @@ class EngineView:
 
     @property
     def errored(self) -> bool:
-        """Whether it has died: no replica lives."""
+        """Whether the engine has died: no replica lives."""
         return self._replicas.dead_error is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """What it died of."""
+        """The cause of the engine's death; None while it lives."""
         return self._replicas.dead_error
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        """The data-parallel replicas, which of them live, and what the others have died of."""
+        """The data-parallel replicas, which of them live, and the causes of the others' deaths."""
         return self._replicas.replicas
 
     @property
@@ -128,34 +136,35 @@ class EngineView:
 
     @property
     def scheduling_policy(self) -> str:
-        """The order of waiting requests: 'fcfs', or 'priority', which heeds their priorities."""
+        """The order of waiting requests: 'fcfs' (by arrival) or 'priority' (by their priority)."""
         return self._config.scheduler.scheduling_policy
 
     @property
     def num_kv_blocks(self) -> int:
-        """Size of the KV cache, in blocks; of all replicas together."""
+        """Size of the KV cache in blocks, of all replicas together."""
         return sum(ready.num_kv_blocks for ready in self._replicas.ready)
 
     @property
     def block_size(self) -> int:
-        """Tokens that a KV block holds."""
+        """Number of tokens that a KV block holds."""
         return self._replicas.ready[0].block_size
 
     @property
     def device(self) -> str:
-        """What it runs on, for people."""
+        """The device that the engine runs on, as a text for people."""
         size, device = self._config.parallel.data_parallel_size, self._replicas.ready[0].device
         return device if size == 1 else f"{size} x {device}"
 
     @property
     def core_pid(self) -> int:
-        """Process id of the engine core; with several replicas, of the first."""
+        """Process id of the engine core; with several replicas, of the first one's core."""
         return self._replicas.ready[0].core_pid
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids: this frontend's, the core's and each worker's. With several replicas the
-        names of those begin with 'replica_N_'.
+        """Process ids of this frontend, the core and each worker, by name.
+
+        With several replicas the names of the cores and workers begin with 'replica_N_'.
         """
         pids = {"frontend": os.getpid()}
         for status in self.replicas:
@@ -175,7 +184,7 @@ def _stalled_s(ping: Answer) -> float:
 
 
 def sum_stats(each: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Of all replicas together."""
+    """Return the sums of the replicas' stats, and the mean of their KV caches' usage."""
     stats = list(each)
     total = {name: sum(one[name] for one in stats) for name in stats[0]}
     total["kv_cache_usage"] /= len(stats)

@@ -1,4 +1,4 @@
-"""Checks of a request against the engine's options, before it is sent."""
+"""Checks of a request against the engine's options, made before it is sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from sidestep.ipc.config import FrontendConfig
 
 
 def check_priority(priority: object, scheduling_policy: str) -> None:
+    """Raise ValidationError for a priority that the scheduling policy would ignore."""
     if priority and scheduling_policy != "priority":
         raise ValidationError(
             "priority",
@@ -18,8 +19,10 @@ def check_priority(priority: object, scheduling_policy: str) -> None:
 def check_queue(
     limits: FrontendConfig, num_waiting: int, num_waiting_tokens: int, num: int, num_tokens: int
 ) -> None:
-    """Raises QueueFullError. A request that is larger than the limits by itself may wait alone,
-    or it could never run.
+    """Raise QueueFullError if the waiting requests leave no room for these.
+
+    num, num_tokens: choices of the new request, and tokens of its prompt. A request that is larger
+    than the limits by itself may wait alone, or it could never run.
     """
     most, most_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
     if most is not None and num_waiting and num_waiting + num > most:
