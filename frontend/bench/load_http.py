@@ -15,7 +15,7 @@ from sidestep.frontend.bench.load_send import IDLE_CAUSES
 from sidestep.ipc.common.errors import RequestError
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
 
@@ -28,21 +28,21 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     """Of an event, what counts here. A server whose stream fails says so in one."""
 
-    choices: list[_Choice] = []
+    choices: list[_CompletionChoice] = []
     usage: _Usage | None = None
     error: Any = None
     object: str | None = None
 
 
-class Model(msgspec.Struct):
+class TargetModel(msgspec.Struct):
     """A model that a server has."""
 
     id: str
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[Model]
+class _TargetModels(msgspec.Struct):
+    data: list[TargetModel]
 
 
 _event_decoder = msgspec.json.Decoder(_Event)
@@ -110,10 +110,10 @@ class HttpTarget:
             return {}
 
 
-async def models(server: HttpServer) -> list[Model]:
+async def models(server: HttpServer) -> list[TargetModel]:
     """The models of a server. Raises RequestError."""
     try:
-        return msgspec.json.decode(await server.get("/v1/models"), type=_Models).data
+        return msgspec.json.decode(await server.get("/v1/models"), type=_TargetModels).data
     except msgspec.DecodeError as error:
         raise RequestError(f"/v1/models gave something else: {error}") from None
 

@@ -22,7 +22,7 @@ class _Named(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
+class _RemoteModels(msgspec.Struct):
     data: list[_Named]
 
 
@@ -38,15 +38,15 @@ class _Delta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
     text: str | None = None
 
 
-class _Chunk(msgspec.Struct):
+class _StreamChunk(msgspec.Struct):
     """What of a stream's event is needed here, of chats and of completions."""
 
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     error: _Error | None = None
 
 
@@ -68,7 +68,7 @@ def base_url(url: str) -> str:
     return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
-class QueuePlace(msgspec.Struct):
+class RemoteQueuePosition(msgspec.Struct):
     """The data of an event 'queue' of a Sidestep server; see
     frontend/server/service/queue_events.py.
     """
@@ -99,7 +99,7 @@ class RemoteModel:
             raise ValidationError("api_key", "has characters that no header may have") from None
         self._model = model
         self._sampling = dict(sampling)
-        self.on_queue: Callable[[QueuePlace], None] | None = None
+        self.on_queue: Callable[[RemoteQueuePosition], None] | None = None
         """Called while a chat waits in the server's queue, if the server reports the place in
         it."""
 
@@ -109,7 +109,7 @@ class RemoteModel:
             async with self._failures():
                 answer = await self._http.get(f"{self._url}/models")
                 await _check(answer)
-                models = msgspec.json.decode(answer.content, type=_Models).data
+                models = msgspec.json.decode(answer.content, type=_RemoteModels).data
             if not models:
                 raise RemoteError(f"{self._url} serves no model")
             self._model = models[0].id
@@ -140,9 +140,9 @@ class RemoteModel:
                     return
                 if event.event == "queue":
                     if self.on_queue is not None:
-                        self.on_queue(msgspec.json.decode(event.data, type=QueuePlace))
+                        self.on_queue(msgspec.json.decode(event.data, type=RemoteQueuePosition))
                     continue
-                chunk = msgspec.json.decode(event.data, type=_Chunk)
+                chunk = msgspec.json.decode(event.data, type=_StreamChunk)
                 if chunk.error is not None:
                     raise RemoteError(chunk.error.message)
                 for choice in chunk.choices:
