@@ -96,9 +96,9 @@ class EngineView:
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """Return the last requests that have ended, then all live ones with what each waits for.
 
-        Those that have ended are oldest first. The records come replica by replica. A `limit` is
-        the most records of each kind: of requests that have ended, that run and that wait. It
-        bounds the cost of asking.
+        The ended requests are in order, the oldest first. The records come replica by replica. A
+        `limit` is the most records of each kind: of requests that have ended, that run and that
+        wait. The limit bounds the cost of asking.
         """
         answers = await self._replicas.ask_responsive(
             "request_records", limit=limit, timeout_s=_ANSWER_S

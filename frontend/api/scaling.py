@@ -45,8 +45,8 @@ async def best_of_n(
 ) -> BestOfN:
     """Return the one of `n` completions that `score` rates highest; of equals the first.
 
-    `score` may be a coroutine function, for tests that run or another model that judges. The method
-    pays where a good answer is easier to recognise than to give.
+    `score` may be a coroutine function: it may run tests, or ask another model that judges. The
+    method pays where a good answer is easier to recognise than to give.
 
     Raises what `score` and AsyncLLM.generate raise.
     """
@@ -79,7 +79,7 @@ async def self_consistency(
     """Return the answer that most of `n` completions end with (Wang et al. 2022).
 
     `answer_of` reads the answer from a completion's text; None for no answer, which is no vote.
-    Completions that still run when no other answer can win are ended. Of answers with equal votes,
+    Completions that still run when no other answer can win are ended. If answers have equal votes,
     the first to have come wins. The method pays where many ways lead to one short answer.
 
     Raises what `answer_of` and AsyncLLM.generate raise.

@@ -126,8 +126,8 @@ def _open_history(folder: Path | None) -> History:
 class Lines:
     """The reader of lines from a pipe or file, on the event loop.
 
-    `input` would need a thread that Ctrl-C cannot end, or the main thread, where a Ctrl-C that
-    comes just before the wait is lost.
+    The function `input` would need a thread, which Ctrl-C cannot end, or the main thread. There, a
+    Ctrl-C that comes just before the wait is lost.
     """
 
     def __init__(self, fd: int) -> None:

@@ -36,7 +36,8 @@ def converse(ask: Ask, system: str | None, runner: asyncio.Runner, status: Statu
     Raises KeyboardInterrupt for Ctrl-C at the prompt.
 
     Reading a message and streaming an answer are two runs of the event loop, so that each handles
-    Ctrl-C in its own way: at the prompt it leaves the chat, during an answer it stops the answer.
+    Ctrl-C in its own way. At the prompt, Ctrl-C leaves the chat; during an answer, it stops the
+    answer.
     """
     incoming, conversation = open_messages(), Conversation(system)
     tell(HINT)

@@ -1,7 +1,7 @@
 """Chat templates, which turn a conversation into a prompt, and the checks before they run.
 
 The jinja2 environment is the one that templates on the hub are written for. A template is a program
-that came with the model: it runs in jinja2's sandbox, and an error that it raises is reported as an
+that came with the model, so it runs in jinja2's sandbox. An error that it raises is reported as an
 error of the messages, not of the engine.
 """
 

@@ -221,7 +221,7 @@ class InputProcessor:
         try:
             least = self._tokenizer.bound.counted_least_tokens(text)
         except UnicodeEncodeError:
-            least = 0  # not a valid text; `encode` says so
+            least = 0  # not a valid text; `encode` raises for it
         if least + 1 > self._max_model_len:
             raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
         return encode()

@@ -130,8 +130,8 @@ class Tokenizer(TokenizerMethods):
 
         By default, add the special tokens that the model puts around every text.
 
-        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold,
-        and PromptTooLongError for a text that leaves no room for output in a model of length
+        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold.
+        Raises PromptTooLongError for a text that leaves no room for output in a model of length
         `max_model_len`.
         """
         try:

@@ -131,8 +131,8 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
 def add_topology_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `sidestep topology`.
 
-    They describe a machine other than this one. Those of the engine's options that decide what fits
-    follow.
+    They describe a machine other than this one. After them come the engine's options that decide
+    which sizes fit.
     """
     parser.add_argument(
         "model_argument",

@@ -1,9 +1,9 @@
 """The conversion of tokens to text, one at a time, without half characters or retracted text.
 
-Two things can change a token's text after it has come: bytes that are only the beginning of a
-character, and a stop string that begins in one token and ends in another. The bytes wait inside the
-tokenizers library's DecodeStream (`TokenStream`). Text that could still become a stop string is
-held back here (`Detokenizer`).
+A token's text can still change after the token has come, for two reasons. Its bytes may be only the
+beginning of a character, or a stop string may begin in it and end in another token. The bytes wait
+inside the tokenizers library's DecodeStream (`TokenStream`). Text that could still become a stop
+string is held back here (`Detokenizer`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TokenStream:
     def _text_of_pending(self, pending: list[int]) -> str:
         """Return the text of pending tokens, decoded after the tokens that came before.
 
-        Those decide on such things as a leading space.
+        The earlier tokens decide on details such as a leading space.
         """
         if not pending:
             return ""

@@ -148,9 +148,9 @@ class RequestState:
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
         """Add a token, and return whether the reader is to be notified.
 
-        It is when enough tokens are new, or when the text completes a stop string, which ends the
-        request here. `hidden`: it is a stop token, which ends the output without being part of its
-        text.
+        The reader is notified when enough tokens are new, or when the text completes a stop string,
+        which ends the request here. hidden: the token is a stop token, which ends the output
+        without being part of its text.
         """
         self._token_ids.append(token)
         metrics = self.metrics

@@ -1,8 +1,8 @@
 """The parallel sizes that fit a model on a machine, with the memory and time of each.
 
-A size says the weights of a rank, the tokens in the cache, and the least time of a step. All
-numbers come from arithmetic on the model's shape: nothing is loaded and no GPU is asked. Times are
-lower bounds: the bytes that must be read from memory, divided by the memory's bandwidth. Launches,
+A size has the weights of a rank, the tokens in the cache, and the least time of a step. All numbers
+come from arithmetic on the model's shape: nothing is loaded and no GPU is asked. Times are lower
+bounds: the bytes that must be read from memory, divided by the memory's bandwidth. Launches,
 communication and arithmetic come on top.
 """
 

@@ -141,7 +141,7 @@ class CoreQuestions(abc.ABC):
     def _answered(self, tasks: Mapping[int, asyncio.Task[Answer]]) -> dict[int, Answer]:
         """Return the answers by replica.
 
-        From now on the stall watch watches the replicas that have not answered.
+        The stall watch watches the replicas that have not answered from now on.
         """
         found: dict[int, Answer] = {}
         for replica, task in tasks.items():

@@ -281,10 +281,10 @@ class EngineClient:
         try:
             loop.call_soon_threadsafe(self._core_ended, cause)
         except RuntimeError:
-            pass  # the loop is closed: no task waits there any more
+            pass  # the loop is closed: no task waits there
 
     def _core_ended(self, cause: str) -> None:
-        self._on_readable()  # its last messages say more than its exit status
+        self._on_readable()  # its last messages have more details than its exit status
         self._die(cause)
 
     def _die(self, cause: str) -> None:

@@ -5,9 +5,9 @@ replicas, so the receiver of outputs need not know which replica sent them.
 
 When a replica dies, its last messages are read first. Then each of its requests goes to another
 replica, with the tokens that it has produced. It enters there as a preempted request enters again,
-so its reader sees a pause and the same tokens. From then on every message of the dead replica is
+so its reader sees a pause and the same tokens. After that, every message of the dead replica is
 ignored. A request that was running on `_MOST_DEATHS` replicas when they died ends with the error
-instead: it may be the cause of the deaths, and must not end all replicas.
+instead. It may be the cause of the deaths, and must not end all replicas.
 """
 
 from __future__ import annotations

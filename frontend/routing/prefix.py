@@ -35,9 +35,10 @@ class PrefixRouter(Router):
     A conversation that continues stays on the replica that knows it until other replicas have much
     less work. The more of it the replica knows, the longer it stays.
 
-    If several replicas know equally much of a prompt, the router prefers the replica that the first
-    block after the known part names (rendezvous hashing, Thaler and Ravishankar 1998). So frontends
-    that do not know of each other tend to send a conversation's turns to the same replica.
+    If several replicas know equally much of a prompt, the router prefers one of them by rendezvous
+    hashing (Thaler and Ravishankar 1998). The key is the first block after the known part. So
+    frontends that do not know of each other tend to send a conversation's turns to the same
+    replica.
     """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:

@@ -1,7 +1,7 @@
 """vLLM's names on LLM and AsyncLLM, which are accepted or refused.
 
-Arguments whose value asks for nothing are accepted; all other names are refused. The tables are in
-ipc/vllm. Type checkers see only the names that exist here.
+Arguments of vLLM's are accepted if they ask for what Sidestep does anyway; all other names are
+refused. The tables are in ipc/vllm. Type checkers see only the names that exist here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def takes_vllm_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function be called with vLLM's arguments that ask for nothing.
+    """Let a function be called with vLLM's arguments that ask for what Sidestep does anyway.
 
     Other arguments of vLLM's raise ValidationError. The decorated function keeps its name and
     signature.
