@@ -155,9 +155,10 @@ class CoreQuestions(abc.ABC):
         return found
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
-        """Let the replicas serve another frontend too, which will listen at the addresses.
+        """Let the replicas serve another frontend too, and return its seats.
 
-        Replicas that die meanwhile are left out. Raises EngineDeadError if all have died.
+        The other frontend will listen at the addresses. Replicas that die meanwhile are left out.
+        Raises EngineDeadError if all have died.
         """
         numbers = await asyncio.gather(
             *(self._clients[replica].connect(address) for replica, address in addresses.items()),
