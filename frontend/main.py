@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -24,17 +25,27 @@ from sidestep.ipc.common.errors import SidestepError, ValidationError
 from sidestep.ipc.common.logs import LogConfig
 
 _COMPLETE = "complete"
-"""What others call `generate`."""
+"""Another name of the command `generate`, under which other programs know it."""
 
 
 def make_parser(version: str) -> OptionParser:
-    """All commands and their flags."""
+    """Return the parser of all commands with their flags."""
     parser = OptionParser(
         prog="sidestep", takes_options=False, description="Serves large language models."
     )
     parser.add_argument("--version", action="version", version=f"sidestep {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_serve(commands)
+    _add_run_batch(commands)
+    _add_bench(commands)
+    _add_topology(commands)
+    _add_trace(commands)
+    return parser
 
+
+def _add_generate(commands: argparse._SubParsersAction[OptionParser]) -> None:
     generate = commands.add_parser(
         "generate", aliases=[_COMPLETE], help="complete prompts, streaming"
     )
@@ -45,20 +56,28 @@ def make_parser(version: str) -> OptionParser:
     add_engine_flags(generate, positional_model=False, samples=True)
     add_sampling_flags(generate, max_tokens=64)
 
+
+def _add_chat(commands: argparse._SubParsersAction[OptionParser]) -> None:
     chat = commands.add_parser("chat", help="chat in the terminal, streaming")
     chat.add_argument("--system", help="system message")
     add_url_flags(chat)
     add_engine_flags(chat, positional_model=True, samples=True)
     add_sampling_flags(chat, max_tokens=256)
 
+
+def _add_serve(commands: argparse._SubParsersAction[OptionParser]) -> None:
     server = commands.add_parser("serve", help="serve the OpenAI API over HTTP")
     add_http_flags(server)
     add_engine_flags(server, positional_model=True)
 
+
+def _add_run_batch(commands: argparse._SubParsersAction[OptionParser]) -> None:
     batch = commands.add_parser("run-batch", help="answer a file of requests of the OpenAI API")
     add_batch_flags(batch)
     add_engine_flags(batch, positional_model=True)
 
+
+def _add_bench(commands: argparse._SubParsersAction[OptionParser]) -> None:
     bench = commands.add_parser("bench", takes_options=False, help="measure")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
     for name, text in (
@@ -87,12 +106,16 @@ def make_parser(version: str) -> OptionParser:
     add_serve_flags(serve)
     add_engine_flags(serve, positional_model=True)
 
+
+def _add_topology(commands: argparse._SubParsersAction[OptionParser]) -> None:
     add_topology_flags(
         commands.add_parser(
             "topology", help="what this machine has, and which parallel sizes fit a model"
         )
     )
 
+
+def _add_trace(commands: argparse._SubParsersAction[OptionParser]) -> None:
     trace = commands.add_parser(
         "trace", help="run a load and write what the engine did, for Perfetto"
     )
@@ -107,12 +130,12 @@ def make_parser(version: str) -> OptionParser:
         "--output-len", type=int, default=64, help="tokens in each output (default: 64)"
     )
     add_engine_flags(trace, positional_model=True)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None, version: str = "") -> int:
-    """Runs a command; returns its exit status. What the user can mend is one line on standard
-    error.
+    """Run a command, and return its exit status.
+
+    An error that the user can mend is one line on standard error.
     """
     try:
         parser = make_parser(version)
@@ -139,8 +162,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.bench.bench import run_bench as run
         return run(parsed)
     except BrokenPipeError:
-        # Whoever read the output has left (`sidestep generate | head`). What is still buffered must
-        # not fail at exit.
+        # The reader of the output has closed the pipe (`sidestep generate | head`). Output that is
+        # still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (SidestepError, OSError) as error:

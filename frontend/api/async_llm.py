@@ -1,19 +1,22 @@
-"""AsyncLLM: the engine as an application sees it."""
+"""AsyncLLM: the engine's asynchronous interface to applications."""
 
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
-from sidestep.frontend.api.startup import load_tokenizer, open_channels, seed_of_frontend
+from sidestep.frontend.api.engine_view import EngineView
+from sidestep.frontend.api.request_checks import check_priority, check_queue
+from sidestep.frontend.api.startup import (
+    load_tokenizer,
+    open_channels,
+    seed_of_frontend,
+    warn_of_shorter_length,
+)
 from sidestep.frontend.input.input_processor import InputProcessor, ProcessedRequest
 from sidestep.frontend.input.logits_controls import check_text
 from sidestep.frontend.input.prompts import ChatPrompt, Prompt
@@ -23,12 +26,10 @@ from sidestep.frontend.output.choices import Choices
 from sidestep.frontend.output.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.output.request_state import RequestState
-from sidestep.frontend.replicas.replica_set import ReplicaSet, ReplicaStatus
+from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.common.errors import (
     EngineDeadError,
-    EngineStalledError,
-    QueueFullError,
     ValidationError,
 )
 from sidestep.ipc.config import EngineArgs, EngineConfig
@@ -37,29 +38,25 @@ from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.processes.core_args import ClientAddress, Invitation
 from sidestep.ipc.transport.channels import new_address, remove_address
-from sidestep.ipc.transport.messages import AddRequest, Answer, pack_ids
-from sidestep.ipc.transport.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
-
-logger = logging.getLogger(__name__)
+from sidestep.ipc.transport.messages import AddRequest, pack_ids
 
 _GRACE_S = 0.25
 """Seconds after a request's deadline until its frontend ends it, if the core has not."""
-_ANSWER_S = 5.0
-"""Seconds that a core may take to answer a question."""
 
 
-class AsyncLLM(RefusesVllmMethods):
-    """An engine with an asyncio face. Several may live in one process; each belongs to one event
-    loop.
+class AsyncLLM(EngineView, RefusesVllmMethods):
+    """An engine with an asyncio interface.
 
-    Starting blocks until the engine serves, and may happen outside any event loop.
+    Several engines may live in one process; each belongs to one event loop. Starting blocks until
+    the engine serves, and may happen outside any event loop.
     """
 
     def __init__(self, config: EngineConfig, invitation: Invitation | None = None) -> None:
-        """Starts an engine, or joins the one that sent an invitation. Raises EngineStartError, in
-        one line, if it cannot.
+        """Start an engine, or join the one that sent an invitation.
+
+        Raises EngineStartError, in one line, if it cannot.
         """
-        # Weak, so that an engine that is only forgotten can still be collected, and then shut down.
+        # A weak reference, so that an engine without other references is collected and shut down.
         self_ref = weakref.ref(self)
         self._config = config
         self._invited: list[ClientAddress] = []
@@ -75,7 +72,7 @@ class AsyncLLM(RefusesVllmMethods):
             self._tokenizer = load_tokenizer(config)  # while the cores start
             self._replicas.wait_ready()
             if invitation is None:
-                _tell_of_length(config, self._replicas.max_model_len)
+                warn_of_shorter_length(config, self._replicas.max_model_len)
         except BaseException:
             self._finalizer()
             raise
@@ -89,29 +86,34 @@ class AsyncLLM(RefusesVllmMethods):
         )
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
-        """Requests that are being checked and tokenised: whether they are still wanted."""
+        """Requests that are being checked and tokenised, by id.
+
+        The value says whether a request is still wanted.
+        """
         self._handles = itertools.count()
 
     @classmethod
     @takes_vllm_arguments
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine with these options. Raises ValidationError, which names the option, or
-        EngineStartError.
+        """Return an engine with these options.
+
+        Raises ValidationError, which names the option, or EngineStartError.
         """
         return cls(engine_args.create_engine_config())
 
     @classmethod
     def join(cls, invitation: str) -> Self:
-        """A further frontend of an engine that runs already, most often in another process;
-        `invitation` is what `invite` gave. Frontends take turns in the engine's queue. When one
-        ends, its requests end, and no other's; when the one that started the engine ends, the
-        engine does. Raises ValidationError, EngineStartError.
+        """Return a further frontend of an engine that runs already, most often in another process.
+
+        `invitation` is the text that `invite` returned. Frontends take turns in the engine's queue.
+        When a frontend ends, its requests end, and no other's. When the one that started the engine
+        ends, the engine ends. Raises ValidationError, EngineStartError.
         """
         invited = Invitation.decode(invitation)
         return cls(invited.config, invited)
 
     async def invite(self) -> str:
-        """Text with which one further program can `join` this engine."""
+        """Return a text with which one further program can `join` this engine."""
         self._replicas.attach()
         addresses = {replica: new_address() for replica in self._replicas.alive}
         self._invited += addresses.values()
@@ -143,17 +145,17 @@ class AsyncLLM(RefusesVllmMethods):
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Streams the outputs of one request, with all its choices.
+        """Stream the outputs of one request, with all its choices.
 
         `prompt` is text, token ids or chat messages. Leaving the loop, cancelling the task or
         dropping the generator ends the request and frees its memory. `priority` (lowest first)
-        counts with scheduling_policy='priority'; requests share cached prefixes only with the same
-        `cache_salt`, but for the full blocks of the prompt's first `num_public_tokens`, which are
-        shared as without a salt; after `deadline_s` seconds the request ends with finish_reason
-        'abort' and stop_reason 'deadline'.
+        counts with scheduling_policy='priority'. Requests share cached prefixes only with the same
+        `cache_salt`. The full blocks of the prompt's first `num_public_tokens` are an exception:
+        they are shared as without a salt. After `deadline_s` seconds the request ends with
+        finish_reason 'abort' and stop_reason 'deadline'.
 
         Raises ValidationError, which names the field; QueueFullError when too much waits already;
-        RequestError when the engine refuses it; EngineDeadError.
+        RequestError when the engine refuses the request; EngineDeadError.
         """
         states = await self.start(
             prompt,
@@ -191,8 +193,10 @@ class AsyncLLM(RefusesVllmMethods):
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the answer to a conversation. ChatPrompt describes the template's arguments,
-        `generate` the other arguments and the errors.
+        """Stream the answer to a conversation.
+
+        ChatPrompt describes the template's arguments, `generate` the other arguments and the
+        errors.
         """
         prompt = ChatPrompt(
             messages=messages,
@@ -222,9 +226,10 @@ class AsyncLLM(RefusesVllmMethods):
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> BeamSearchOutput:
-        """The `beam_width` best continuations of a prompt. Cancelling the task ends the search;
-        after `deadline_s` seconds it gives what it has. Other arguments and errors as of
-        `generate`.
+        """Return the `beam_width` best continuations of a prompt.
+
+        Cancelling the task ends the search. After `deadline_s` seconds it returns the continuations
+        that it has. `generate` describes the other arguments and the errors.
         """
         (state,) = await self.start(
             prompt,
@@ -255,14 +260,15 @@ class AsyncLLM(RefusesVllmMethods):
         deadline_s: float | None = None,
         beam_search: BeamSearchParams | None = None,
     ) -> list[RequestState]:
-        """Sends a request whose choices are read one by one, each by its own reader: `next_output`
-        of what this returns. Whoever calls it must `leave` each of them in the end. Arguments and
-        errors as of `generate`.
+        """Send a request and return its choices, each of which has a reader of its own.
+
+        A reader takes the outputs of a choice by its `next_output`. The caller must `leave` each
+        choice in the end. `generate` describes the arguments and the errors.
         """
         self._replicas.attach()
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
-        self._check_priority(priority)
+        check_priority(priority, self._config.scheduler.scheduling_policy)
         self._preparing[request_id] = True
         try:
             request = await self._inputs.process(
@@ -277,10 +283,14 @@ class AsyncLLM(RefusesVllmMethods):
             wanted = self._preparing.pop(request_id)
         self._replicas.attach()
         num = request.sampling.n
-        self._check_queue(
-            num if beam_search is None else beam_search.beam_width, len(request.prompt_token_ids)
+        check_queue(
+            self._limits,
+            self.num_waiting,
+            self.num_waiting_tokens,
+            num if beam_search is None else beam_search.beam_width,
+            len(request.prompt_token_ids),
         )
-        # One after the other: the engine is told the first's handle alone.
+        # The handles must be consecutive: the engine gets only the first one.
         states = [
             RequestState(
                 next(self._handles),
@@ -306,13 +316,14 @@ class AsyncLLM(RefusesVllmMethods):
         return states
 
     def leave(self, *states: RequestState) -> None:
-        """Nobody reads these choices any more: ends those that have not ended."""
+        """End those of these choices that have not ended, since they are no longer read."""
         self._outputs.drop(states)
 
     @takes_vllm_arguments
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests; their streams end with finish_reason 'abort'. Unknown ids have ended
-        already.
+        """End requests; their streams end with finish_reason 'abort'.
+
+        Unknown ids have ended already.
         """
         self._home.check()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -322,15 +333,16 @@ class AsyncLLM(RefusesVllmMethods):
                 self._preparing[preparing] = False
 
     async def check_structured_outputs(self, structure: StructuredOutputsParams) -> None:
-        """Raises ValidationError, as `generate` would, for a form that cannot be compiled."""
+        """Raise ValidationError, as `generate` would, for a form that cannot be compiled."""
         self._home.check()
         await self._inputs.make_grammar(structure)
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False
     ) -> list[int]:
-        """Return the token ids of a text as `generate` would make them, without blocking the event
-        loop on a long text.
+        """Return the token ids of a text as `generate` would make them.
+
+        A long text does not block the event loop.
 
         Raises PromptTooLongError, before tokenising, for a text so long that it cannot fit the
         model; with `must_fit`, for every text that leaves no room for output.
@@ -339,30 +351,31 @@ class AsyncLLM(RefusesVllmMethods):
         return await self._inputs.tokenize(text, add_special_tokens, must_fit=must_fit)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Return whether a request of this frontend has been sent and the engine has not scheduled
-        it yet.
-        """
+        """Return whether a request of this frontend is sent but not yet scheduled."""
         return self._outputs.is_waiting(request_id)
 
     @property
     def num_waiting(self) -> int:
-        """This frontend's requests that the engine has not scheduled yet."""
+        """Number of this frontend's requests that the engine has not scheduled yet."""
         return self._outputs.num_waiting
 
     @property
     def num_waiting_tokens(self) -> int:
-        """The tokens of their prompts."""
+        """Number of tokens in the prompts of the waiting requests."""
         return self._outputs.num_waiting_tokens
 
     @property
     def num_tokens_received(self) -> int:
-        """Tokens that this frontend has taken in since its start, of requests that go on too."""
+        """Number of tokens that this frontend has received since its start.
+
+        Tokens of requests that are still running count too.
+        """
         return self._outputs.num_tokens
 
     # The engine.
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -377,89 +390,15 @@ class AsyncLLM(RefusesVllmMethods):
         """The sampling parameters that the model's generation_config.json sets."""
         return dict(self._config.sampling_defaults)
 
-    async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Return if the engine makes progress. One of several replicas is enough (`replicas`
-        describes each).
-
-        Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within
-        `timeout_s`, or if the steps in flight of all cores that answer have made no progress for
-        `max_stall_s`.
-        """
-        answers = await self._replicas.ask_responsive(
-            "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s
-        )
-        if any(_stalled_s(answer) <= max_stall_s for answer in answers.values()):
-            return
-        raise EngineStalledError(
-            "; ".join(
-                self._replicas.named(
-                    replica,
-                    f"the steps in flight have made no progress for {_stalled_s(answers[replica]):.1f} s"
-                    if replica in answers
-                    else f"the engine core has not answered for {timeout_s:g} s",
-                )
-                for replica in self._replicas.alive
-            )
-        )
-
-    async def wait_dead(self) -> EngineDeadError:
-        """Returns when the engine has died, with what it died of; never after a shutdown. With
-        several replicas: when all have.
-        """
-        return await self._replicas.wait_dead()
-
-    @takes_vllm_arguments
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, of all replicas; running requests go on."""
-        answers = await self._replicas.ask_all("reset_prefix_cache")
-        return all((answer.result or {})["done"] for answer in answers.values())
-
-    async def get_stats(self) -> dict[str, float]:
-        """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds
-        by cause; see engine_core.scheduler and engine_core.flight_recorder. With several replicas,
-        return their sums, and the mean of the KV cache's usage. Raises EngineStalledError if no
-        core answers.
-        """
-        return sum_stats((await self.get_stats_by_replica()).values())
-
-    async def get_stats_by_replica(self) -> dict[int, dict[str, float]]:
-        """Return the stats of each replica whose core answers, by the replica's number."""
-        answers = await self._replicas.ask_responsive("stats", timeout_s=_ANSWER_S)
-        if not answers:
-            raise EngineStalledError(f"the engine core has not answered for {_ANSWER_S:g} s")
-        return {replica: answer.result or {} for replica, answer in answers.items()}
-
-    async def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
-        """The flight recorder of one replica: the last steps that have come back, from number
-        `since` on, oldest first. It holds some thousand; asking stops nothing.
-        """
-        return unpack_steps(
-            (
-                await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
-            ).records
-        )
-
-    async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not, and what each of
-        them waits for; replica by replica. With a limit at most so many of each that have ended,
-        that run and that wait, which bounds what asking costs.
-        """
-        answers = await self._replicas.ask_responsive(
-            "request_records", limit=limit, timeout_s=_ANSWER_S
-        )
-        return [
-            msgspec.structs.replace(record, replica=replica) if replica else record
-            for replica, answer in answers.items()
-            for record in unpack_requests(answer.records)
-        ]
-
     def get_deliveries(self) -> list[Delivery]:
-        """When this frontend took the last steps' tokens in, oldest first."""
+        """Return the times at which this frontend received the last steps' tokens, oldest first."""
         return self._outputs.deliveries
 
     def shutdown(self) -> None:
-        """End the engine and every request. May be called twice; also happens when the program
-        ends. Raises SidestepError in a forked child.
+        """End the engine and every request.
+
+        May be called twice; also happens when the program ends. Raises SidestepError in a forked
+        child.
         """
         self._home.check()
         error = EngineDeadError("the engine has been shut down")
@@ -481,75 +420,8 @@ class AsyncLLM(RefusesVllmMethods):
 
     @property
     def is_running(self) -> bool:
-        """Whether it can serve."""
+        """Whether the engine can serve."""
         return self._home.is_here and self._finalizer.alive and not self.errored
-
-    @property
-    def errored(self) -> bool:
-        """Whether it has died: no replica lives."""
-        return self._replicas.dead_error is not None
-
-    @property
-    def dead_error(self) -> EngineDeadError | None:
-        """What it died of."""
-        return self._replicas.dead_error
-
-    @property
-    def replicas(self) -> list[ReplicaStatus]:
-        """The data-parallel replicas, which of them live, and what the others have died of."""
-        return self._replicas.replicas
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output, in tokens."""
-        return self._replicas.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of the model's token ids."""
-        return self._config.spec.vocab_size
-
-    @property
-    def scheduling_policy(self) -> str:
-        """The order of waiting requests: 'fcfs', or 'priority', which heeds their priorities."""
-        return self._config.scheduler.scheduling_policy
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """Size of the KV cache, in blocks; of all replicas together."""
-        return sum(ready.num_kv_blocks for ready in self._replicas.ready)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens that a KV block holds."""
-        return self._replicas.ready[0].block_size
-
-    @property
-    def device(self) -> str:
-        """What it runs on, for people."""
-        size, device = self._config.parallel.data_parallel_size, self._replicas.ready[0].device
-        return device if size == 1 else f"{size} x {device}"
-
-    @property
-    def core_pid(self) -> int:
-        """Process id of the engine core; with several replicas, of the first."""
-        return self._replicas.ready[0].core_pid
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process ids: this frontend's, the core's and each worker's. With several replicas the
-        names of those begin with 'replica_N_'.
-        """
-        pids = {"frontend": os.getpid()}
-        for status in self.replicas:
-            if status.ready is not None:
-                prefix = f"replica_{status.number}_" if len(self.replicas) > 1 else ""
-                pids[f"{prefix}core"] = status.ready.core_pid
-                pids |= {
-                    f"{prefix}worker_{rank}": pid
-                    for rank, pid in enumerate(status.ready.worker_pids)
-                }
-        return pids
 
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
@@ -560,33 +432,6 @@ class AsyncLLM(RefusesVllmMethods):
                 "request_id", f"{request_id!r} is in use by a request that has not ended"
             )
 
-    def _check_priority(self, priority: object) -> None:
-        if priority and self._config.scheduler.scheduling_policy != "priority":
-            raise ValidationError(
-                "priority",
-                "counts only with the engine's option scheduling_policy='priority'; this "
-                "one takes requests in the order in which they come",
-            )
-
-    def _check_queue(self, num: int, num_tokens: int) -> None:
-        """Raises QueueFullError. A request that is larger than the limits by itself may wait alone,
-        or it could never run.
-        """
-        most, most_tokens = self._limits.max_num_queued_reqs, self._limits.max_num_queued_tokens
-        if most is not None and self.num_waiting and self.num_waiting + num > most:
-            raise QueueFullError(
-                f"{self.num_waiting} requests wait already; {most} may (max_num_queued_reqs)"
-            )
-        if (
-            most_tokens is not None
-            and self.num_waiting
-            and self.num_waiting_tokens + num_tokens > most_tokens
-        ):
-            raise QueueFullError(
-                f"prompts of {self.num_waiting_tokens} tokens wait already; with {num_tokens} more "
-                f"they would be above {most_tokens} (max_num_queued_tokens)"
-            )
-
     def _send(
         self,
         states: Sequence[RequestState],
@@ -594,7 +439,7 @@ class AsyncLLM(RefusesVllmMethods):
         beam_search: BeamSearchParams | None,
     ) -> None:
         first = states[0]
-        for state in states:  # before the core can have it: its times must come later
+        for state in states:  # before the core can have the request: its times must come later
             state.queued()
         self._replicas.add(
             AddRequest(
@@ -618,35 +463,11 @@ class AsyncLLM(RefusesVllmMethods):
                 self._outputs.end_at(state, request.deadline + _GRACE_S)
 
 
-def _tell_of_length(config: EngineConfig, max_model_len: int) -> None:
-    """Log one line where the KV cache holds less than the model could take."""
-    if max_model_len < config.max_model_len:
-        logger.warning(
-            "max_model_len is %d, which is what the KV cache holds; the model's own "
-            "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
-            max_model_len,
-            config.max_model_len,
-        )
-
-
-def _stalled_s(ping: Answer) -> float:
-    """Return the seconds for which a replica's steps in flight have made no progress."""
-    return (ping.result or {})["seconds_since_progress"]
-
-
-def sum_stats(each: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Of all replicas together."""
-    stats = list(each)
-    total = {name: sum(one[name] for one in stats) for name in stats[0]}
-    total["kv_cache_usage"] /= len(stats)
-    return total
-
-
 def _close(replicas: ReplicaSet, invited: list[ClientAddress]) -> None:
     if not replicas.home.is_here:
         return
     replicas.close()
-    for address in invited:  # of those who never came
+    for address in invited:  # the addresses of frontends that never came remain
         remove_address(address)
 
 

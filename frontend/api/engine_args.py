@@ -1,6 +1,4 @@
-"""EngineArgs as applications import it: with flags for programs that have their own command
-line.
-"""
+"""EngineArgs as applications import it: with flags for programs that parse a command line."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 class EngineArgs(config.EngineArgs):
-    """Every option of the engine as one flat set of keyword arguments. Each option can be a flag of
-    a program's parser.
+    """Every option of the engine as one flat set of keyword arguments.
 
-    vLLM's names of options are accepted too. Raises ValidationError, which names the option.
+    Each option can be a flag of a program's parser. vLLM's names of options are accepted too.
+    Raises ValidationError, which names the option.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -31,15 +29,18 @@ class EngineArgs(config.EngineArgs):
 
     @staticmethod
     def add_cli_args(parser: Parser) -> Parser:
-        """Add a flag for each option to a parser, and return the parser. A flag that is not given
-        sets no attribute, so `LLM(**vars(parser.parse_args()))` has the defaults of LLM.
+        """Add a flag for each option to a parser, and return the parser.
+
+        A flag that is not given sets no attribute, so `LLM(**vars(parser.parse_args()))` has the
+        defaults of LLM.
         """
         add_engine_flags(parser, positional_model=False)
         return parser
 
     @classmethod
     def from_cli_args(cls, parsed: argparse.Namespace) -> Self:
-        """Return the options of a parser with these flags. The parser may have other flags too.
-        Raises ValidationError.
+        """Return the options of a parser with these flags.
+
+        The parser may have other flags too. Raises ValidationError.
         """
         return cls(**engine_options(parsed))

@@ -1,4 +1,4 @@
-"""The event loop that the engine runs on where it has the choice."""
+"""The event loop that the engine uses when no loop runs yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, or asyncio's own where uvloop is not to be had."""
+    """Return an event loop of uvloop, or of asyncio if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:

@@ -19,7 +19,7 @@ from sidestep.frontend.input.input_processor import as_sampling_params
 from sidestep.frontend.input.prompts import ChatPrompt, Prompt
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
-from sidestep.frontend.replicas.replica_set import ReplicaStatus
+from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
 from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
@@ -32,24 +32,28 @@ T = TypeVar("T")
 Conversation = Sequence[Mapping[str, Any]]
 OneParams = SamplingParams | Mapping[str, Any]
 Params = OneParams | Iterable[OneParams] | None
-"""Sampling parameters for all prompts, or one for each. Each may be a dict of fields."""
+"""Sampling parameters for all prompts, or one for each; each may be a dict of fields."""
 Bar = bool | Callable[..., Any]
 """Whether to show a bar, or a function that makes one, as tqdm.tqdm does."""
 _OF_A_PROMPT = ("prompt", "prompt_token_ids", "messages")
-"""Fields of one prompt. In an error of a call with several prompts, the prompt's index is added."""
+"""Fields of one prompt.
+
+In an error of a call with several prompts, the prompt's index is added.
+"""
 
 
 class LLM(RefusesVllmMethods):
-    """An engine for whole batches: each call returns when all of its requests have ended, in the
-    order given.
+    """An engine for whole batches.
 
-    Runs an AsyncLLM on an event loop in a thread of its own, so it works where a loop runs already
-    (a notebook).
+    Each call returns when all of its requests have ended, with the results in the order of its
+    prompts. It runs an AsyncLLM on an event loop in a thread of its own, so it also works where a
+    loop runs already (a notebook).
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        """`options` are the options of EngineArgs. Raises ValidationError, which names an unknown
-        or wrong option, or EngineStartError.
+        """Start an engine; `options` are the options of EngineArgs.
+
+        Raises ValidationError, which names an unknown or wrong option, or EngineStartError.
         """
         self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
         self._loop = new_event_loop()
@@ -76,8 +80,9 @@ class LLM(RefusesVllmMethods):
         *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many. `sampling_params` and `priority` hold for all prompts, or
-        are lists with one for each.
+        """Complete one prompt or many.
+
+        `sampling_params` and `priority` hold for all prompts, or are lists with one for each.
         """
         return self._run_batch(as_list_of_prompts(prompts), sampling_params, use_tqdm, priority)
 
@@ -113,7 +118,7 @@ class LLM(RefusesVllmMethods):
     def beam_search(
         self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, use_tqdm: Bar = False
     ) -> list[BeamSearchOutput]:
-        """The best continuations of one prompt or many."""
+        """Return the best continuations of one prompt or many."""
         several = as_list_of_prompts(prompts)
         with Progress(len(several), use_tqdm) as progress:
 
@@ -128,11 +133,11 @@ class LLM(RefusesVllmMethods):
             return self._call(_all_of([search(prompt) for prompt in several]))
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """See AsyncLLM.get_default_sampling_params."""
+        """Return the default sampling parameters; see AsyncLLM."""
         return self._llm.get_default_sampling_params()
 
     @property
@@ -142,34 +147,36 @@ class LLM(RefusesVllmMethods):
 
     @takes_vllm_arguments
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
+        """Remove all cached prefixes; running requests continue."""
         return self._call(self._llm.reset_prefix_cache())
 
     def get_stats(self) -> dict[str, float]:
-        """As AsyncLLM.get_stats."""
+        """Return the engine's statistics; see AsyncLLM.get_stats."""
         return self._call(self._llm.get_stats())
 
     def get_step_records(self, since: int = 0, *, replica: int = 0) -> list[StepRecord]:
-        """As AsyncLLM.get_step_records."""
+        """Return the flight recorder's steps; see AsyncLLM.get_step_records."""
         return self._call(self._llm.get_step_records(since, replica=replica))
 
     def get_request_records(self) -> list[RequestRecord]:
-        """As AsyncLLM.get_request_records."""
+        """Return the records of requests; see AsyncLLM.get_request_records."""
         return self._call(self._llm.get_request_records())
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        """As AsyncLLM.replicas."""
+        """The data-parallel replicas; see AsyncLLM.replicas."""
         return self._llm.replicas
 
     @property
     def pids(self) -> dict[str, int]:
-        """As AsyncLLM.pids."""
+        """Process ids of the engine's processes; see AsyncLLM.pids."""
         return self._llm.pids
 
     def shutdown(self) -> None:
-        """End the engine. May be called twice; also happens when the program ends. Raises
-        SidestepError in a forked child.
+        """End the engine.
+
+        May be called twice; also happens when the program ends. Raises SidestepError in a forked
+        child.
         """
         self._home.check()
         self._finalizer()
@@ -190,7 +197,10 @@ class LLM(RefusesVllmMethods):
         return f"LLM({self._llm!r})"
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs it on the loop's thread; Ctrl-C here cancels it there, which ends its requests."""
+        """Run a coroutine on the loop's thread, and return its result.
+
+        Ctrl-C in the calling thread cancels the coroutine there, which ends its requests.
+        """
         if not self._home.is_here:
             coroutine.close()
             self._home.check()
@@ -211,8 +221,9 @@ class LLM(RefusesVllmMethods):
         use_tqdm: Bar,
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
-        """Run the prompts. `params` and `priority` hold for all prompts, or are lists with one for
-        each.
+        """Run the prompts.
+
+        `params` and `priority` hold for all prompts, or are lists with one for each.
         """
         each = (
             [params] * len(prompts)
@@ -256,8 +267,10 @@ class LLM(RefusesVllmMethods):
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results, one for each prompt. The first failure ends the other requests and is
-    raised; with several prompts, the error names the index of the prompt.
+    """Return all results, one for each prompt.
+
+    The first failure ends the other requests and is raised. With several prompts, the error names
+    the index of the prompt.
     """
     tasks = list[asyncio.Task[T]]()
     try:
@@ -279,8 +292,9 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def _shut_down(
     home: Home, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
-    """End the engine on its own thread, then the thread. In a forked child, which has no such
-    thread, do nothing.
+    """End the engine on its own thread, then the thread.
+
+    In a forked child, which has no such thread, do nothing.
     """
     if not home.is_here:
         return
@@ -301,7 +315,7 @@ def _shut_down(
 
 
 def as_list_of_conversations(messages: Conversation | Iterable[Conversation]) -> list[Conversation]:
-    """One conversation or several, as a list."""
+    """Return one conversation or several as a list."""
     given: object = messages
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise ValidationError("messages", f"must be a list of messages, not {type(given).__name__}")
@@ -316,7 +330,10 @@ def as_list_of_conversations(messages: Conversation | Iterable[Conversation]) ->
 
 
 def as_list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of numbers or of messages is one prompt."""
+    """Return one prompt or several as a list.
+
+    A list of numbers or of messages is one prompt.
+    """
     given: object = prompts
     if isinstance(given, str | Mapping):
         return [cast(Prompt, given)]
@@ -352,7 +369,7 @@ class Progress:
         self._bar.close()
 
     def add(self, num_in: int, num_out: int) -> None:
-        """Count a request that has ended, with its prompt's and its output's number of tokens."""
+        """Count a request that has ended, with the numbers of its prompt's and output's tokens."""
         self._tokens_in += num_in
         self._tokens_out += num_out
         elapsed = self._bar.format_dict["elapsed"] or 1e-9

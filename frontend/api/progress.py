@@ -1,4 +1,4 @@
-"""A progress bar on standard error; nothing where standard error is no terminal."""
+"""A progress bar on standard error; nothing if standard error is no terminal."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import tqdm
 
 
 def progress_bar(total: int, unit: str) -> tqdm.tqdm:
-    """Return a bar for use in a `with`. It leaves no line behind."""
+    """Return a progress bar to use in a `with`; it leaves no line behind."""
     return tqdm.tqdm(total=total, unit=unit, disable=None, leave=False, dynamic_ncols=True)

@@ -1,9 +1,8 @@
-"""Better answers for more computation: three ways to spend tokens when a request is served, as
-plain functions.
+"""Three ways to spend more tokens on a better answer when a request is served, as functions.
 
 All completions of one call are choices of one request, so its prompt is computed once and its
-blocks are shared. Where one call follows another, its prompt begins with the last one's, so that
-the prefix cache has it.
+blocks are shared. If one call follows another, its prompt begins with the last call's prompt, so
+the prefix cache has that part.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class BestOfN:
-    """All completions, and which one is best."""
+    """All completions, and the best one."""
 
     best: CompletionOutput
     scores: list[float]
-    """Of each of `output.outputs`."""
+    """The score of each of `output.outputs`."""
     output: RequestOutput
 
 
@@ -44,9 +43,10 @@ async def best_of_n(
     score: Score,
     sampling_params: SamplingParams | None = None,
 ) -> BestOfN:
-    """The one of `n` completions that `score` rates highest; of equals the first. `score` may be a
-    coroutine function, for tests that run or another model that judges. Pays where a good answer is
-    easier to recognise than to give.
+    """Return the one of `n` completions that `score` rates highest; of equals the first.
+
+    `score` may be a coroutine function: it may run tests, or ask another model that judges. The
+    method pays where a good answer is easier to recognise than to give.
 
     Raises what `score` and AsyncLLM.generate raise.
     """
@@ -59,14 +59,14 @@ async def best_of_n(
 
 @dataclass(frozen=True)
 class Vote:
-    """What most completions agree on."""
+    """The answer that most completions agree on."""
 
     answer: Hashable
-    """None if no completion had an answer."""
+    """The answer; None if no completion had one."""
     votes: Counter[Hashable]
-    """Of the completions that were counted."""
+    """Votes of the completions that were counted."""
     num_stopped: int
-    """Completions that were not waited for, because they could not change the result."""
+    """Completions that were ended early, because they could not change the result."""
 
 
 async def self_consistency(
@@ -76,10 +76,11 @@ async def self_consistency(
     answer_of: Callable[[str], Hashable],
     sampling_params: SamplingParams | None = None,
 ) -> Vote:
-    """The answer that most of `n` completions end with (Wang et al. 2022). `answer_of` reads it
-    from a completion's text; None for none, which counts for nobody. What is still running when no
-    other answer can win is ended. Pays where many ways lead to one short answer; of equals, the
-    first to have come wins.
+    """Return the answer that most of `n` completions end with (Wang et al. 2022).
+
+    `answer_of` reads the answer from a completion's text; None for no answer, which is no vote.
+    Completions that still run when no other answer can win are ended. If answers have equal votes,
+    the first to have come wins. The method pays where many ways lead to one short answer.
 
     Raises what `answer_of` and AsyncLLM.generate raise.
     """
@@ -104,20 +105,23 @@ async def self_consistency(
 
 
 def _is_decided(votes: Counter[Hashable], num_left: int) -> bool:
-    """Whether the first is ahead of the second by more than are left."""
+    """Return whether the first answer leads by more votes than completions are left."""
     counts = [count for _, count in votes.most_common(2)]
     return bool(counts) and counts[0] - (counts[1] if len(counts) > 1 else 0) > num_left
 
 
 @dataclass(frozen=True)
 class Revision:
-    """An answer, and how it came about."""
+    """An answer, with the drafts and critiques that led to it."""
 
     answer: str
     drafts: list[str] = field(default_factory=list)
-    """In the order in which they were written; the last is `answer`."""
+    """The drafts in the order in which they were written; the last is `answer`."""
     critiques: list[str] = field(default_factory=list)
-    """One of each draft but the last; of the last too if it found nothing."""
+    """One critique of each draft but the last.
+
+    The last draft has one too if the critique found nothing.
+    """
 
 
 async def critique_and_revise(
@@ -130,10 +134,11 @@ async def critique_and_revise(
     revise: str = "Write the answer again, without them.",
     sampling_params: SamplingParams | None = None,
 ) -> Revision:
-    """Lets the model criticise its answer to a conversation and write it again, up to `rounds`
-    times (Madaan et al. 2023). A critique that `is_good` takes to find nothing ends it. Each turn
-    continues the conversation, so only what is new of it is computed. Pays where the model sees its
-    mistakes; needs one that follows instructions.
+    """Let the model criticise its answer and write it again (Madaan et al. 2023).
+
+    It does so up to `rounds` times. A critique that `is_good` takes to find nothing ends it. Each
+    turn continues the conversation, so only its new part is computed. The method pays where the
+    model sees its mistakes; it needs a model that follows instructions.
 
     Raises ValidationError, and what AsyncLLM.generate raises.
     """

@@ -1,8 +1,8 @@
-"""Make what a frontend needs before it serves: the tokenizer, the channels to the replicas and its
-seed.
-"""
+"""The parts that a frontend needs before it serves: tokenizer, channels to the replicas, seed."""
 
 from __future__ import annotations
+
+import logging
 
 from sidestep.frontend.input.no_tokenizer import NoTokenizer
 from sidestep.frontend.input.tokenizer import Tokenizer
@@ -11,9 +11,11 @@ from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.transport.channels import FrontendChannel
 
+logger = logging.getLogger(__name__)
+
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Return the tokenizer that an engine of this configuration has. Raises EngineStartError."""
+    """Return the tokenizer that an engine of this configuration has; raises EngineStartError."""
     folder = config.tokenizer_path
     return NoTokenizer(config.spec.vocab_size) if folder is None else Tokenizer(folder)
 
@@ -21,8 +23,9 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
 def open_channels(
     config: EngineConfig, invitation: Invitation | None
 ) -> dict[int, tuple[FrontendChannel, int]]:
-    """Return a channel to each replica, with this frontend's number there. The frontend that starts
-    the engine has number 0.
+    """Return a channel to each replica, with this frontend's number there.
+
+    The frontend that starts the engine has number 0.
     """
     if invitation is None:
         return {
@@ -40,9 +43,10 @@ def open_channels(
 
 
 def seed_of_frontend(config: EngineConfig, invitation: Invitation | None) -> str | None:
-    """Return the text that the seeds of this frontend's requests are derived from; None without the
-    option `seed`. Each frontend of an engine has another text, so that no two of them draw the same
-    seeds.
+    """Return the text that the seeds of this frontend's requests are derived from.
+
+    None without the option `seed`. Each frontend of an engine has another text, so that no two of
+    them draw the same seeds.
     """
     seed = config.frontend.seed
     return (
@@ -50,3 +54,14 @@ def seed_of_frontend(config: EngineConfig, invitation: Invitation | None) -> str
         if seed is None
         else f"{seed}:{invitation.seats[0].client if invitation is not None else 0}"
     )
+
+
+def warn_of_shorter_length(config: EngineConfig, max_model_len: int) -> None:
+    """Log one line if the KV cache holds less than the model's longest request."""
+    if max_model_len < config.max_model_len:
+        logger.warning(
+            "max_model_len is %d, which is what the KV cache holds; the model's own "
+            "limit is %d (kv_cache_memory_bytes gives the cache more memory)",
+            max_model_len,
+            config.max_model_len,
+        )

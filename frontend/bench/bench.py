@@ -1,6 +1,4 @@
-"""`sidestep bench`: the engine measured from where an application stands, with random prompts and
-fixed lengths.
-"""
+"""`sidestep bench`, which measures the engine from an application with random prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParam
 
 
 def run_bench(parsed: argparse.Namespace) -> int:
-    """The command."""
+    """Run `sidestep bench` and return its exit status."""
     llm = start_for_load(parsed)
     measure = throughput if parsed.bench == "throughput" else latency
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -32,8 +30,9 @@ def run_bench(parsed: argparse.Namespace) -> int:
 
 
 def start_for_load(parsed: argparse.Namespace) -> AsyncLLM:
-    """The engine, if it can take the load that was asked for. Raises ValidationError, which names
-    the flag.
+    """Start the engine, and return it if it can take the load that was asked for.
+
+    Raises ValidationError, which names the flag.
     """
     for name in ("input_len", "output_len", "num_prompts", "batch_size", "num_iters"):
         if getattr(parsed, name, 1) < 1:
@@ -49,7 +48,10 @@ def start_for_load(parsed: argparse.Namespace) -> AsyncLLM:
 
 
 def random_prompts(llm: AsyncLLM, count: int, length: int, seed: int) -> list[list[int]]:
-    """Token ids without meaning, drawn for each prompt, so that the prefix cache does not help."""
+    """Return random token ids, drawn for each prompt.
+
+    So the prefix cache does not help.
+    """
     rng = random.Random(seed)
     vocab_size = llm.get_tokenizer().vocab_size
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
@@ -58,7 +60,10 @@ def random_prompts(llm: AsyncLLM, count: int, length: int, seed: int) -> list[li
 async def run_batch(
     llm: AsyncLLM, prompts: Sequence[list[int]], output_len: int
 ) -> tuple[list[RequestOutput], float]:
-    """All requests at once; their last outputs, and the seconds until the last of them."""
+    """Run all requests at once, and return their last outputs and the seconds that they took.
+
+    The time ends with the last token of the last request.
+    """
     params = SamplingParams(
         temperature=0, max_tokens=output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
@@ -77,7 +82,7 @@ async def run_batch(
 
 
 async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
-    """Tokens a second of many requests at once."""
+    """Return the tokens a second of many requests at once."""
     async with llm:
         await run_batch(llm, random_prompts(llm, 2, parsed.input_len, seed=1), 8)
         prompts = random_prompts(llm, parsed.num_prompts, parsed.input_len, seed=2)
@@ -98,7 +103,7 @@ async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
 
 
 async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
-    """Seconds for a batch, again and again."""
+    """Return the seconds of a batch, measured several times."""
     async with llm:
         await run_batch(llm, random_prompts(llm, parsed.batch_size, parsed.input_len, seed=1), 8)
         seconds, ttft = [], []
@@ -120,7 +125,7 @@ async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
 
 
 def percentiles(name: str, values: Sequence[float]) -> Report:
-    """Median and 99th percentile (nearest rank)."""
+    """Return the median and the 99th percentile (nearest rank)."""
     return {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
 
 
@@ -133,7 +138,7 @@ def show(result: Report, as_json: bool) -> None:
 
 
 def print_table(result: Report) -> None:
-    """A line for each figure."""
+    """Print a line for each figure."""
     width = max(map(len, result))
     for name, value in result.items():
         print(

@@ -1,5 +1,6 @@
-"""`sidestep bench serve`: a stream of requests, as users send them, and what they and the machine
-saw of it.
+"""`sidestep bench serve`, which sends a stream of requests as users send them.
+
+It reports what the requests' receivers and the machine measured.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 
 DEFAULT_LENGTHS = {"input_len": "64:512", "output_len": "32:128"}
 ANY_VOCABULARY = 1000
-"""Token ids below this are in the vocabulary of every model that is a user's."""
+"""Token ids below this are in the vocabulary of every model that users serve."""
 
 
 def run_bench_serve(parsed: argparse.Namespace) -> int:
-    """The command."""
+    """Run `sidestep bench serve` and return its exit status."""
     check(parsed)
     goals = parse_goals(parsed.goodput)
     if parsed.url is None:
@@ -54,8 +55,9 @@ def run_bench_serve(parsed: argparse.Namespace) -> int:
 
 
 def server_at(url: str, api_key: str | None) -> HttpServer:
-    """The server at a URL. Raises ValidationError, and SidestepError without the server's
-    libraries.
+    """Return the server at a URL.
+
+    Raises ValidationError, and SidestepError without the server's libraries.
     """
     with needs_extra("server"):
         from sidestep.frontend.bench.http_stream import HttpServer
@@ -64,7 +66,7 @@ def server_at(url: str, api_key: str | None) -> HttpServer:
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Raises ValidationError for what cannot be run, before an engine is started."""
+    """Raise ValidationError for options that cannot be run, before an engine is started."""
     if parsed.num_prompts < 1:
         raise ValidationError("num_prompts", "must be at least 1")
     if not parsed.request_rate > 0:
@@ -89,7 +91,7 @@ def check(parsed: argparse.Namespace) -> None:
 
 
 def parse_goals(words: Iterable[str]) -> dict[str, float]:
-    """Milliseconds by name, of words like ttft:200."""
+    """Return the milliseconds of words like ttft:200, by name."""
     goals = {}
     for word in words:
         name, _, limit = word.partition(":")
@@ -105,7 +107,10 @@ def parse_goals(words: Iterable[str]) -> dict[str, float]:
 def plan(
     parsed: argparse.Namespace, vocab_size: int, max_model_len: int | None
 ) -> list[PlannedRequest]:
-    """All requests of the load, which a model of that length can take, if it is known."""
+    """Return all requests of the load.
+
+    A model of length `max_model_len`, if it is known, can take each of them.
+    """
     requests: list[tuple[str | list[int], int]] = []
     if parsed.dataset is not None:
         requests += read_requests(parsed.dataset, parsed.num_prompts)
@@ -133,7 +138,7 @@ def plan(
 
 
 async def serve(llm: AsyncLLM, parsed: argparse.Namespace, goals: dict[str, float]) -> Report:
-    """Runs the load on an engine in this process."""
+    """Run the load on an engine in this process."""
     async with llm:
         load = plan(parsed, llm.get_tokenizer().vocab_size, llm.max_model_len)
         target = EngineTarget(llm, parsed.temperature, ignore_eos=parsed.ignore_eos)
@@ -143,7 +148,10 @@ async def serve(llm: AsyncLLM, parsed: argparse.Namespace, goals: dict[str, floa
 async def serve_at(
     server: HttpServer, parsed: argparse.Namespace, goals: dict[str, float]
 ) -> Report:
-    """Runs the load on a server. One that does not answer gives a report of failures."""
+    """Run the load on a server.
+
+    A server that does not answer results in a report of failures.
+    """
     from sidestep.frontend.bench.load_http import HttpTarget, models
 
     known = []
@@ -165,7 +173,7 @@ async def serve_at(
 async def measure(
     target: Target, load: list[PlannedRequest], max_concurrency: int | None, goals: dict[str, float]
 ) -> Report:
-    """What a load shows, after two requests that are not counted."""
+    """Return the report of a load, after two requests that are not counted."""
     await send_all(target, [PlannedRequest("for x in range(", 8, 0.0)] * 2, time.monotonic(), None)
     before, begin = await target.figures(), time.monotonic()
     with progress_bar(len(load), "request") as bar:

@@ -1,8 +1,8 @@
-"""The flight recorder's records as a Chrome trace, which Perfetto (ui.perfetto.dev) and
-chrome://tracing show.
+"""The conversion of the flight recorder's records to a Chrome trace.
 
-One track a process, and one for the device: a person sees step N+1 being scheduled and packed under
-step N. Requests are on a track of their own, each from its arrival to its end.
+Perfetto (ui.perfetto.dev) and chrome://tracing show it. There is one track a process, and one for
+the device: a person sees step N+1 being scheduled and packed under step N. Requests are on a track
+of their own, each from its arrival to its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sidestep.ipc.transport.records import RequestRecord, StepRecord
 Event = dict[str, Any]
 FRONTEND, CORE, WORKER, DEVICE, REQUESTS = range(1, 6)
 _TRACKS = {CORE: "engine core", WORKER: "worker 0", DEVICE: "device", REQUESTS: "requests"}
-"""Of one replica; those of the next one follow."""
+"""The tracks of one replica; those of the next replica follow."""
 
 
 def chrome_trace(
@@ -24,7 +24,10 @@ def chrome_trace(
     requests: Iterable[RequestRecord],
     deliveries: Iterable[Delivery],
 ) -> dict[str, Any]:
-    """The trace as a JSON object; its times begin with the first step. steps: of each replica."""
+    """Return the trace as a JSON object, whose times begin with the first step.
+
+    steps: the steps of each replica.
+    """
     origin = min((of_one[0].ready_ns for of_one in steps if of_one), default=0)
     last = max((of_one[-1].told_ns for of_one in steps if of_one), default=0)
     events = list(_names(len(steps)))
@@ -68,7 +71,7 @@ def _span(track: int, name: str, start_ns: int, end_ns: int, origin: int, **args
 
 
 def _step_events(step: StepRecord, origin: int, tracks: int) -> Iterator[Event]:
-    """tracks: what the tracks' numbers are counted from."""
+    """Yield the events of a step; tracks: the offset of the replica's track numbers."""
     name = f"step {step.step_id}"
     yield _span(
         tracks + CORE,
@@ -103,7 +106,10 @@ def _step_events(step: StepRecord, origin: int, tracks: int) -> Iterator[Event]:
 
 
 def _request_events(number: int, request: RequestRecord, origin: int, last: int) -> Iterator[Event]:
-    """Waiting, its prompt, its output: spans of one asynchronous track."""
+    """Yield the events of a request.
+
+    They are spans of one asynchronous track: waiting, prompt and output.
+    """
     end = request.finished_ns if request.finished_ns is not None else last
     times = [request.arrival_ns, request.scheduled_ns, request.first_token_ns, end]
     args = {

@@ -1,8 +1,7 @@
-"""A client of HTTP for loads: what a client costs for each event must be far below what the server
-costs.
+"""A client of HTTP for loads.
 
-httpx2 took 180 us an event, this one takes 20 (docs/performance.md). Each request has a connection
-of its own.
+A client must cost far less for each event than the server. httpx2 took 180 us an event, this one
+takes 20 (docs/performance.md). Each request has a connection of its own.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from sidestep.ipc.common.errors import RequestError, ValidationError
 
 _SHOWN = 200
-"""Characters of an answer that is an error."""
+"""Characters that are shown of an answer that is an error."""
 
 
 class HttpServer:
-    """Where requests go."""
+    """The server that requests go to."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Raises ValidationError for a URL or a key that cannot be one."""
+        """Check a URL and a key; raises ValidationError if one is not valid."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -53,7 +52,7 @@ class HttpServer:
         self._headers = f"Host: {parts.netloc}\r\n{key}Connection: close\r\n"
 
     async def get(self, path: str) -> bytes:
-        """A body. Raises RequestError."""
+        """Return the body at a path; raises RequestError."""
         parts: list[bytes] = []
         await self.request("GET", path, b"", parts.append)
         return b"".join(parts)
@@ -61,10 +60,10 @@ class HttpServer:
     async def request(
         self, method: str, path: str, body: bytes, receive: Callable[[bytes], None]
     ) -> None:
-        """Sends `body`, which is JSON, and gives the answer's body to `receive`, in parts as they
-        come.
+        """Send `body`, which is JSON, and pass the answer's body to `receive`.
 
-        Raises RequestError for an answer that is not 200 or breaks off; and what `receive` raises.
+        The body is passed in parts as they come. Raises RequestError for an answer that is not 200
+        or breaks off; and what `receive` raises.
         """
         kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{kind}\r\n"
@@ -88,8 +87,10 @@ class HttpServer:
 
 
 class _Answer(asyncio.Protocol):
-    """What comes of an answer. It is taken where it is read: waking a task for each event would
-    cost as much again. The parser calls the methods that begin with on_.
+    """The protocol that reads an answer.
+
+    It processes the answer where it reads it: waking a task for each event would cost as much
+    again. The parser calls the methods that begin with on_.
     """
 
     def __init__(self, receive: Callable[[bytes], None]) -> None:
@@ -127,7 +128,7 @@ class _Answer(asyncio.Protocol):
         if self.done.done():
             return
         if error is None and self.status != 0 and not self._says_its_end:
-            self.done.set_result(None)  # it is as long as the connection lasts
+            self.done.set_result(None)  # the answer ends with the connection
         else:
             self.done.set_exception(
                 RequestError(f"the answer broke off: {error or 'the connection was closed'}")
@@ -145,9 +146,9 @@ class _Answer(asyncio.Protocol):
         self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        self._complete = self.status != 0  # an answer of 1xx goes before the one that counts
+        self._complete = self.status != 0  # an answer of 1xx comes before the final one
 
 
 def _is_one_word(text: str) -> bool:
-    """Whether a text can stand in a request's head."""
+    """Return whether a text may be part of a request's head."""
     return text.isascii() and text.isprintable() and " " not in text

@@ -1,5 +1,6 @@
-"""A load for `sidestep bench serve`: what is asked for, and when. The same seed gives the same
-load.
+"""A load for `sidestep bench serve`: the requests, and the time of each.
+
+The same seed gives the same load.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ class PlannedRequest:
 
     prompt: str | list[int]
     output_len: int
-    """Tokens that it must give."""
+    """Tokens that its output must have."""
     at: float
-    """Seconds after the start at which it is sent, at the earliest."""
+    """Earliest time at which it is sent, in seconds after the start."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Whole numbers from `low` to `high`, all alike."""
+    """Whole numbers from `low` to `high`, all equally likely."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str, name: str) -> Lengths:
-        """'64' or '64:1024'. Raises ValidationError, which begins with `name`."""
+        """Return the lengths of a text such as '64' or '64:1024'.
+
+        Raises ValidationError, which begins with `name`.
+        """
         low, _, high = text.partition(":")
         try:
             lengths = cls(int(low), int(high or low))
@@ -46,7 +50,7 @@ class Lengths:
         return lengths
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
+        """Return one of the lengths, at random."""
         return rng.randint(self.low, self.high)
 
 
@@ -60,7 +64,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 def random_requests(
     count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int
 ) -> list[tuple[list[int], int]]:
-    """Prompts of token ids without meaning, and the length of each one's output."""
+    """Return prompts of random token ids, and the length of each one's output."""
     rng = random.Random(seed)
     return [
         ([rng.randrange(vocab_size) for _ in range(inputs.draw(rng))], outputs.draw(rng))
@@ -69,10 +73,10 @@ def random_requests(
 
 
 def read_requests(path: str, count: int) -> list[tuple[str | list[int], int]]:
-    """The first `count` lines of a file, each a JSON object: {"prompt": text or token ids,
-    "output_len": tokens}.
+    """Return the first `count` lines of a file, as prompts and output lengths.
 
-    Raises ValidationError with the number of a line that is something else; OSError.
+    Each line is a JSON object: {"prompt": text or token ids, "output_len": tokens}. Raises
+    ValidationError with the number of a line that is something else; OSError.
     """
     found: list[tuple[str | list[int], int]] = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
@@ -89,8 +93,10 @@ def read_requests(path: str, count: int) -> list[tuple[str | list[int], int]]:
 
 
 def arrivals(rate: float, poisson: bool, seed: int) -> Iterator[float]:
-    """Seconds at which requests come, `rate` a second: at random (exponential gaps) or one like the
-    other. All at once if the rate is infinite.
+    """Yield the seconds at which requests come, `rate` a second.
+
+    The gaps are random (exponential) or all equal. All requests come at once if the rate is
+    infinite.
     """
     rng, now = random.Random(seed), 0.0
     while True:

@@ -1,4 +1,4 @@
-"""A server of the OpenAI API as the target of a load: ours or any other."""
+"""A server of the OpenAI API as the target of a load: a Sidestep server or any other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sidestep.frontend.bench.load_send import IDLE_CAUSES
 from sidestep.ipc.common.errors import RequestError
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
 
@@ -26,35 +26,44 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Of an event, what counts here. A server whose stream fails says so in one."""
+    """The fields of an event that are needed here.
 
-    choices: list[_Choice] = []
+    A server whose stream fails says so in an event.
+    """
+
+    choices: list[_CompletionChoice] = []
     usage: _Usage | None = None
     error: Any = None
     object: str | None = None
 
 
-class Model(msgspec.Struct):
+class TargetModel(msgspec.Struct):
     """A model that a server has."""
 
     id: str
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[Model]
+class _TargetModels(msgspec.Struct):
+    data: list[TargetModel]
 
 
 _event_decoder = msgspec.json.Decoder(_Event)
 
 
 class HttpTarget:
-    """Completions, streamed, each over a connection of its own."""
+    """A target that takes streamed completions over HTTP.
+
+    Each completion has a connection of its own.
+    """
 
     def __init__(
         self, server: HttpServer, model: str | None, temperature: float, *, ignore_eos: bool = True
     ) -> None:
-        """ignore_eos: whether to send that field, which the OpenAI API itself does not have."""
+        """Prepare the fields of the requests.
+
+        ignore_eos: whether to send that field, which the OpenAI API itself does not have.
+        """
         self._server = server
         self._fields: dict[str, object] = {
             "temperature": temperature,
@@ -67,6 +76,7 @@ class HttpTarget:
             self._fields["ignore_eos"] = True
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
+        """Send one request and note its answer in `sample`; raises RequestError."""
         stream = _Stream(sample)
         body = msgspec.json.encode(
             {"prompt": request.prompt, "max_tokens": request.output_len, **self._fields}
@@ -82,8 +92,9 @@ class HttpTarget:
             raise RequestError("the server sent no token")
 
     async def figures(self) -> dict[str, float]:
-        """This process's CPU time; and the server's and its device's, where it is one of ours and
-        says so.
+        """Return this process's CPU time, and the server's and its device's.
+
+        The latter are there if the server is a Sidestep server and reports them.
         """
         return {**await self._server_figures(), "cpu_s_client": time.process_time()}
 
@@ -110,10 +121,10 @@ class HttpTarget:
             return {}
 
 
-async def models(server: HttpServer) -> list[Model]:
-    """The models of a server. Raises RequestError."""
+async def models(server: HttpServer) -> list[TargetModel]:
+    """Return the models of a server; raises RequestError."""
     try:
-        return msgspec.json.decode(await server.get("/v1/models"), type=_Models).data
+        return msgspec.json.decode(await server.get("/v1/models"), type=_TargetModels).data
     except msgspec.DecodeError as error:
         raise RequestError(f"/v1/models gave something else: {error}") from None
 
@@ -128,7 +139,10 @@ class _Stream:
         self._rest = b""
 
     def receive(self, part: bytes) -> None:
-        """A part of the answer; its events have come now. Raises RequestError."""
+        """Take a part of the answer, whose events have come now.
+
+        Raises RequestError.
+        """
         now = time.monotonic()
         *lines, self._rest = (self._rest + part).split(b"\n")
         for line in lines:
@@ -140,13 +154,13 @@ class _Stream:
             event = _read(data)
             self.usage = event.usage or self.usage
             for choice in event.choices:
-                # A request whose tokens make no text has had them when it ends.
+                # A request whose tokens have no text has received them by its end.
                 if choice.text or (choice.finish_reason is not None and not self._arrivals):
                     self._arrivals.append(now)
 
 
 def _read(data: bytes) -> _Event:
-    """An event. Raises RequestError for one that is no completion's."""
+    """Return an event; raises RequestError for one that is not a completion's."""
     try:
         event = _event_decoder.decode(data)
     except msgspec.DecodeError as error:

@@ -1,5 +1,6 @@
-"""What a load showed: latencies as their receivers saw them, throughput, goodput, and what host and
-device did.
+"""The report of a load: latencies as their receivers saw them, throughput and goodput.
+
+It also has the figures of host and device.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from dataclasses import dataclass, field
 Report = dict[str, float | str]
 PERCENTILES = (50, 90, 99)
 MOST_REASONS = 3
-"""Of failures, the most frequent ones, that a report gives."""
+"""Number of the most frequent reasons of failures that a report shows."""
 GOALS = ("ttft", "tpot", "itl", "e2e")
-"""Latencies that may be limited."""
+"""Latencies that a goal may limit."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request as its receiver saw it; seconds of one monotonic clock."""
+    """One request as its receiver saw it, in seconds of one monotonic clock."""
 
     planned: float
-    """When it was meant to be sent."""
+    """Time at which it was to be sent."""
     sent: float
     arrivals: list[float] = field(default_factory=list)
-    """Of each output that brought tokens."""
+    """Time of each output that brought tokens."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     error: str | None = None
@@ -41,7 +42,7 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None with one token."""
+        """Seconds a token after the first one; None with one token."""
         return (
             (self.e2e - self.ttft) / (self.num_output_tokens - 1)
             if self.num_output_tokens > 1
@@ -55,8 +56,9 @@ class Sample:
 
 
 def meets(sample: Sample, goals: dict[str, float]) -> bool:
-    """Whether a request kept to goals in milliseconds: ttft, tpot, e2e, and itl, which counts for
-    its slowest.
+    """Return whether a request kept to goals in milliseconds: ttft, tpot, e2e and itl.
+
+    The slowest gap counts for itl.
     """
     if sample.error is not None:
         return False
@@ -70,7 +72,7 @@ def meets(sample: Sample, goals: dict[str, float]) -> bool:
 
 
 def make_report(samples: Sequence[Sample], begin: float, goals: dict[str, float]) -> Report:
-    """The figures of a load that began at `begin`."""
+    """Return the figures of a load that began at `begin`."""
     done = [s for s in samples if s.error is None]
     report: Report = {"requests": len(samples), "failed": len(samples) - len(done)}
     if len(done) < len(samples):
@@ -109,6 +111,6 @@ def make_report(samples: Sequence[Sample], begin: float, goals: dict[str, float]
 
 
 def percentile(values: Sequence[float], q: int) -> float:
-    """Nearest rank."""
+    """Return the percentile `q` of the values, by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, q * len(ordered) // 100)]

@@ -1,4 +1,4 @@
-"""Sends a load to a target, and counts what comes back as the receiver sees it."""
+"""The sender of a load, which records the answers as their receiver sees them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ IDLE_CAUSES = ("result", "schedule", "prepare")
 
 
 class Target(Protocol):
-    """What requests are sent to."""
+    """The interface of a target that requests are sent to."""
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
-        """One request to its end, noted in `sample`. Raises RequestError, ValidationError or
-        QueueFullError for one that cannot be served; any other exception ends the load.
+        """Run one request to its end, and note it in `sample`.
+
+        Raises RequestError, ValidationError or QueueFullError for a request that cannot be served;
+        any other exception ends the load.
         """
 
     async def figures(self) -> dict[str, float]:
-        """What host and device have spent so far, of what can be known: device_busy_s,
-        device_idle_s and its causes, and cpu_s_NAME for processes.
+        """Return what host and device have spent so far, as far as it is known.
+
+        The names are device_busy_s, device_idle_s and its causes, and cpu_s_NAME for processes.
         """
 
 
@@ -43,6 +46,7 @@ class EngineTarget:
         self._detokenize = detokenize
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
+        """Run one request to its end, and note it in `sample`."""
         params = SamplingParams(
             temperature=self._temperature,
             max_tokens=request.output_len,
@@ -57,6 +61,7 @@ class EngineTarget:
         sample.num_input_tokens = len(output.prompt_token_ids)
 
     async def figures(self) -> dict[str, float]:
+        """Return the device's busy and idle seconds, and the CPU seconds of the processes."""
         stats = await self._llm.get_stats()
         return {name: value for name, value in stats.items() if name.startswith("device_")} | {
             f"cpu_s_{name}": seconds for name, seconds in cpu_times(self._llm).items()
@@ -70,8 +75,9 @@ async def send_all(
     max_concurrency: int | None,
     on_end: Callable[[], object] = lambda: None,
 ) -> list[Sample]:
-    """Send each request at its time, or as soon after as `max_concurrency` allows. Call `on_end` at
-    the end of each.
+    """Send each request at its time, or as soon after as `max_concurrency` allows.
+
+    Call `on_end` at the end of each request.
     """
     room = asyncio.Semaphore(max_concurrency if max_concurrency is not None else len(load))
     running: list[asyncio.Task[Sample]] = []
@@ -96,13 +102,16 @@ async def _send(target: Target, request: PlannedRequest, begin: float) -> Sample
 
 
 def cpu_times(llm: AsyncLLM) -> dict[str, float]:
-    """CPU seconds of each of the engine's processes so far, where the system tells."""
+    """Return the CPU seconds of each of the engine's processes so far, as far as known."""
     times = {name: cpu_seconds(pid) for name, pid in llm.pids.items()}
     return {name: seconds for name, seconds in times.items() if seconds is not None}
 
 
 def usage(after: dict[str, float], before: dict[str, float]) -> Report:
-    """What device and host did between two readings of a target's figures, of what both have."""
+    """Return the usage of device and host between two readings of a target's figures.
+
+    Only figures that both readings have are compared.
+    """
     spent = {name: after[name] - before[name] for name in after.keys() & before.keys()}
     report: Report = {}
     if "device_busy_s" in spent:

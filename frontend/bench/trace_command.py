@@ -1,4 +1,4 @@
-"""`sidestep trace`: a short load, and what the engine did in it as a file for Perfetto."""
+"""`sidestep trace`, which runs a short load and writes a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestep.ipc.transport.records import StepRecord
 
 
 def run_trace(parsed: argparse.Namespace) -> int:
-    """The command."""
+    """Run `sidestep trace` and return its exit status."""
     llm = start_for_load(parsed)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         steps = runner.run(write_trace(llm, parsed))
@@ -24,7 +24,7 @@ def run_trace(parsed: argparse.Namespace) -> int:
 
 
 async def write_trace(llm: AsyncLLM, parsed: argparse.Namespace) -> list[StepRecord]:
-    """Runs the load and writes the file; the steps that are in it, of all replicas."""
+    """Run the load and write the file; return its steps, of all replicas."""
     replicas = range(len(llm.replicas))
     async with llm:
         await run_batch(llm, random_prompts(llm, 2, parsed.input_len, seed=1), 8)
@@ -49,7 +49,7 @@ async def write_trace(llm: AsyncLLM, parsed: argparse.Namespace) -> list[StepRec
 
 
 def summary(steps: list[StepRecord]) -> dict[str, float | str]:
-    """Figures for people."""
+    """Return the figures for people."""
     busy = sum(step.end_ns - step.start_ns for step in steps)
     idle = {
         "result": sum(s.idle_result_ns for s in steps),

@@ -24,7 +24,7 @@ from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParam
 
 
 def run_chat(parsed: argparse.Namespace) -> int:
-    """The command."""
+    """Run `sidestep chat` and return its exit status."""
     check_url_flags(parsed)
     if parsed.url is not None:
         from sidestep.frontend.cli.remote_commands import run_remote_chat
@@ -54,8 +54,9 @@ def _check_template(arguments: EngineArgs) -> None:
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C during the moment that leaving takes. A second Ctrl-C could only break it
-    off.
+    """Ignore Ctrl-C while the chat ends.
+
+    A second Ctrl-C could only break off the clean-up.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

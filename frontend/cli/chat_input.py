@@ -1,4 +1,4 @@
-"""Read the messages of `sidestep chat`: from a person at a terminal, or from a pipe or file.
+"""The reader of the messages of `sidestep chat`: from a terminal, or from a pipe or file.
 
 prompt_toolkit reads the terminal, with line editing, history, and pasted text as one message. Only
 the terminal's reader imports it.
@@ -22,11 +22,11 @@ _HISTORY = "chat_history"
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C at an empty prompt."""
+    """The error that the user pressed Ctrl-C at an empty prompt."""
 
 
 class Messages(Protocol):
-    """A source of messages, one after the other."""
+    """The interface of a source of messages, one after the other."""
 
     async def ask(self, prompt: str) -> str | None:
         """Return the next message, stripped; None at the end. Raises Interrupted."""
@@ -40,12 +40,15 @@ def open_messages() -> Messages:
 
 
 class Terminal:
-    """A person at a terminal. Enter sends the message; Alt-Enter, and Enter after a backslash,
-    begin a new line.
+    """The reader of a terminal.
+
+    Enter sends the message; Alt-Enter, and Enter after a backslash, begin a new line.
     """
 
     def __init__(self, state_folder: Path | None) -> None:
-        """state_folder: folder of the file with the history of messages; None keeps the history for
+        """Open the terminal.
+
+        state_folder: folder of the file with the history of messages; None keeps the history for
         this process only.
         """
         from prompt_toolkit import PromptSession
@@ -99,8 +102,9 @@ def _key_bindings() -> KeyBindings:
 
 
 def _open_history(folder: Path | None) -> History:
-    """Return the history in a file that only its owner can read, or in memory where such a file is
-    not possible.
+    """Return the history in a file that only its owner can read.
+
+    If such a file is not possible, return a history in memory.
     """
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
@@ -120,8 +124,10 @@ def _open_history(folder: Path | None) -> History:
 
 
 class Lines:
-    """Lines of a pipe or file, read by the event loop. `input` would need a thread that Ctrl-C
-    cannot end, or the main thread, where a Ctrl-C that comes just before the wait is lost.
+    """The reader of lines from a pipe or file, on the event loop.
+
+    The function `input` would need a thread, which Ctrl-C cannot end, or the main thread. There, a
+    Ctrl-C that comes just before the wait is lost.
     """
 
     def __init__(self, fd: int) -> None:

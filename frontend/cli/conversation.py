@@ -1,4 +1,4 @@
-"""A conversation in the terminal: read messages, obey commands, stream answers."""
+"""A conversation in the terminal, with messages, commands and streamed answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestep.frontend.cli.terminal import StatusLine, tell
 from sidestep.ipc.common.errors import RemoteError, ValidationError
 
 Ask = Callable[[list[dict[str, str]]], AsyncGenerator[str, None]]
-"""Gives the answer to a conversation, piece by piece."""
+"""A function that returns the answer to a conversation, piece by piece."""
 HELP = """\
 Type a message and press Enter. Alt-Enter, or a backslash at the line's end, begins a new line.
   /system TEXT  set the system message; /system alone shows it, /system - removes it
@@ -24,15 +24,20 @@ Type a message and press Enter. Alt-Enter, or a backslash at the line's end, beg
 Ctrl-C stops an answer."""
 HINT = "Type a message. /help tells what else there is; Ctrl-D leaves."
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
-"""A command such as /clear. A path is not one: it has another slash."""
+"""A command such as /clear.
+
+A path is no command: it has another slash.
+"""
 
 
 def converse(ask: Ask, system: str | None, runner: asyncio.Runner, status: StatusLine) -> None:
-    """Read messages and stream answers until the user leaves. Raises KeyboardInterrupt for Ctrl-C
-    at the prompt.
+    """Read messages and stream answers until the user leaves.
+
+    Raises KeyboardInterrupt for Ctrl-C at the prompt.
 
     Reading a message and streaming an answer are two runs of the event loop, so that each handles
-    Ctrl-C in its own way: at the prompt it leaves the chat, during an answer it stops the answer.
+    Ctrl-C in its own way. At the prompt, Ctrl-C leaves the chat; during an answer, it stops the
+    answer.
     """
     incoming, conversation = open_messages(), Conversation(system)
     tell(HINT)
@@ -100,8 +105,9 @@ def _answer(
 def stream_answer(
     ask: Callable[[], AsyncGenerator[str, None]], runner: asyncio.Runner, status: StatusLine
 ) -> str:
-    """Print an answer as it comes, and return it. Ctrl-C stops the answer; the part that has come
-    is kept.
+    """Print an answer as it comes, and return it.
+
+    Ctrl-C stops the answer; the part that has come is kept.
     """
     answer = ""
 
@@ -115,7 +121,9 @@ def stream_answer(
                 sys.stdout.flush()
 
     try:
-        runner.run(stream())  # Ctrl-C cancels it, and comes out here when it has ended
+        runner.run(
+            stream()
+        )  # Ctrl-C cancels it; KeyboardInterrupt is raised here when it has ended
     except KeyboardInterrupt:
         pass
     finally:

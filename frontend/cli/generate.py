@@ -1,4 +1,4 @@
-"""`sidestep generate`: complete prompts, and print tokens as they come.
+"""`sidestep generate`, which completes prompts and prints tokens as they come.
 
 Standard output holds the prompts with their completions and nothing else. Headings and figures go
 to standard error.
@@ -26,7 +26,7 @@ from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParam
 
 
 def run_generate(parsed: argparse.Namespace) -> int:
-    """The command."""
+    """Run `sidestep generate` and return its exit status."""
     prompts = parsed.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValidationError("prompts", "none given, neither as arguments nor on standard input")
@@ -45,7 +45,7 @@ def run_generate(parsed: argparse.Namespace) -> int:
 
 
 def start_engine(arguments: EngineArgs) -> AsyncLLM:
-    """Starts the engine, telling on standard error what is going on."""
+    """Start the engine, with lines on standard error about its progress."""
     start = time.perf_counter()
     tell(f"starting the engine with {arguments.model} ...")
     llm = AsyncLLM.from_engine_args(arguments)
@@ -54,7 +54,7 @@ def start_engine(arguments: EngineArgs) -> AsyncLLM:
 
 
 async def generate(llm: AsyncLLM, prompts: Sequence[str], params: SamplingParams) -> None:
-    """Streams all prompts at once, prints them in order, then the summary."""
+    """Stream all prompts at once, and print them in order, then the summary."""
     params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
     async with llm:
         printer = Printer(prompts)
@@ -70,7 +70,7 @@ async def generate(llm: AsyncLLM, prompts: Sequence[str], params: SamplingParams
 
 
 def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
-    """One line: tokens, TTFT, tokens/s."""
+    """Return one line with the tokens, the TTFT and the tokens a second."""
     tokens = sum(o.metrics.num_generation_tokens for o in outputs)
     latencies = [o.metrics.first_token_latency or 0.0 for o in outputs]
     mean_ms = sum(latencies) / len(latencies) * 1e3

@@ -1,4 +1,4 @@
-"""Print several streams in the order of their prompts."""
+"""A printer of several streams in the order of their prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from sidestep.ipc.common.logs import tell
 
 
 class Printer:
-    """Prints several streams one after the other: the first as it comes, the others when it is
-    their turn.
+    """A printer of several streams, one after the other.
+
+    The first is printed as it comes, the others when it is their turn.
     """
 
     def __init__(self, prompts: Sequence[str]) -> None:
@@ -21,7 +22,7 @@ class Printer:
         self._next()
 
     def add(self, index: int, text: str, ended: bool) -> None:
-        """New text of one stream."""
+        """Add new text of one stream."""
         self._pending[index] += text
         self._ended[index] = ended
         while self._turn < len(self._prompts):

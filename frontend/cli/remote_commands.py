@@ -1,6 +1,4 @@
-"""`sidestep chat` and `sidestep generate` with --url: the same commands, with a model that runs
-elsewhere.
-"""
+"""`sidestep chat` and `sidestep generate` with --url, for a model that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from sidestep.ipc.common.logs import tell
 
 
 def run_remote_chat(parsed: argparse.Namespace) -> int:
-    """The command."""
+    """Run `sidestep chat` with --url and return its exit status."""
     model = _remote_model(parsed, max_tokens=256)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
@@ -36,7 +34,7 @@ def run_remote_chat(parsed: argparse.Namespace) -> int:
 
 
 def run_remote_generate(parsed: argparse.Namespace, prompts: Sequence[str]) -> int:
-    """The command."""
+    """Run `sidestep generate` with --url and return its exit status."""
     model = _remote_model(parsed, max_tokens=64)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
@@ -48,7 +46,10 @@ def run_remote_generate(parsed: argparse.Namespace, prompts: Sequence[str]) -> i
 
 
 def _remote_model(parsed: argparse.Namespace, *, max_tokens: int) -> RemoteModel:
-    """Only the sampling options that were given are sent: not every server knows them all."""
+    """Return the model that the command names.
+
+    Only the sampling options that were given are sent: not every server knows them all.
+    """
     name = getattr(parsed, "model_argument", None) or getattr(parsed, "model", None)
     return RemoteModel(
         parsed.url, parsed.api_key, name, {"max_tokens": max_tokens, **sampling_values(parsed)}
@@ -60,7 +61,10 @@ def _tell(model: str, url: str) -> None:
 
 
 async def _generate(model: RemoteModel, prompts: Sequence[str]) -> None:
-    """As with an engine here; tokens are not counted, as a piece of a stream may hold several."""
+    """Complete the prompts as with an engine in this process.
+
+    Tokens are not counted, as a piece of a stream may hold several.
+    """
     printer, start, firsts = Printer(prompts), time.perf_counter(), list[float]()
 
     async def stream(index: int, prompt: str) -> None:

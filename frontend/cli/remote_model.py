@@ -12,17 +12,17 @@ import msgspec
 
 from sidestep.ipc.common.errors import RemoteError, ValidationError
 
-# A long prompt may take minutes until its first token; who waits can leave.
+# A long prompt may take minutes until its first token; the user can leave at any time.
 _TIMEOUT = httpx2.Timeout(None, connect=10.0)
 _LONGEST_PAGE = 200
-"""Characters of an error's body that is not of the API's shape."""
+"""Most characters that are shown of an error's body that is not of the API's form."""
 
 
 class _Named(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
+class _RemoteModels(msgspec.Struct):
     data: list[_Named]
 
 
@@ -38,20 +38,23 @@ class _Delta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
     text: str | None = None
 
 
-class _Chunk(msgspec.Struct):
-    """What of a stream's event is needed here, of chats and of completions."""
+class _StreamChunk(msgspec.Struct):
+    """The fields of a stream's event that are needed here, of chats and of completions."""
 
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     error: _Error | None = None
 
 
 def base_url(url: str) -> str:
-    """Where the routes are: a URL without a path gets the usual one. Raises ValidationError."""
+    """Return the URL that the routes begin with; raises ValidationError.
+
+    A URL without a path gets the usual one.
+    """
     try:
         parts = urlsplit(url)
         valid = (
@@ -68,9 +71,10 @@ def base_url(url: str) -> str:
     return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
-class QueuePlace(msgspec.Struct):
-    """The data of an event 'queue' of a Sidestep server; see
-    frontend/server/service/queue_events.py.
+class RemoteQueuePosition(msgspec.Struct):
+    """The data of an event 'queue' of a Sidestep server.
+
+    See frontend/server/service/queue_events.py.
     """
 
     before: int
@@ -78,18 +82,20 @@ class QueuePlace(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """Return the place in words."""
+        """The position in words."""
         return f"waiting, {self.before}{' or more' * self.or_more} before you"
 
 
 class RemoteModel:
-    """One model of one server. Its methods raise RemoteError."""
+    """One model of one server; its methods raise RemoteError."""
 
     def __init__(
         self, url: str, key: str | None, model: str | None, sampling: Mapping[str, Any]
     ) -> None:
-        """model: its name there; the server's first one if not given. sampling: fields of every
-        request.
+        """Prepare the requests, without a connection yet.
+
+        model: the model's name at the server; None for the server's first model. sampling: fields
+        of every request.
         """
         self._url = base_url(url)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -99,32 +105,34 @@ class RemoteModel:
             raise ValidationError("api_key", "has characters that no header may have") from None
         self._model = model
         self._sampling = dict(sampling)
-        self.on_queue: Callable[[QueuePlace], None] | None = None
-        """Called while a chat waits in the server's queue, if the server reports the place in
-        it."""
+        self.on_queue: Callable[[RemoteQueuePosition], None] | None = None
+        """A function to call while a chat waits in the server's queue.
+
+        It is called only if the server reports the position in the queue.
+        """
 
     async def connect(self) -> str:
-        """Finds the server; the model's name there."""
+        """Find the server, and return the model's name there."""
         if self._model is None:
             async with self._failures():
                 answer = await self._http.get(f"{self._url}/models")
                 await _check(answer)
-                models = msgspec.json.decode(answer.content, type=_Models).data
+                models = msgspec.json.decode(answer.content, type=_RemoteModels).data
             if not models:
                 raise RemoteError(f"{self._url} serves no model")
             self._model = models[0].id
         return self._model
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> AsyncGenerator[str, None]:
-        """The answer to a conversation, piece by piece."""
+        """Return the answer to a conversation, piece by piece."""
         return self._stream("/chat/completions", {"messages": list(messages)})
 
     def complete(self, prompt: str) -> AsyncGenerator[str, None]:
-        """The completion of a text, piece by piece."""
+        """Return the completion of a text, piece by piece."""
         return self._stream("/completions", {"prompt": prompt})
 
     async def close(self) -> None:
-        """Gives its connections back."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
@@ -140,9 +148,9 @@ class RemoteModel:
                     return
                 if event.event == "queue":
                     if self.on_queue is not None:
-                        self.on_queue(msgspec.json.decode(event.data, type=QueuePlace))
+                        self.on_queue(msgspec.json.decode(event.data, type=RemoteQueuePosition))
                     continue
-                chunk = msgspec.json.decode(event.data, type=_Chunk)
+                chunk = msgspec.json.decode(event.data, type=_StreamChunk)
                 if chunk.error is not None:
                     raise RemoteError(chunk.error.message)
                 for choice in chunk.choices:
@@ -151,7 +159,7 @@ class RemoteModel:
 
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """What goes wrong on the way, told in one line."""
+        """Raise RemoteError, in one line, for an error of the connection or the server."""
         try:
             yield
         except httpx2.HTTPError as error:
@@ -161,7 +169,7 @@ class RemoteModel:
 
 
 async def _check(answer: httpx2.Response) -> None:
-    """Raises RemoteError for an answer that is an error, with what it says."""
+    """Raise RemoteError for an answer that is an error, with the answer's message."""
     if answer.status_code == 200:
         return
     body = await answer.aread()

@@ -1,4 +1,4 @@
-"""`sidestep run-batch`: a file of requests, answered by an engine in this process."""
+"""`sidestep run-batch`, which answers a file of requests with an engine in this process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from sidestep.ipc.config import EngineArgs
 
 
 def run_run_batch(parsed: argparse.Namespace) -> int:
-    """The command. The exit status is 0 when every line of the input has a good answer in the
-    output.
+    """Run `sidestep run-batch` and return its exit status.
+
+    The status is 0 when every line of the input has a good answer in the output.
     """
     args, arguments = ServerArgs(**option_values(parsed, ServerArgs)), engine_args(parsed)
     _check(parsed, arguments)
-    # The input first: a wrong name must not leave an empty output behind.
+    # The input is opened first: a wrong name must not leave an empty output behind.
     with open(parsed.input_file, "rb") as lines, closing(OutputFile(parsed.output_file)) as output:
         plan = make_plan(lines, output.written)
         failed = plan.failed_before
@@ -37,7 +38,8 @@ def run_run_batch(parsed: argparse.Namespace) -> int:
     total = len(plan.requests) + len(plan.broken) + plan.skipped
     skipped = f"; {plan.skipped} were there already" if plan.skipped else ""
     tell(
-        f"{total} requests in {parsed.output_file}: {total - failed} answered, {failed} failed{skipped}"
+        f"{total} requests in {parsed.output_file}: {total - failed} answered, "
+        f"{failed} failed{skipped}"
     )
     return 1 if failed else 0
 
@@ -59,7 +61,7 @@ def _check(parsed: argparse.Namespace, arguments: EngineArgs) -> None:
 def _run(
     plan: Plan, output: OutputFile, args: ServerArgs, arguments: EngineArgs, max_concurrency: int
 ) -> int:
-    """How many requests have failed."""
+    """Return the number of requests that have failed."""
     with needs_extra("server"):
         from sidestep.frontend.server.batch import answer_all
     failed = 0

@@ -1,4 +1,4 @@
-"""`sidestep serve`: the OpenAI API over HTTP."""
+"""`sidestep serve`, which serves the OpenAI API over HTTP."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ if TYPE_CHECKING:
 
 
 MOST_QUEUED = 4096
-"""Default limit of requests that wait to be scheduled. Requests beyond it would wait for minutes; a
-load balancer can send them to another server."""
+"""Default limit of requests that wait to be scheduled.
+
+Requests beyond it would wait for minutes; a load balancer can send them to another server.
+"""
 _OPEN = """\
-*** WARNING: this server listens beyond this machine and has no keys: whoever reaches it can use it and see
-*** everyone's figures. Give keys by --api-key-file or SIDESTEP_API_KEYS, or listen at 127.0.0.1 (--host)."""
+*** WARNING: this server listens beyond this machine and has no keys: whoever reaches it can use \
+it and see
+*** everyone's figures. Give keys by --api-key-file or SIDESTEP_API_KEYS, or listen at 127.0.0.1 \
+(--host)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_serve(parsed: argparse.Namespace, version: str) -> int:
-    """The command. The exit status is not 0 after the engine's death."""
+    """Run `sidestep serve` and return its exit status, which is not 0 after the engine's death."""
     with needs_extra("server"):
         from sidestep.frontend.server.processes.run import bind, check_certificates, serve
         from sidestep.frontend.server.service.public_prefixes import (
@@ -79,9 +83,10 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
 
 @contextmanager
 def ends_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the program as Ctrl-C does inside this block, also while the engine starts,
-    so that no process or file is left behind. The server has handlers of its own while it
-    serves.
+    """Let SIGTERM end the program as Ctrl-C does inside this block.
+
+    It does so also while the engine starts, so that no process or file is left behind. The server
+    has handlers of its own while it serves.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -110,8 +115,9 @@ def with_queue_limit(arguments: EngineArgs) -> EngineArgs:
 
 
 def share_queue(arguments: EngineArgs, count: int) -> EngineArgs:
-    """The same with the queue's limits divided among `count` API processes, each of which counts
-    its own requests.
+    """Return the options with the queue's limits divided among `count` API processes.
+
+    Each process counts its own requests.
     """
 
     def share(limit: int | None) -> int | None:
@@ -124,7 +130,7 @@ def share_queue(arguments: EngineArgs, count: int) -> EngineArgs:
 
 
 def make_tracing(endpoint: str | None, version: str) -> Tracing | None:
-    """What makes spans, where they are wanted."""
+    """Return the maker of spans; None without an endpoint."""
     if endpoint is None:
         return None
     with needs_extra("otel"):
@@ -134,8 +140,9 @@ def make_tracing(endpoint: str | None, version: str) -> Tracing | None:
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Around the import of what needs an extra's libraries: one line says how to get those that are
-    missing.
+    """Raise SidestepError, in one line, if an import in this block lacks an extra's library.
+
+    The line says how to install the extra.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Colours, and a status line that is overwritten, for commands that write to a terminal."""
+"""Colours and a status line that is overwritten, for commands that write to a terminal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _CODES = {"bad": "31", "quiet": "2"}
 
 
 def painted(text: str, kind: str, file: TextIO) -> str:
-    """Return the text in the colour of its kind ('bad', 'quiet') if the file is a terminal that may
-    have colours.
+    """Return the text in the colour of its kind ('bad', 'quiet').
+
+    The text has no colour if the file is no terminal or colours are switched off.
     """
     if not file.isatty() or not colours_of_environment():
         return text
@@ -26,8 +27,9 @@ def tell(text: str, kind: str = "quiet") -> None:
 
 
 class StatusLine:
-    """A line on standard error that can be removed again; nothing where standard error is no
-    terminal.
+    """A line on standard error that can be removed again.
+
+    Nothing is written if standard error is no terminal.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""`sidestep topology`: what the machine has, and which parallel sizes fit a model, before anything
-is started.
+"""`sidestep topology`, which shows the machine and the parallel sizes that fit a model.
+
+It answers before any engine is started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FILES = ("config.json", "generation_config.json")
 
 
 class TopologyReport(msgspec.Struct, frozen=True):
-    """What --json prints."""
+    """The report that --json prints."""
 
     machine: Machine
     model: str
@@ -31,7 +32,7 @@ class TopologyReport(msgspec.Struct, frozen=True):
 
 
 def run_topology(parsed: argparse.Namespace) -> int:
-    """The command."""
+    """Run `sidestep topology` and return its exit status."""
     model = ModelConfig(
         **_given(parsed, "dtype", "revision", "max_model_len", "hf_overrides"),
         model=parsed.model_argument or DEFAULT_MODEL,
@@ -68,7 +69,7 @@ def run_topology(parsed: argparse.Namespace) -> int:
 def imagined(
     machine: Machine, count: int | None, memory_bytes: int | None, bandwidth: float | None
 ) -> Machine:
-    """The machine with other GPUs than it has. Raises ValidationError."""
+    """Return the machine with other GPUs than it has; raises ValidationError."""
     if count is None and memory_bytes is None and bandwidth is None:
         return machine
     if count is not None and count < 1:
@@ -93,14 +94,14 @@ def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _dtype(model: ModelConfig, spec: ModelSpec, machine: Machine) -> str:
-    """As the workers choose it."""
+    """Return the dtype that the workers would choose."""
     if model.dtype != "auto":
         return model.dtype
     return spec.dtype if machine.gpus else "float32"
 
 
 def lines(report: TopologyReport, cache: CacheConfig) -> list[str]:
-    """For people."""
+    """Return the report as lines for people."""
     made = [
         *_machine_lines(report.machine),
         "",
@@ -128,10 +129,11 @@ def lines(report: TopologyReport, cache: CacheConfig) -> list[str]:
         )
     if report.machine.gpus:
         made += [
-            "Times are floors: what is read from memory, at the bandwidth that its maker states. Launches, "
-            "communication and arithmetic come on top.",
-            f"Cache: what weights and an estimate of the largest step leave of {cache.gpu_memory_utilization:.0%} "
-            "of the memory; the engine measures that step at its start.",
+            "Times are floors: what is read from memory, at the bandwidth that its maker states. "
+            "Launches, communication and arithmetic come on top.",
+            "Cache: what weights and an estimate of the largest step leave of "
+            f"{cache.gpu_memory_utilization:.0%} of the memory; the engine measures that step at "
+            "its start.",
         ]
     else:
         made.append("For a machine with GPUs: --gpus 8 --gpu-memory 141GiB --bandwidth 4800GB/s")

@@ -1,8 +1,8 @@
-"""Chat templates: the jinja2 environment that templates on the hub are written for, and what is
-checked before it runs.
+"""Chat templates, which turn a conversation into a prompt, and the checks before they run.
 
-A template is a program that came with the model: it runs in jinja2's sandbox, and whatever it
-raises is said of the messages, not of the engine.
+The jinja2 environment is the one that templates on the hub are written for. A template is a program
+that came with the model, so it runs in jinja2's sandbox. An error that it raises is reported as an
+error of the messages, not of the engine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import jinja2.sandbox
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
 
 Message = Mapping[str, Any]
-"""A chat message: role, content, and whatever else the template reads."""
+"""A chat message: role, content, and further fields that the template reads."""
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of a model's templates. Conversations with tools use the second if the model has it."""
+"""Names of a model's templates.
+
+Conversations with tools use the second if the model has it.
+"""
 _FOLDER = "additional_chat_templates"
 
 
@@ -70,7 +73,7 @@ def _read(file: Path) -> str:
 
 
 class ChatTemplate:
-    """One compiled template. Raises ValidationError if it cannot be compiled."""
+    """One compiled template; raises ValidationError if it cannot be compiled."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
@@ -92,8 +95,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the conversation as a prompt. Raises ValidationError when the template refuses the
-        conversation.
+        """Return the conversation as a prompt.
+
+        Raises ValidationError when the template refuses the conversation.
 
         continue_final_message: end the prompt where the last message's text ends, for an output
         that continues it.
@@ -132,8 +136,8 @@ class ChatTemplate:
     def _render(
         self, checked: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        # Templates ask both `tools is defined` and `tools is not none`: the name must be there, and
-        # None.
+        # Templates ask both `tools is defined` and `tools is not none`, so the name must exist with
+        # the value None.
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(
@@ -144,8 +148,9 @@ class ChatTemplate:
 
 
 def _check_message(message: object) -> Message:
-    """A message as templates expect it. One without a role would be rendered as if it had an empty
-    one.
+    """Return a message as templates expect it.
+
+    A message without a role is an error: it would be rendered as if it had an empty one.
     """
     if not isinstance(message, Mapping):
         raise ValidationError(
@@ -164,7 +169,7 @@ def _check_message(message: object) -> Message:
 
 
 def _join_parts(content: object) -> str:
-    """The text of a content that is a list of parts, as the OpenAI API writes it."""
+    """Return the text of a content that is a list of parts, as the OpenAI API writes it."""
     if not isinstance(content, Sequence):
         raise ValidationError("messages", f"content must be text, not {type(content).__name__}")
     texts = []
@@ -182,7 +187,10 @@ def _join_parts(content: object) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}`: marks the assistant's part for training; here it is only its content."""
+    """The block `{% generation %}`, which marks the assistant's part for training.
+
+    Here it is only its content.
+    """
 
     tags = {"generation"}
 

@@ -1,5 +1,6 @@
-"""From a call's arguments to a request that is known to be right. What is wrong raises here, with
-the field's name, and nothing has been sent.
+"""The processor that checks the arguments of a call and makes a request of them.
+
+A wrong argument raises here, with the field's name, before anything has been sent.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ from sidestep.ipc.params.sampling_params import MAX_SEED, RequestOutputKind, Sam
 from sidestep.ipc.params.structured_outputs_params import Grammar, StructuredOutputsParams
 
 _VERY_LONG_TEXT = 256 << 10
-"""Characters from which texts are tokenised one at a time. Tokenising such a text takes seconds of
-a core and much memory."""
+"""Characters from which texts are tokenised one at a time.
+
+Tokenising such a text takes seconds of a core and much memory.
+"""
 _MANY_MESSAGES = 64
+"""Messages of a conversation above which it is rendered in a thread."""
 _MAX_PRIORITY = 2**31 - 1
 _LOWEST_TEMPERATURE = 0.01
-"""Logits divided by less would leave the range of their type."""
+"""Lowest temperature above 0.
+
+Logits divided by less would leave the range of their type.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +55,23 @@ class ProcessedRequest:
     num_public_tokens: int
     deadline: float | None
     controls: bytes = b""
-    """See ipc.controls."""
+    """The encoded logits controls; see ipc.params.logits_controls."""
     grammar: Grammar | None = None
     best_of: BestOf | None = None
-    """If only some of its choices are returned."""
+    """Which choices are returned; None if all are."""
 
 
 @dataclass(frozen=True, slots=True)
 class BestOf:
-    """What is returned of a request that makes more choices than it returns."""
+    """The selection of choices for a request that makes more choices than it returns."""
 
     num: int
     with_logprobs: bool
-    """Whether the logprobs that they are ranked by are asked for."""
+    """Whether the user asked for the logprobs that rank the choices."""
 
 
 class InputProcessor:
-    """Checks and tokenises."""
+    """The processor that checks and tokenises the requests of one frontend."""
 
     def __init__(
         self,
@@ -76,9 +83,11 @@ class InputProcessor:
         defaults: Mapping[str, Any] | None = None,
         seed: str | None = None,
     ) -> None:
-        """processors: names of the engine's logits processors. defaults: sampling parameters that
-        the model's makers set. seed: text from which the seeds of requests without a seed are
-        derived; None draws each seed at random.
+        """Keep the options that requests are checked against.
+
+        processors: names of the engine's logits processors. defaults: sampling parameters that the
+        model's makers set. seed: text from which the seeds of requests without a seed are derived;
+        None draws each seed at random.
         """
         self.default_sampling = SamplingParams(**(defaults or {}))
         """Sampling parameters of a request that brings none."""
@@ -100,8 +109,10 @@ class InputProcessor:
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> ProcessedRequest:
-        """Raises ValidationError. Long texts are tokenised in a thread, so that the event loop goes
-        on.
+        """Return the request of a call's arguments.
+
+        Raises ValidationError. Long texts are tokenised in a thread, so that the event loop
+        continues.
         """
         arrival = time.monotonic()
         sampling = (
@@ -151,7 +162,10 @@ class InputProcessor:
         )
 
     def for_beam_search(self, params: object) -> SamplingParams:
-        """What a beam search has in common with other requests. Raises ValidationError."""
+        """Return the sampling parameters that stand for a beam search.
+
+        They hold what it has in common with other requests. Raises ValidationError.
+        """
         if not isinstance(params, BeamSearchParams):
             raise ValidationError(
                 "params", f"must be BeamSearchParams, not {type(params).__name__}"
@@ -170,7 +184,7 @@ class InputProcessor:
         )
 
     async def make_grammar(self, structure: StructuredOutputsParams) -> Grammar:
-        """The grammar of a form that an output must have. Raises ValidationError."""
+        """Return the grammar of a form that an output must have; raises ValidationError."""
         if not self._tokenizer.has_texts:
             refuse("structured_outputs", "is about text")
         return await self._grammars.make(structure)
@@ -178,11 +192,10 @@ class InputProcessor:
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, *, must_fit: bool = False
     ) -> list[int]:
-        """Return the token ids of a text; a long text is tokenised in a thread. Raises
-        ValidationError.
+        """Return the token ids of a text; a long text is tokenised in a thread.
 
         Refuse a text before it is tokenised if its length shows that it cannot fit. With
-        `must_fit`, refuse it too if its tokens turn out to be too many.
+        `must_fit`, refuse it too if its tokens turn out to be too many. Raises ValidationError.
         """
         if not self._tokenizer.has_texts:
             refuse("prompt", "is text; give token ids")
@@ -201,11 +214,14 @@ class InputProcessor:
         return await self._lane.run(len(text), self._encode_very_long, text, encode)
 
     def _encode_very_long(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
-        """Count the bytes first: tokenising takes a second and 150 MB for each megabyte of text."""
+        """Return the token ids of a very long text, after a count of its bytes.
+
+        Tokenising takes a second and 150 MB for each megabyte of text, so the count comes first.
+        """
         try:
             least = self._tokenizer.bound.counted_least_tokens(text)
         except UnicodeEncodeError:
-            least = 0  # not a valid text; `encode` says so
+            least = 0  # not a valid text; `encode` raises for it
         if least + 1 > self._max_model_len:
             raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
         return encode()
@@ -239,8 +255,10 @@ class InputProcessor:
         self._tokenizer.check_sampling(sampling)
 
     def _complete(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Fills in what was left open, and brings what has no effect beyond a limit within it: the
-        engine's columns hold 32-bit numbers.
+        """Return the parameters without open values and within the model's limits.
+
+        A value that has no effect beyond a limit is lowered to the limit, because the engine's
+        columns hold 32-bit numbers.
         """
         room = self._max_model_len - num_prompt
         if sampling.min_tokens > room:
@@ -249,7 +267,7 @@ class InputProcessor:
                 f"{sampling.min_tokens} is more than the {room} tokens that fit after "
                 f"the prompt (max_model_len is {self._max_model_len})",
             )
-        # These travel in the controls and the grammar.
+        # The controls and the grammar carry the values of these fields.
         changes: dict[str, Any] = {
             name: None
             for name in (
@@ -284,8 +302,9 @@ def as_sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingPar
 
 
 def _is_long_chat(prompt: object) -> bool:
-    """Return whether rendering a conversation takes long enough to delay the other streams of the
-    event loop.
+    """Return whether rendering a conversation takes long.
+
+    A long rendering would delay the other streams of the event loop.
     """
     messages = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
     if (
@@ -305,7 +324,10 @@ def _is_long(content: object) -> bool:
 
 
 def _all_choices(sampling: SamplingParams) -> tuple[SamplingParams, BestOf | None]:
-    """What the engine is asked for, and what is returned of it if that is less."""
+    """Return the parameters for the engine, and which choices are returned.
+
+    The second is None if all choices are returned.
+    """
     if not sampling.ranks_choices:
         return sampling, None
     best_of = BestOf(sampling.n, sampling.logprobs is not None)

@@ -1,4 +1,7 @@
-"""Run long pieces of work one at a time, so that one client's requests cannot take all threads."""
+"""A lane, which runs long pieces of work one at a time.
+
+So one client's requests cannot take all threads.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Run one job at a time, in a thread. The smallest waiting job is next, so a large one delays
-    few. A lane belongs to one event loop.
+    """A lane that runs one job at a time, in a thread.
+
+    The smallest waiting job is next, so a large one delays few. A lane belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -27,8 +31,9 @@ class Lane:
     async def run(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return the function's result. A job that has begun runs to its end, even if its caller no
-        longer waits.
+        """Return the function's result.
+
+        A job that has begun runs to its end, even if its caller no longer waits.
         """
         await self._enter(size)
         job = asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
@@ -63,8 +68,9 @@ class Lane:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system where the C library would keep it. Releases the interpreter
-    lock.
+    """Return freed memory to the system where the C library would keep it.
+
+    The call releases the interpreter lock.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:

@@ -1,4 +1,4 @@
-"""What a request asks of its logits, checked and in tokens, as the workers get it."""
+"""The maker of logits controls: a request's changes to its logits, checked and in token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestep.ipc.params.sampling_params import SamplingParams
 
 
 class ControlsMaker:
-    """Knows the model's tokens, and which logits processors the engine has."""
+    """The maker of controls, for one vocabulary and one engine's logits processors."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, processors: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class ControlsMaker:
         self._processors = processors
 
     def make(self, sampling: SamplingParams) -> Controls:
-        """Raises ValidationError, which names the field."""
+        """Return the controls of a request; raises ValidationError, which names the field."""
         bias, allowed = sampling.logit_bias or {}, sampling.allowed_token_ids or ()
         self._check_tokens("logit_bias", bias)
         self._check_tokens("allowed_token_ids", allowed)
@@ -64,7 +64,10 @@ class ControlsMaker:
                 )
 
     def _tokens_of_words(self, words: Iterable[str]) -> list[list[int]]:
-        """A word inside a text most often begins with a space, which is part of its first token."""
+        """Return the token ids of each word, alone and after a space.
+
+        A word inside a text most often begins with a space, which is part of its first token.
+        """
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             check_text("bad_words", word)
@@ -81,7 +84,10 @@ class ControlsMaker:
 
 
 def check_text(field: str, text: str) -> None:
-    """A text with lone surrogates (which JSON can carry) cannot be sent."""
+    """Raise ValidationError for a text with lone surrogates.
+
+    JSON can carry such a text, but UTF-8 cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,5 +1,6 @@
-"""The tokenizer of an engine with skip_tokenizer_init: it knows the number of tokens, and no
-texts.
+"""The tokenizer of an engine with skip_tokenizer_init.
+
+It knows the number of tokens, and no texts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ _NEED_TEXT = ("stop", "bad_words", "structured_outputs")
 
 
 class NoTokenizer(Tokenizer):
-    """Know the number of tokens. Methods that need texts of tokens raise ValidationError."""
+    """A tokenizer that knows only the number of tokens.
+
+    Methods that need texts of tokens raise ValidationError.
+    """
 
     has_texts = False
 
@@ -33,8 +37,11 @@ class NoTokenizer(Tokenizer):
         return f"NoTokenizer({self.vocab_size} tokens)"
 
     @property
-    def fast(self) -> NoReturn:  # type: ignore[override]  # the methods of other tokenizers begin with it
-        """Raises ValidationError: tokens have no texts here."""
+    def fast(self) -> NoReturn:  # type: ignore[override]
+        """Not available: raises ValidationError, since tokens have no texts here.
+
+        The methods of other tokenizers begin with this property.
+        """
         refuse("tokenizer", "is needed for this")
 
     @property
@@ -43,6 +50,7 @@ class NoTokenizer(Tokenizer):
         return self._vocab_size
 
     def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise ValidationError for parameters that need the texts of tokens."""
         for name in _NEED_TEXT:
             if getattr(sampling, name):
                 refuse(name, "is about text")
@@ -50,9 +58,11 @@ class NoTokenizer(Tokenizer):
     def encode(
         self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
     ) -> list[int]:
+        """Raise ValidationError: there are no texts."""
         refuse("prompt", "is text; give token ids")
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Raise ValidationError: there are no texts."""
         refuse("tokens", "cannot become text")
 
     def token_bytes(self, token: int) -> bytes:
@@ -67,11 +77,12 @@ class NoTokenizer(Tokenizer):
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
+        """Raise ValidationError: there is no chat template."""
         refuse("messages", "need a chat template; give the prompt as token ids")
 
 
 def refuse(field: str, problem: str) -> NoReturn:
-    """Raises ValidationError for what an engine without a tokenizer cannot do."""
+    """Raise ValidationError for what an engine without a tokenizer cannot do."""
     raise ValidationError(
         field, f"{problem}: this engine was started without a tokenizer (skip_tokenizer_init)"
     )

@@ -1,6 +1,7 @@
-"""From the form that a request asks for to a grammar, which is compiled once here to see that it is
-right: without the model's tokens, in threads of its own, so that neither the event loop nor the
-tokeniser's threads wait for it.
+"""The maker of grammars from the forms that requests ask for.
+
+Each grammar is compiled once here to see that it is right, without the model's tokens. This happens
+in threads of its own, so that neither the event loop nor the tokeniser's threads wait for it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,23 @@ if TYPE_CHECKING:
 CHECK_S = 10.0
 """Seconds until a grammar is refused because it takes too long to compile."""
 _MAX_GBNF = 8 << 10
-"""Characters of a grammar in GBNF, which is translated by a library in plain Python."""
+"""Most characters of a grammar in GBNF.
+
+A library in plain Python translates it.
+"""
 _REMEMBERED = 256
-"""Grammars that were found to be right."""
+"""Number of grammars that are kept after they were found to be right."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between the parts of JSON. A model that writes white space without end gets on after so much."""
+"""White space between the parts of JSON.
+
+The limit makes a model that writes white space without end continue.
+"""
 _OPTIONS = "x-guidance"
 _GBNF_RULE = re.compile(r"^\s*[a-zA-Z][\w-]*\s*::=", re.MULTILINE)
 
 
 def make_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> Grammar:
-    """The grammar of a form. special_tokens: ids by text. Raises ValidationError."""
+    """Return the grammar of a form; special_tokens: ids by text. Raises ValidationError."""
     field = f"structured_outputs.{params.kind}"
     answer: dict[str, Any] = {"name": "answer", **_MAKERS[params.kind](params, field)}
     grammars = [answer]
@@ -52,7 +59,10 @@ def make_grammar(params: StructuredOutputsParams, special_tokens: Mapping[str, i
 
 
 def _after_reasoning(begin: str | None, end: str, special_tokens: Mapping[str, int]) -> str:
-    """Text up to a mark, then the answer, with a little white space between them."""
+    """Return a grammar of text up to a mark, then the answer.
+
+    A little white space may stand between them.
+    """
     reasoning = "reasoning" if begin is None else "(SPACE begin reasoning)?"
     lines = [f"start: {reasoning} SPACE @answer", r"SPACE: /[ \n]{0,4}/"]
     if begin is not None:
@@ -66,7 +76,7 @@ def _after_reasoning(begin: str | None, end: str, special_tokens: Mapping[str, i
 
 
 def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """A text in a Lark grammar, or the special token that has this text."""
+    """Return a text in a Lark grammar, or the special token that has this text."""
     return (
         f"<[{special_tokens[text]}]>"
         if text in special_tokens
@@ -85,7 +95,7 @@ def _from_schema(params: StructuredOutputsParams, field: str) -> dict[str, Any]:
 def schema_with_options(
     schema: dict[str, Any], field: str, *, spaced: bool = True
 ) -> dict[str, Any]:
-    """A schema as the compiler takes it."""
+    """Return a schema as the compiler takes it."""
     if _OPTIONS in schema:
         raise ValidationError(field, f"holds '{_OPTIONS}', which is no part of JSON Schema")
     options: dict[str, Any] = {
@@ -129,7 +139,7 @@ def _from_grammar(params: StructuredOutputsParams, field: str) -> dict[str, Any]
         return {"lark_grammar": gbnf_to_lark(text)}
     except (
         Exception
-    ) as error:  # the library has errors of its own, and Python's from inside its parser
+    ) as error:  # the library raises its own errors, and Python's from inside its parser
         raise ValidationError(
             field, f"is not valid GBNF: {str(error) or type(error).__name__}"
         ) from None
@@ -184,7 +194,7 @@ _MAKERS = {
 
 
 class GrammarMaker:
-    """Makes and checks the grammars of one frontend."""
+    """The maker that makes and checks the grammars of one frontend."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -192,7 +202,7 @@ class GrammarMaker:
         self._known: OrderedDict[bytes, Grammar] = OrderedDict()
 
     async def make(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar. Raises ValidationError, which names the field."""
+        """Return the grammar of a form; raises ValidationError, which names the field."""
         key = msgspec.json.encode(params)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
@@ -228,7 +238,7 @@ def _make_and_check(params: StructuredOutputsParams, special_tokens: Mapping[str
     grammar = make_grammar(params, special_tokens)
     if problem := LLMatcher.validate_grammar(grammar.text, None, limits=grammar_limits()):
         raise ValidationError(grammar.field, problem)
-    # Some bounds are met at the first token only. Special tokens are not known to this tokenizer.
+    # Some limits are checked at the first token only. This tokenizer knows no special tokens.
     if not special_tokens or "<[" not in grammar.text:
         matcher = LLMatcher(_byte_tokenizer(), grammar.text, limits=grammar_limits(), log_level=0)
         matcher.compute_bitmask()

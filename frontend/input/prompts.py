@@ -1,5 +1,6 @@
-"""The forms of a prompt: text, token ids, chat messages, or a dict with one of these and its
-options.
+"""The forms of a prompt, and how each is read.
+
+A prompt is text, token ids, chat messages, or a dict with one of these and its options.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
-    """See `generate`."""
+    """See AsyncLLM.generate."""
 
 
 class TokensPrompt(TypedDict):
@@ -29,7 +30,10 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """The text that the ids were made of. Outputs show it; only the ids are computed."""
+    """The text that the ids were made of.
+
+    Outputs show it; only the ids are computed.
+    """
     cache_salt: NotRequired[str]
 
 
@@ -38,15 +42,15 @@ class ChatPrompt(TypedDict):
 
     messages: Sequence[Message]
     tools: NotRequired[Sequence[Mapping[str, Any]] | None]
-    """Descriptions of functions, as OpenAI's API has them."""
+    """Descriptions of functions, in the form of OpenAI's API."""
     chat_template: NotRequired[str | None]
     """A template in Jinja that replaces the model's own."""
     chat_template_kwargs: NotRequired[Mapping[str, Any] | None]
     """Further variables of the template, such as {"enable_thinking": False}."""
     add_generation_prompt: NotRequired[bool]
-    """End the prompt with the beginning of an answer; the default."""
+    """Whether the prompt ends with the beginning of an answer; true by default."""
     continue_final_message: NotRequired[bool]
-    """End the prompt inside the last message, which the output then continues."""
+    """Whether the prompt ends inside the last message, which the output then continues."""
     cache_salt: NotRequired[str]
 
 
@@ -66,8 +70,9 @@ _CHAT_KEYS = ChatPrompt.__annotations__.keys() - {"messages", "cache_salt"}
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt as it is sent: its text, its token ids, or both. If both are there, the ids are
-    computed.
+    """A prompt in the form in which it is sent: its text, its token ids, or both.
+
+    If both are there, the ids are computed.
     """
 
     text: str | None = None
@@ -78,7 +83,7 @@ class ReadPrompt:
 
 
 def read_prompt(prompt: object, tokenizer: Tokenizer, max_tokens: int) -> ReadPrompt:
-    """Return the parts of a prompt. Raises ValidationError, which names the wrong part.
+    """Return the parts of a prompt; raises ValidationError, which names the wrong part.
 
     max_tokens: a list of more token ids is refused before its entries are read.
     """
@@ -162,7 +167,7 @@ def _check_tools(tools: object) -> None:
 def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
     if hasattr(given, "tolist"):  # an array of numpy or a tensor
         given = given.tolist()
-    # bytes are a sequence of numbers too, but never meant as token ids.
+    # bytes are a sequence of numbers too, but never token ids.
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray | memoryview):
         allowed = (
             "text, a list of token ids, or a list of chat messages"
@@ -170,7 +175,7 @@ def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
             else "a list"
         )
         raise ValidationError(field, f"must be {allowed}, not {type(given).__name__}")
-    check_length(len(given), max_tokens)  # before looking at each
+    check_length(len(given), max_tokens)  # before each entry is read
     ids = cast(
         list[object], given if all(type(token) is int for token in given) else plain(list(given))
     )
@@ -181,6 +186,6 @@ def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
 
 
 def check_length(num_tokens: int, max_tokens: int) -> None:
-    """Raises PromptTooLongError if a prompt of `num_tokens` leaves no room for output."""
+    """Raise PromptTooLongError if a prompt of `num_tokens` leaves no room for output."""
     if num_tokens + 1 > max_tokens:
         raise PromptTooLongError("prompt", num_tokens, max_tokens)

@@ -1,8 +1,8 @@
-"""Bounds on the text of one token, so that a text that cannot fit is refused by its length.
+"""Bounds on the text of one token, with which a text that cannot fit is refused by its length.
 
 A bound must hold for every text: a text that fits must not be refused. So the bound follows from
-what each part of a tokenizer may do to a text. Where a part may drop text, or join text of any
-length into one token, there is no bound, and the text is tokenised to be counted.
+the changes that each part of a tokenizer may make to a text. If a part may drop text, or join text
+of any length into one token, there is no bound, and the text is tokenised to be counted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,21 @@ _SHRINKAGE = {
     "Prepend": 1,
     "ByteLevel": 1,
 }
-"""Normalizers -> the largest number of characters of a text that become one."""
+"""The largest number of characters of a text that become one, by kind of normalizer."""
 _KEEPING = frozenset(("ByteLevel", "Digits", "Metaspace", "UnicodeScripts"))
-"""Pre-tokenizers that only cut; with most of their settings some others do too."""
+"""Pre-tokenizers that only cut.
+
+Some others only cut too, with most of their settings.
+"""
 _PIECE = 1 << 16
-"""Bytes that are counted in one call, which holds the interpreter lock for a millisecond or two."""
+"""Bytes that are counted in one call.
+
+The call holds the interpreter lock for a millisecond or two.
+"""
 
 
 class TextBound:
-    """Lower bounds on the number of a text's tokens, for one tokenizer. Thread-safe."""
+    """Lower bounds on the number of a text's tokens, for one tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
@@ -53,7 +59,10 @@ class TextBound:
         )
         self._absorbing = [token.content for token in absorbing]
         self.characters: int | None = None
-        """Largest number of characters of a text that one token stands for; None: any number."""
+        """Largest number of characters of a text that one token stands for.
+
+        None if there is no limit.
+        """
         # An added token that absorbs whitespace matches only its own text if there is no
         # normalizer.
         if all(map(_keeps_all, cutters)) and not (
@@ -68,9 +77,10 @@ class TextBound:
         return -(-len(text) // self.characters)
 
     def counted_least_tokens(self, text: str) -> int:
-        """Return a lower bound from the text's bytes: each byte counts as its share of the longest
-        token that contains it. Takes some 30 ns a byte, and lets other threads run. Raises
-        UnicodeEncodeError for lone surrogates.
+        """Return a lower bound on the number of tokens from the text's bytes.
+
+        Each byte counts as its share of the longest token that contains it. The call takes some 30
+        ns a byte, and lets other threads run. Raises UnicodeEncodeError for lone surrogates.
         """
         if self.characters is None or not self._is_plain or self._may_absorb(text):
             return 0
@@ -99,8 +109,9 @@ class TextBound:
 
     @cached_property
     def _longest(self) -> list[int]:
-        """For each byte, the length in bytes of the longest token that contains it; for a
-        byte-level vocabulary.
+        """The length in bytes of the longest token that contains each byte.
+
+        It holds for a byte-level vocabulary.
         """
         alphabet = byte_characters()
         tokens = {
@@ -119,8 +130,9 @@ class TextBound:
 
 
 def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a normalizer or pre-tokenizer, or of each in a sequence, as a
-    tokenizer's file has them.
+    """Yield the settings of a normalizer or pre-tokenizer, or of each in a sequence.
+
+    They have the form of a tokenizer's file.
     """
     if part is not None:
         yield from _flat(json.loads(part.__getstate__()), key)
@@ -135,8 +147,9 @@ def _flat(state: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrinkage(part: dict[str, Any]) -> int | None:
-    """Return the largest number of characters that a normalizer makes into one; None: any number,
-    or it drops some.
+    """Return the largest number of characters that a normalizer makes into one.
+
+    None if there is no limit, or if it drops some.
     """
     if part["type"] == "Replace":
         found, made = part["pattern"].get("String"), part["content"]
@@ -152,8 +165,9 @@ def _keeps_all(part: dict[str, Any]) -> bool:
 
 
 def _knows_all(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
-    """Return whether each character that the vocabulary lacks costs at least one token: it is
-    neither dropped nor joined with others into one unknown token.
+    """Return whether each character that the vocabulary lacks costs at least one token.
+
+    Such a character is neither dropped nor joined with others into one unknown token.
     """
     if isinstance(model, BPE):
         if is_byte_level and all(byte in vocabulary for byte in byte_characters()):

@@ -1,4 +1,4 @@
-"""The bytes that a token of a vocabulary stands for, by how its tokenizer writes them."""
+"""The alphabet of a vocabulary, which gives the bytes that a token stands for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def byte_characters() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with: printable ones of Latin-1 for
-    themselves, the others, in order, from U+0100 on.
+    """Return the characters that byte-level vocabularies write bytes with.
+
+    Printable characters of Latin-1 stand for themselves; the others, in order, are written from
+    U+0100 on.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(0x100) if byte not in set(plain)]
@@ -24,7 +26,7 @@ def byte_characters() -> dict[str, int]:
 
 
 class TokenAlphabet:
-    """How one tokenizer's vocabulary is written."""
+    """The way in which one tokenizer's vocabulary is written."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         steps = _steps(tokenizer.decoder)
@@ -41,7 +43,7 @@ class TokenAlphabet:
         ]
 
     def bytes_of(self, token: str) -> bytes:
-        """Of a token as the vocabulary has it."""
+        """Return the bytes of a token, given as the vocabulary writes it."""
         if self._bytes is not None and all(character in self._bytes for character in token):
             return bytes(self._bytes[character] for character in token)
         if self._falls_back and (byte := _BYTE.fullmatch(token)):
@@ -52,7 +54,10 @@ class TokenAlphabet:
 
 
 def _steps(decoder: Decoder | None) -> list[dict[str, Any]]:
-    """A sequence's decoders, or the one there is, as the tokenizer's file has them."""
+    """Return a sequence's decoders, or the only one.
+
+    They have the form of the tokenizer's file.
+    """
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())

@@ -1,6 +1,6 @@
-"""Text to tokens and back, and chat templates, from a Hugging Face folder's own files.
+"""The tokenizer of a Hugging Face folder: text to tokens and back, and chat templates.
 
-Uses the `tokenizers` and `jinja2` libraries directly: transformers would bring torch into the
+It uses the `tokenizers` and `jinja2` libraries directly: transformers would bring torch into the
 frontend.
 """
 
@@ -29,10 +29,15 @@ from sidestep.ipc.common.errors import EngineStartError, PromptTooLongError, Val
 from sidestep.ipc.params.sampling_params import SamplingParams
 
 LONG_TEXT = 2048
-"""Characters from which tokenising (up to 1 us each) would noticeably delay the other streams of
-the event loop."""
+"""Characters from which tokenising would noticeably delay the event loop's other streams.
+
+Tokenising takes up to 1 us a character.
+"""
 _HUGE_TEXT = 1 << 20
-"""Characters from which the library's memory (about 150 bytes each) is returned to the system."""
+"""Characters from which the library's memory is returned to the system.
+
+The memory is about 150 bytes a character.
+"""
 _SPECIAL = (
     "bos_token",
     "eos_token",
@@ -47,19 +52,21 @@ _MAX_TEMPLATES = 32
 
 
 class Tokenizer(TokenizerMethods):
-    """A model's tokenizer. Thread-safe; tokenising long texts and decoding release the interpreter
-    lock.
+    """A model's tokenizer; thread-safe.
+
+    Tokenising long texts and decoding release the interpreter lock.
     """
 
     has_texts = True
     """Whether tokens can be converted to text, and text to tokens."""
 
     def __init__(self, folder: str) -> None:
-        """Raises EngineStartError, in one line, if the folder's files are missing or cannot be
-        read.
+        """Read the tokenizer's files.
+
+        Raises EngineStartError, in one line, if the folder's files are missing or cannot be read.
         """
         self.fast = _load(Path(folder))
-        # A file may carry the settings of its training, which would cut prompts without a word.
+        # A file may hold the settings of the training, which would cut prompts silently.
         self.fast.no_truncation()
         self.fast.no_padding()
         self.special_ids = frozenset(
@@ -72,7 +79,7 @@ class Tokenizer(TokenizerMethods):
         self.special_token_ids = {
             t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special
         }
-        """The same, by their text."""
+        """The same ids by the texts of their tokens."""
         self.bound = TextBound(self.fast)
         """Lower bounds on the number of a text's tokens."""
         config = _read_json(Path(folder) / "tokenizer_config.json")
@@ -106,26 +113,25 @@ class Tokenizer(TokenizerMethods):
         self._compiled = {}
 
     def template_for(self, tools: object) -> str | None:
-        """Return the source of the template for a conversation with these tools, or without any
-        (None).
-        """
+        """Return the source of the template for a conversation with `tools` (None: no tools)."""
         return self._templates.get(self._template_name(tools))
 
     def _template_name(self, tools: object) -> str:
         return TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raises ValidationError for parameters that this tokenizer cannot serve."""
+        """Raise ValidationError for parameters that this tokenizer cannot serve."""
 
     @takes_vllm_arguments
     def encode(
         self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. By default, add the special tokens that the model puts
-        around every text.
+        """Return the token ids of a text.
 
-        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold,
-        and PromptTooLongError for a text that leaves no room for output in a model of length
+        By default, add the special tokens that the model puts around every text.
+
+        Raises ValidationError for a text with lone surrogates, which no encoding of text can hold.
+        Raises PromptTooLongError for a text that leaves no room for output in a model of length
         `max_model_len`.
         """
         try:
@@ -162,7 +168,7 @@ class Tokenizer(TokenizerMethods):
         )  # as in `encode`
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes of one token by itself, which may be a part of a character."""
+        """Return the UTF-8 bytes of one token by itself, which may be a part of a character."""
         found = self._token_bytes.get(token)
         if found is None:
             found = self._token_bytes[token] = (
@@ -173,7 +179,10 @@ class Tokenizer(TokenizerMethods):
         return found
 
     def token_text(self, token: int) -> str:
-        """One token by itself as text; a replacement character stands for bytes that are none."""
+        """Return one token by itself as text.
+
+        A replacement character stands for bytes that are no character.
+        """
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def render_chat(
@@ -193,14 +202,16 @@ class Tokenizer(TokenizerMethods):
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def template_variables(self, tools: object) -> frozenset[str]:
-        """Return the names of the variables that the template for these tools reads. Raises
-        ValidationError like `render_chat`.
+        """Return the names of the variables that the template for these tools reads.
+
+        Raises ValidationError like `render_chat`.
         """
         return self._template(None, tools).variables
 
     def _template(self, source: str | None, tools: object) -> ChatTemplate:
-        """Return the template `source`, or without it the model's own for a conversation with these
-        tools.
+        """Return the template `source`.
+
+        Without `source`, return the model's own template for a conversation with these tools.
         """
         if source is None:
             source = self.template_for(tools)
@@ -230,7 +241,7 @@ def _load(folder: Path) -> FastTokenizer:
         )
     try:
         return FastTokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no narrower type
         raise EngineStartError(f"tokenizer: {file} cannot be read: {error}") from None
 
 
@@ -245,5 +256,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """A special token is written as a string, or as an object with its text in `content`."""
+    """Return the text of a special token of the configuration.
+
+    It is written as a string, or as an object with its text in `content`.
+    """
     return token.get("content") if isinstance(token, dict) else token

@@ -13,8 +13,9 @@ from sidestep.frontend.vllm.vllm_names import RefusesTokenizerMethods, takes_vll
 
 
 class Encoding(dict[str, Any]):
-    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as items and as
-    attributes; lists of lists for several texts.
+    """The result of calling a tokenizer, with `input_ids` and `attention_mask`.
+
+    Both are items and attributes; for several texts they are lists of lists.
     """
 
     @property
@@ -24,13 +25,14 @@ class Encoding(dict[str, Any]):
 
     @property
     def attention_mask(self) -> Any:
-        """Ones, one for each token id: nothing is padded."""
+        """A one for each token id: nothing is padded."""
         return self["attention_mask"]
 
 
 class TokenizerMethods(RefusesTokenizerMethods):
-    """Methods that need only a tokenizer's `encode`, `decode` and `render_chat`. Names and defaults
-    are transformers'.
+    """The methods that need only a tokenizer's `encode`, `decode` and `render_chat`.
+
+    Names and defaults are those of transformers.
     """
 
     fast: FastTokenizer
@@ -38,11 +40,11 @@ class TokenizerMethods(RefusesTokenizerMethods):
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See Tokenizer."""
+        """Return the token ids of a text; see Tokenizer."""
 
     @abstractmethod
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """See Tokenizer."""
+        """Return the text of token ids; see Tokenizer."""
 
     @abstractmethod
     def render_chat(
@@ -53,7 +55,7 @@ class TokenizerMethods(RefusesTokenizerMethods):
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """See Tokenizer."""
+        """Return the prompt of a conversation as text; see Tokenizer."""
 
     @takes_vllm_arguments
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
@@ -152,8 +154,7 @@ class TokenizerMethods(RefusesTokenizerMethods):
         return_dict: bool = False,
         **variables: Any,
     ) -> str | list[int] | Encoding:
-        """Return the prompt of a conversation: its token ids, an Encoding of them (return_dict), or
-        its text.
+        """Return the prompt of a conversation: token ids, an Encoding (return_dict), or text.
 
         The template gets the other `variables`. Raises ValidationError when the model has no
         template or the template refuses the messages.
@@ -224,5 +225,5 @@ class TokenizerMethods(RefusesTokenizerMethods):
 
     @property
     def is_fast(self) -> bool:
-        """True: it is a tokenizer of the library `tokenizers`."""
+        """True: this is a tokenizer of the library `tokenizers`."""
         return True

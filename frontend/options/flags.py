@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields that declare the options: nothing is written twice."""
+"""Command-line flags, made from the fields that declare the options."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reas
 
 
 def flag_names(name: str) -> list[str]:
-    """The flags of a field, the long one first."""
+    """Return the flags of a field, the long one first."""
     return [f"--{name.replace('_', '-')}", *_ALIASES.get(name, [])]
 
 
@@ -88,7 +88,7 @@ def add_engine_flags(
 
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of ServerArgs."""
+    """Add a flag for every field of ServerArgs."""
     _add_option_flags(parser.add_argument_group("server options"), ServerArgs)
     add_vllm_flags(parser, SERVER_OPTIONS)
 
@@ -100,8 +100,9 @@ def server_args(parsed: argparse.Namespace) -> ServerArgs:
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """The files of `sidestep run-batch`, and those of the server's options that have a meaning
-    without a socket.
+    """Add the flags of `sidestep run-batch`.
+
+    These are its files, and the server's options that have a meaning without a socket.
     """
     parser.add_argument(
         "-i",
@@ -128,13 +129,17 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_topology_flags(parser: argparse.ArgumentParser) -> None:
-    """A machine in the place of this one, and those of the engine's options that say what fits."""
+    """Add the flags of `sidestep topology`.
+
+    They describe a machine other than this one. After them come the engine's options that decide
+    which sizes fit.
+    """
     parser.add_argument(
         "model_argument",
         nargs="?",
         metavar="MODEL",
-        help="folder or hub name of the model, of which only config.json is read (default: the bundled "
-        "one)",
+        help="folder or hub name of the model, of which only config.json is read (default: the "
+        "bundled one)",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs; those of this machine if not given"
@@ -162,7 +167,10 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_bandwidth(text: str) -> float:
-    """'4800GB/s' or '4.8TB/s' (powers of 1000), in bytes a second."""
+    """Return the bytes a second of a text such as '4800GB/s' or '4.8TB/s'.
+
+    The units are powers of 1000.
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GT])B/s\s*", text, re.IGNORECASE)
     if found is None or not float(found[1]):
         raise ValueError(f"{text!r} is not a speed, such as 4800GB/s")
@@ -170,7 +178,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Those of a class's options that were given."""
+    """Return the options of a class that were given, by name."""
     return {f.name: getattr(parsed, f.name) for f in fields(cls) if hasattr(parsed, f.name)}
 
 
@@ -191,12 +199,15 @@ def _add_option_flags(
 
 
 def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
-    """EngineArgs from what was given; `defaults` are the command's own, for what was not."""
+    """Return EngineArgs with the options that were given.
+
+    `defaults` are the command's own values of options that were not given.
+    """
     return EngineArgs(**{**defaults, **engine_options(parsed)})
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options that were given."""
+    """Return the engine's options that were given, by name."""
     model = getattr(parsed, "model_argument", None)
     given = option_values(parsed, EngineArgs) | vllm_values(parsed, ENGINE_OPTIONS)
     if model is not None:
@@ -205,7 +216,7 @@ def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Flags for the sampling parameters; `defaults` are the command's own."""
+    """Add flags for the sampling parameters; `defaults` are the command's own."""
     group = parser.add_argument_group("sampling options")
     kinds = value_types(SamplingParams)
     docs = _field_docs(SamplingParams)
@@ -222,12 +233,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 
 def sampling_params(parsed: argparse.Namespace, **defaults: Any) -> SamplingParams:
-    """SamplingParams from what was given."""
+    """Return SamplingParams with the options that were given."""
     return SamplingParams(**{**defaults, **sampling_values(parsed)})
 
 
 def sampling_values(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Those of the sampling options that were given."""
+    """Return the sampling options that were given, by name."""
     return {
         name: getattr(parsed, _sampling_dest(name))
         for name in _SAMPLING_FLAGS
@@ -241,12 +252,12 @@ def _sampling_dest(name: str) -> str:
 
 
 def add_url_flags(parser: argparse.ArgumentParser) -> None:
-    """A server to ask instead of an engine of one's own."""
+    """Add the flags for a server to ask instead of an engine in this process."""
     parser.add_argument(
         "--url",
         help="ask this server of the OpenAI API, such as http://127.0.0.1:8000, and start no "
-        "engine; the model is one of its own (default: its first), sampling options that are not given "
-        "are as it has them",
+        "engine; the model is one of its own (default: its first), sampling options that are not "
+        "given are as it has them",
     )
     add_key_flag(parser)
 
@@ -261,7 +272,7 @@ def add_key_flag(group: argparse._ActionsContainer) -> None:
 
 
 def check_url_flags(parsed: argparse.Namespace) -> None:
-    """Raises ValidationError for options that mean something only with --url, or only without."""
+    """Raise ValidationError for options that have a meaning only with --url, or only without."""
     if parsed.url is None:
         if parsed.api_key is not None and not is_of_environment(parsed, "api_key"):
             raise ValidationError("api_key", "has a meaning only with --url")
@@ -293,8 +304,8 @@ def _add_flag(
     if kind is bool:
         group.add_argument(*flag_names(name), action=argparse.BooleanOptionalAction, **common)
     elif typing.get_origin(kind) is list and parse is None:
-        # One value a flag, given as often as needed: a flag that takes several would take the
-        # prompts that follow, too.
+        # The flag takes one value and may be repeated: a flag that takes several values would take
+        # the prompts that follow too.
         common["help"] += "; may be given several times"
         (item,) = typing.get_args(kind)
         group.add_argument(
@@ -330,8 +341,9 @@ def telling(parse: Parser) -> Parser:
 
 
 def _flag_type(kinds: tuple[Any, ...]) -> Any:
-    """Return the type of one value on the command line: a list if there is one, else the first type
-    that is not None.
+    """Return the type of one value on the command line.
+
+    It is the list if there is one, else the first type that is not None.
     """
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
     return (lists or [kind for kind in kinds if kind is not type(None)])[0]
@@ -339,7 +351,7 @@ def _flag_type(kinds: tuple[Any, ...]) -> Any:
 
 @cache
 def _field_docs(cls: type) -> dict[str, str]:
-    """The text that follows each field in the source, on one line."""
+    """Return the docstring of each field of a class, on one line."""
     body = typing.cast(
         ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     ).body
@@ -356,7 +368,7 @@ def _field_docs(cls: type) -> dict[str, str]:
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """The load of `sidestep bench serve`."""
+    """Add the flags for the load of `sidestep bench serve`."""
     parser.add_argument("--num-prompts", type=int, default=200, help="requests (default: 200)")
     parser.add_argument(
         "--request-rate",

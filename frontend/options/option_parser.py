@@ -1,9 +1,8 @@
-"""The parser of the command line: each option is also a key of a YAML file and a variable of the
-environment.
+"""The command-line parser, which reads options from flags, the environment and a YAML file.
 
 ConfigArgParse does the work: a flag overrides the environment, and the environment overrides the
-file. This module adds Python's names with underscores, errors of one line that say where a wrong
-value came from, and suggestions.
+file. This module adds Python's names with underscores, errors of one line that name the source of a
+wrong value, and suggestions.
 """
 
 from __future__ import annotations
@@ -22,18 +21,24 @@ from sidestep.ipc.common.options import did_you_mean, not_a_choice
 from sidestep.ipc.config import ENVIRONMENT_PREFIX, environment_options
 
 SOURCES = "option_sources"
-"""Attribute of a parsed command line: for each option that no flag has set, the place it came from,
-for error messages."""
+"""Attribute of a parsed command line with the sources of its options, for error messages.
+
+It maps each option that no flag has set to the text of its source.
+"""
 _FROM_ENVIRONMENT = "from the environment variable"
 _HINT = (
-    "Each option is also a variable of the environment (--max-num-seqs: SIDESTEP_MAX_NUM_SEQS) and a key of the "
-    "file that --config names (max_num_seqs: 8). A flag overrides the environment, which overrides the file."
+    "Each option is also a variable of the environment (--max-num-seqs: SIDESTEP_MAX_NUM_SEQS) "
+    "and a key of the file that --config names (max_num_seqs: 8). A flag overrides the "
+    "environment, which overrides the file."
 )
 
 
-class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the library has no types
-    """A command's parser. takes_options: the command reads the environment and a file too;
-    otherwise it has only subcommands.
+# The library configargparse has no types.
+class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]
+    """A command's parser.
+
+    takes_options: the command reads the environment and a file too; otherwise it has only
+    subcommands.
     """
 
     def __init__(self, *, takes_options: bool = True, **options: Any) -> None:
@@ -57,8 +62,9 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Any = None, **_options: Any
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as the base class does, but make an unknown option an error of this command, which
-        can suggest a known one.
+        """Parse as the base class does, but exit with an error for an unknown option.
+
+        The error is one of this command, which can suggest a known option.
         """
         words = with_dashes(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(words, namespace, env_vars=environment_options())
@@ -74,8 +80,9 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         return parsed, unknown
 
     def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
-        """Return the names of an option in a file, beginning with the name that its environment
-        variable has.
+        """Return the names of an option in a file.
+
+        The first is the name that its environment variable has.
         """
         flag = next((flag for flag in action.option_strings if flag.startswith("--")), "")
         return [flag[2:].replace("-", "_"), flag[2:]] if flag else []
@@ -88,8 +95,10 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         return names
 
     def error(self, message: str) -> NoReturn:
-        """Exit with one line: the problem, the place of the wrong value, and the command that lists
-        the options.
+        """Exit with one line about a wrong option.
+
+        The line holds the problem, the source of the wrong value, and the command that lists the
+        options.
         """
         named = re.match(r"argument ([^:\s]+): ", message)
         action = self._option_string_actions.get(named[1].split("/")[0]) if named else None
@@ -128,15 +137,15 @@ class OptionParser(configargparse.ArgumentParser):  # type: ignore[misc]  # the 
         return found
 
 
-class YamlFile(configargparse.YAMLConfigFileParser):  # type: ignore[misc]  # the library has no types
-    """A file of options. Its keys must be options of the command."""
+class YamlFile(configargparse.YAMLConfigFileParser):  # type: ignore[misc]
+    """A parser of an options file, whose keys must be options of the command."""
 
     def __init__(self, known_keys: Callable[[], Collection[str]]) -> None:
         super().__init__()
         self._known_keys = known_keys
 
     def parse(self, stream: Any) -> Mapping[str, Any]:
-        """Return the options as text and lists of text. A mapping is an option's value as JSON."""
+        """Return the options as text and lists of text, with a mapping written as JSON."""
         import yaml
 
         try:
@@ -168,8 +177,9 @@ def _as_text(value: Any) -> str | list[str]:
 
 
 def check_variables(parser: OptionParser) -> None:
-    """Exit with one line if the environment has a variable that begins like an option but is no
-    option of any command.
+    """Exit with one line if the environment has an unknown option.
+
+    An unknown option is a variable that begins like an option but is no option of any command.
     """
     known = [f"{ENVIRONMENT_PREFIX}{name}".upper() for name in parser.option_names()]
     for variable in environment_options():
@@ -178,13 +188,15 @@ def check_variables(parser: OptionParser) -> None:
 
 
 def source_of(parsed: argparse.Namespace, name: str) -> str | None:
-    """Return the place that an option came from; None if it was a flag."""
+    """Return the source of an option's value; None if it was a flag."""
     sources: dict[str, str] = getattr(parsed, SOURCES, {})
     return sources.get(name)
 
 
 def is_of_environment(parsed: argparse.Namespace, name: str) -> bool:
-    """Return whether an option came from the environment alone. Commands share the environment, so
-    an option that has no meaning for a command is no error there.
+    """Return whether an option came from the environment alone.
+
+    Commands share the environment, so an option that has no meaning for a command is no error
+    there.
     """
     return (source_of(parsed, name) or "").startswith(_FROM_ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""The options of `sidestep serve`, declared in one place like those of the engine."""
+"""The options of `sidestep serve`, declared in one module like those of the engine."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ class ServerArgs(Options):
     )
     api_key_file: str | None = option(
         None,
-        "File with the keys that requests must bring, one a line; those of SIDESTEP_API_KEYS count too.",
+        "File with the keys that requests must bring, one a line; those of SIDESTEP_API_KEYS count "
+        "too.",
     )
     operator_key_file: str | None = option(
         None,
-        "File with keys, one a line, that open all routes and also show the figures and requests of all users; "
-        "those of SIDESTEP_OPERATOR_KEYS count too.",
+        "File with keys, one a line, that open all routes and also show the figures and requests "
+        "of all users; those of SIDESTEP_OPERATOR_KEYS count too.",
     )
     public_prefixes: str | None = option(
         None,
-        "File with prompts' beginnings whose cached blocks users of different keys share; see docs/server.md.",
+        "File with prompts' beginnings whose cached blocks users of different keys share; see "
+        "docs/server.md.",
     )
     ssl_certfile: str | None = option(None, "Certificate chain: serve HTTPS.")
     ssl_keyfile: str | None = option(
@@ -50,8 +52,8 @@ class ServerArgs(Options):
     )
     api_server_count: int = option(
         1,
-        "Processes that take requests and make answers, on one engine and one socket; for loads that the Python of "
-        "one cannot keep up with.",
+        "Processes that take requests and make answers, on one engine and one socket; for loads "
+        "that the Python of one cannot keep up with.",
     )
     max_body_bytes: int = option(16 << 20, "Largest request body, such as 16M.", parse=parse_bytes)
     read_timeout: float = option(
@@ -62,8 +64,8 @@ class ServerArgs(Options):
     )
     stream_comments: float = option(
         10.0,
-        "Seconds between the comments that a stream gets while its request waits for its first token, so that "
-        "no proxy takes the connection for dead; 0: none.",
+        "Seconds between the comments that a stream gets while its request waits for its first "
+        "token, so that no proxy takes the connection for dead; 0: none.",
     )
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests get to end after SIGTERM."
@@ -81,8 +83,8 @@ class ServerArgs(Options):
 
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL that spans of requests are sent to by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; "
-        "needs the extra 'otel'.",
+        "URL that spans of requests are sent to by OTLP over HTTP, such as "
+        "http://127.0.0.1:4318/v1/traces; needs the extra 'otel'.",
     )
 
     def __post_init__(self) -> None:
@@ -113,8 +115,9 @@ class ServerArgs(Options):
             )
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """What requests may call the model that is loaded as `model`; the first is what answers
-        call it.
+        """Return the names that requests may use for the model that is loaded as `model`.
+
+        Answers use the first of them.
         """
         if self.served_model_name:
             return tuple(self.served_model_name)
@@ -123,17 +126,18 @@ class ServerArgs(Options):
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a server accepts. Without any, every route is open."""
+    """The keys that a server accepts; without any key every route is open."""
 
     all: tuple[str, ...] = ()
-    """Keys that open the routes, each once: users' and operators'."""
+    """Keys of users and operators that open the routes, each once."""
     operators: tuple[str, ...] = ()
     """Keys that show the figures and requests of all users."""
 
 
 def read_keys(args: ServerArgs) -> Keys:
-    """Return the keys of the files and the environment. Raises ValidationError for a file or
-    variable that holds none.
+    """Return the keys of the files and the environment.
+
+    Raises ValidationError for a file or variable that holds none.
     """
     users = keys_of_environment(API_KEYS) + _keys_of_file("api_key_file", args.api_key_file)
     operators = keys_of_environment(OPERATOR_KEYS) + _keys_of_file(

@@ -1,4 +1,4 @@
-"""From what the core says of a beam search to what its user gets."""
+"""The conversion of a beam search's result from the core's form to the user's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sidestep.ipc.transport.messages import Beam, FinishReason, unpack_ids
 def beam_search_output(
     output: RequestOutput, beams: list[Beam], params: BeamSearchParams, tokenizer: Tokenizer
 ) -> BeamSearchOutput:
-    """output: the request's last one."""
+    """Return the result of a beam search; output: the request's last output."""
     completion = output.outputs[0]
     cut_short = completion.stop_reason if completion.finish_reason == "abort" else None
     sequences = [

@@ -1,6 +1,4 @@
-"""The choices of one request, read as one stream: what the engine tells of each is put together
-again.
-"""
+"""The choices of one request, merged into one stream."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from sidestep.ipc.params.sampling_params import RequestOutputKind
 
 
 class Choices:
-    """The states of all choices of a request, in order of their indices, and their one reader."""
+    """The states of all choices of a request, by index, and their one reader."""
 
     def __init__(self, states: Sequence[RequestState]) -> None:
         self._states = states
         self._kind = states[0].output_kind
         self._best_of = states[0].best_of
         self._live = list(states)
-        """Those whose end the reader has not been told."""
+        """Choices whose end the reader has not received."""
         self._began = False
         """Whether the reader has had an output."""
         self._last: list[RequestOutput | None] = [None] * len(states)
@@ -31,8 +29,10 @@ class Choices:
         return f"Choices({len(self._live)} of {len(self._states)} live)"
 
     async def next_output(self) -> RequestOutput:
-        """The next output, as soon as there is something new of any of them: with DELTA it holds
-        those that have something new, else all. Raises what the request failed with.
+        """Return the next output, as soon as any choice has something new.
+
+        With DELTA it holds the choices that have something new, else all. Raises the error that the
+        request failed with.
         """
         while not self._has_news():
             wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,7 +73,10 @@ class Choices:
 
 
 def best(completions: Sequence[CompletionOutput], best_of: BestOf) -> list[CompletionOutput]:
-    """Those with the highest cumulative logprob, the best first and numbered so."""
+    """Return the completions with the highest cumulative logprob.
+
+    The best is first, and they are numbered in this order.
+    """
     ranked = sorted(completions, key=lambda c: -(c.cumulative_logprob or 0.0))[: best_of.num]
     return [
         replace(c, index=i, logprobs=c.logprobs if best_of.with_logprobs else None)
@@ -82,7 +85,7 @@ def best(completions: Sequence[CompletionOutput], best_of: BestOf) -> list[Compl
 
 
 def _sum(each: Sequence[RequestMetrics]) -> RequestMetrics:
-    """The request's: from the first of them to the last."""
+    """Return the metrics of the request, which spans all of its choices."""
     first = each[0]
     begun = [m.first_token_ts for m in each if m.first_token_ts is not None]
     ended = [m.last_token_ts for m in each if m.last_token_ts is not None]

@@ -1,9 +1,9 @@
-"""Tokens to text, one at a time: never half a character, never text that is taken back later.
+"""The conversion of tokens to text, one at a time, without half characters or retracted text.
 
-Two things can change what a token's text is after it has come: bytes that are only the beginning of
-a character, and a stop string that begins in one token and ends in another. The first waits inside
-the tokenizers library's DecodeStream (`TokenStream`); the second is held back here, as many
-characters as could still become a stop string (`Detokenizer`).
+A token's text can still change after the token has come, for two reasons. Its bytes may be only the
+beginning of a character, or a stop string may begin in it and end in another token. The bytes wait
+inside the tokenizers library's DecodeStream (`TokenStream`). Text that could still become a stop
+string is held back here (`Detokenizer`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,31 @@ from tokenizers.decoders import DecodeStream
 from sidestep.frontend.input.tokenizer import Tokenizer
 
 _CONTEXT = 10
-"""Prompt tokens that the stream begins with, so that a first token that continues a word is decoded
-as one; with room to leave out those of a character that is cut at either end."""
+"""Prompt tokens that the stream begins with.
+
+With them, a first token that continues a word is decoded as one. The number leaves room to leave
+out the tokens of a character that is cut at either end.
+"""
 _MAX_PENDING = 32
-"""Tokens that may wait for the rest of a character. No character needs more than 4; the library
-decodes all that wait again with each token, so a model that emits stray bytes without end would
-cost ever more."""
+"""Tokens that may wait for the rest of a character.
+
+No character needs more than 4. The library decodes all waiting tokens again with each token, so a
+model that emits stray bytes without end would cost ever more.
+"""
 _MAX_CHARACTER = 4
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenStream:
-    """Text as tokens give it: what `step` returns is whole characters."""
+    """Text as tokens produce it; `step` returns whole characters."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
         self._fast = tokenizer.fast
         self._skip_special = skip_special_tokens
-        # The library would keep and decode again all skipped tokens that come in a row: a model
-        # that goes on after its end of sequence gives many.
+        # The library would keep and decode again all skipped tokens that come in a row. A model
+        # that continues after its end of sequence produces many of them.
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         tail = [token for token in prompt_token_ids[-_CONTEXT:] if token not in self._skipped]
         context, rest = self._split_at_character(tail)
@@ -44,10 +49,13 @@ class TokenStream:
         for token in rest:
             self._step(token)
         self._echo = self._text_of_pending(self._pending)
-        """What the prompt itself shows for its end; not part of the output if it stays so."""
+        """The text that the prompt's own end decodes to.
+
+        It is not part of the output if it stays so.
+        """
 
     def step(self, token: int) -> str | None:
-        """The text that this token completes, if any."""
+        """Return the text that this token completes, if any."""
         if token in self._skipped:
             return None
         piece = self._step(token)
@@ -56,7 +64,7 @@ class TokenStream:
         return piece
 
     def flush(self) -> str:
-        """The text of what waits: what a full decode shows for half a character."""
+        """Return the text of the waiting tokens: what a full decode shows for half a character."""
         tail = self._without_echo(self._text_of_pending(self._pending))
         self._pending.clear()
         return tail
@@ -67,9 +75,9 @@ class TokenStream:
         except Exception as error:  # the library's own type is a bare Exception
             if "prefix" not in str(error).lower():
                 raise
-            # The token changed the text of those before it (byte-fallback vocabularies do so when a
-            # character turns out not to be one). What has been given out stays; what follows is
-            # decoded from here.
+            # The token changed the text of those before it: byte-fallback vocabularies do so when
+            # bytes turn out to be no character. Text that has been returned stays, and the decoding
+            # begins again at this token.
             piece = self._decode([*self._pending, token])
             self._restart([token])
             return piece or None
@@ -86,13 +94,14 @@ class TokenStream:
         return piece[same:]
 
     def _give_up(self) -> str | None:
-        """Gives out what can be no character any more, and keeps what may be the beginning of
-        one.
+        """Release the tokens that can no longer become a character.
+
+        Keep those that may be the beginning of one.
         """
         everything = self._text_of_pending(self._pending)
         head, rest = self._pending, list[int]()
         for size in range(1, _MAX_CHARACTER):
-            # Where a cut does not fall inside a character, both sides together decode to the same.
+            # If a cut does not fall inside a character, both sides together decode to the same.
             first, second = self._pending[:-size], self._pending[-size:]
             if self._text_of_pending(first) + self._decode(second) == everything:
                 head, rest = first, second
@@ -109,8 +118,9 @@ class TokenStream:
         self._pending: list[int] = []
 
     def _text_of_pending(self, pending: list[int]) -> str:
-        """Decoded after the tokens that came before, which decide on such things as a leading
-        space.
+        """Return the text of pending tokens, decoded after the tokens that came before.
+
+        The earlier tokens decide on details such as a leading space.
         """
         if not pending:
             return ""
@@ -122,7 +132,7 @@ class TokenStream:
         )
 
     def _split_at_character(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """The tokens up to the last whole character, and the rest."""
+        """Return the tokens up to the last whole character, and the rest."""
         for end in range(len(tokens), max(0, len(tokens) - _MAX_CHARACTER) - 1, -1):
             # With byte fallback, half a character at the beginning spoils all bytes that follow it.
             for start in range(max(1, min(_MAX_CHARACTER, end))):
@@ -154,8 +164,9 @@ class Detokenizer:
         """Text that will not change."""
 
     def add(self, token: int) -> str | None:
-        """One more token. Returns the stop string that it completes, if any; `text` then ends
-        before or with it.
+        """Add a token, and return the stop string that it completes, if any.
+
+        `text` then ends before or with the stop string.
         """
         piece = self._stream.step(token)
         if not self._stop:
@@ -165,8 +176,10 @@ class Detokenizer:
         return self._add_checked(piece or "")
 
     def finish(self) -> str | None:
-        """The end: what was held back belongs to the text after all. May still complete a stop
-        string, with the bytes of a character that was cut off.
+        """End the text: text that was held back belongs to it after all.
+
+        The bytes of a character that was cut off may still complete a stop string, which is
+        returned.
         """
         tail = self._stream.flush()
         stop = self._add_checked(tail) if self._stop else None
@@ -187,8 +200,9 @@ class Detokenizer:
         return stop
 
     def _find_stop(self, before: int) -> str | None:
-        """The stop string that ends first, of those that end after the first `before` characters;
-        cuts the text there.
+        """Return the stop string that ends first, and cut the text there.
+
+        It must end after the first `before` characters.
         """
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
@@ -202,7 +216,7 @@ class Detokenizer:
         return stop
 
     def _held(self) -> int:
-        """Characters at the end that could be the beginning of a stop string."""
+        """Return the number of characters at the end that could begin a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._all)), longest, -1):

@@ -1,5 +1,6 @@
-"""From the core's columns to each request's outputs: one pass over a step, then each reader is told
-once.
+"""The processor that turns the core's columns into each request's outputs.
+
+It makes one pass over a step; then each reader is notified once.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from sidestep.ipc.transport.step import LogprobColumns
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 8192
-"""Deliveries that are remembered."""
+"""Number of deliveries that are kept."""
 _ID_BYTES = 4
 _REREAD_S = 0.02
 """Seconds that the event loop has, after a deadline, to read outputs that have arrived."""
 
 
 def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
-    """Key, position, rank, token ids and log-probabilities of each token of packed LogprobColumns,
-    if there are any.
+    """Yield key, position, rank, token ids and log-probabilities of each token.
+
+    `column` holds packed LogprobColumns, or nothing.
     """
     if not column:
         return
@@ -45,33 +47,36 @@ def each_token(column: bytes) -> Iterator[tuple[int, int, int, list[int], list[f
 
 
 class Delivery(NamedTuple):
-    """One step's tokens taken in by a frontend; times as in ipc.records."""
+    """The delivery of one step's tokens to a frontend.
+
+    The times are those of ipc/transport/records.py.
+    """
 
     number: int
-    """How many had come before it."""
+    """Number of deliveries before it."""
     start_ns: int
     end_ns: int
     num_tokens: int
 
 
 class OutputProcessor:
-    """All live requests of one frontend."""
+    """The processor of the outputs of all live requests of one frontend."""
 
     def __init__(self, abort_at_core: Callable[[list[int]], None]) -> None:
         self._states: dict[int, RequestState] = {}
         self._by_id: dict[str, list[RequestState]] = {}
-        """Of each request, the choices that have not ended."""
+        """The choices of each request that have not ended, by the request's id."""
         self._news: dict[int, RequestState] = {}
-        """By handle, those whose readers are to be told of something."""
+        """The choices with something new for their readers, by handle."""
         self._abort_at_core = abort_at_core
         self._deliveries: deque[Delivery] = deque(maxlen=_REMEMBERED)
         self._num_deliveries = 0
         self.num_waiting = 0
-        """Requests that the engine has not scheduled yet."""
+        """Number of requests that the engine has not scheduled yet."""
         self.num_waiting_tokens = 0
-        """The tokens of their prompts."""
+        """Number of tokens in the prompts of the waiting requests."""
         self.num_tokens = 0
-        """Tokens that have come, of all requests."""
+        """Number of tokens that have come, of all requests."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -85,16 +90,18 @@ class OutputProcessor:
         return bool(states) and all(state.is_waiting for state in states)
 
     def add(self, state: RequestState) -> None:
-        """From now on its tokens are expected."""
+        """Expect the tokens of a request from now on."""
         self._states[state.handle] = state
         self._by_id.setdefault(state.request_id, []).append(state)
         self.num_waiting += 1
         self.num_waiting_tokens += state.num_prompt_tokens
 
     def handle(self, outputs: Outputs, more: bool = False) -> None:
-        """One step's news for all requests. Tokens for requests that have ended here are dropped.
-        more: another step's follow at once; readers are told of both together, so that a frontend
-        that is late tells less often.
+        """Take one step's outputs for all requests.
+
+        Tokens for requests that have ended here are dropped. more: another step's outputs follow at
+        once. Readers are notified of both together, so that a frontend that is late notifies less
+        often.
         """
         begin = time.monotonic_ns()
         self._handle_started(outputs.started)
@@ -105,7 +112,7 @@ class OutputProcessor:
             if (state := self._states.get(finished.handle)) is not None:
                 self.remove(state)
                 state.finished(finished)
-        if not more:  # last, so that the tokens and the end that one message brings are one output
+        if not more:  # last, so that the tokens and the end of one message are one output
             ended += self._tell()
         if ended:
             self._abort_at_core(ended)
@@ -124,7 +131,7 @@ class OutputProcessor:
                 state.started(started)
 
     def _handle_tokens(self, outputs: Outputs, now: float) -> list[int]:
-        """Handles of the requests that their text has ended."""
+        """Return the handles of the requests that their text has ended."""
         # The token that a request stops at comes in the same message as its end.
         hidden = (
             {
@@ -147,9 +154,7 @@ class OutputProcessor:
             try:
                 if not state.add_token(token, now, handle in hidden):
                     continue
-            except (
-                Exception
-            ) as error:  # whatever is wrong with one request's text, the others go on
+            except Exception as error:  # an error in one request's text must not stop the others
                 logger.exception("request %r could not be detokenised", state.request_id)
                 state.fail(RequestError(f"its text could not be made: {error}"))
             news[handle] = state
@@ -159,7 +164,7 @@ class OutputProcessor:
         return ended
 
     def _tell(self) -> list[int]:
-        """Tells readers what is new. Handles of the requests that this has ended."""
+        """Notify the readers of their news, and return the handles that this has ended."""
         ended = []
         for handle, state in self._news.items():
             try:
@@ -182,12 +187,13 @@ class OutputProcessor:
 
     @property
     def deliveries(self) -> list[Delivery]:
-        """The last ones, oldest first."""
+        """The last deliveries, oldest first."""
         return list(self._deliveries)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Ends requests by their ids; unknown ones have ended already. Their readers get what there
-        is.
+        """End requests by their ids; unknown ids have ended already.
+
+        Their readers get the output so far.
         """
         states = [state for i in request_ids for state in self._by_id.get(i, ())]
         for state in states:
@@ -197,8 +203,9 @@ class OutputProcessor:
             self._abort_at_core([state.handle for state in states])
 
     def end_at(self, state: RequestState, deadline: float) -> None:
-        """End a request at `deadline` (time.monotonic()) if its core has not ended it: the core may
-        hang or be dead.
+        """End a request at `deadline` (time.monotonic()) if its core has not ended it.
+
+        The core may hang or be dead.
         """
         loop = asyncio.get_running_loop()
 
@@ -216,7 +223,7 @@ class OutputProcessor:
         state.timer = loop.call_later(max(0.0, deadline - time.monotonic()), reread)
 
     def drop(self, states: Iterable[RequestState]) -> None:
-        """Their reader has left: ends at the core those that have not ended."""
+        """End at the core those of these choices that have not ended: their reader has left."""
         live = [state for state in states if state.handle in self._states]
         for state in live:
             self.remove(state)
@@ -224,24 +231,24 @@ class OutputProcessor:
             self._abort_at_core([state.handle for state in live])
 
     def tokens_of(self, handle: int) -> list[int] | None:
-        """What has come for a request; None if it has ended."""
+        """Return the tokens of a request so far; None if it has ended."""
         state = self._states.get(handle)
         return None if state is None else state.token_ids
 
     def fail_all(self, error: Exception) -> None:
-        """Every reader gets an exception like this one."""
+        """Give every reader an exception like this one."""
         self.fail(list(self._states), error)
 
     def fail(self, handles: Iterable[int], error: Exception) -> None:
-        """The readers of these, which have not ended, get one."""
+        """Give the readers of these handles, which have not ended, an exception like this one."""
         for state in [self._states[handle] for handle in handles]:
             self.remove(state)
-            # One each: an exception that is raised many times collects the frames of all who raised
-            # it.
+            # Each reader gets an exception of its own: one that is raised many times collects the
+            # frames of all its raisers.
             state.fail(type(error)(*error.args))
 
     def remove(self, state: RequestState) -> None:
-        """No more tokens are expected."""
+        """Expect no more tokens of a request."""
         del self._states[state.handle]
         together = self._by_id[state.request_id]
         together.remove(state)

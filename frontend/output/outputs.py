@@ -1,4 +1,4 @@
-"""What users get back."""
+"""The outputs of requests, as users get them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class RequestMetrics:
     """A request's times, in seconds of time.monotonic()."""
 
     arrival_time: float
-    """The call."""
+    """Time of the call."""
     queued_ts: float | None = None
-    """Checked, tokenised and sent to the engine core."""
+    """Time at which it was checked, tokenised and sent to the engine core."""
     scheduled_ts: float | None = None
-    """First step that it was part of."""
+    """Time of the first step that it was part of."""
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     num_generation_tokens: int = 0
@@ -28,38 +28,43 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class Logprob:
-    """How probable the model itself found a token: before penalties, masks, temperature and
-    filters.
+    """The probability that the model itself gave a token.
+
+    It is taken before penalties, masks, temperature and filters.
     """
 
     logprob: float
-    """Natural logarithm."""
+    """Natural logarithm of the probability."""
     rank: int
-    """1 for the most probable token."""
+    """Rank of the token; 1 for the most probable one."""
     decoded_token: str | None = None
     """The token alone as text; None without detokenize."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion: all of it so far, or what is new, as `output_kind` says."""
+    """One completion: all of it so far, or its new part, as `output_kind` says."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """'stop', 'length', 'repetition' or 'abort'; None while it goes on."""
+    """'stop', 'length', 'repetition' or 'abort'; None while it is running."""
     stop_reason: int | str | None = None
-    """The stop token's id or the stop text; None for end of sequence; 'deadline' where that ended
-    it."""
+    """The stop token's id or the stop text.
+
+    None for end of sequence; 'deadline' if the deadline ended it.
+    """
     logprobs: list[dict[int, Logprob]] | None = None
-    """With `logprobs`: for each of `token_ids` a dict by token id, itself first, then the most
-    probable ones."""
+    """With `logprobs`: a dict by token id for each of `token_ids`.
+
+    It holds the token itself first, then the most probable ones.
+    """
     cumulative_logprob: float | None = None
     """With `logprobs`: the sum over all tokens so far."""
 
     def finished(self) -> bool:
-        """Whether nothing follows."""
+        """Return whether nothing follows."""
         return self.finish_reason is not None
 
 
@@ -76,8 +81,11 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the prefix cache; None before it is known."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """With `prompt_logprobs`: as `logprobs`, for each token of the prompt; None for the first,
-    which nothing comes before. A DELTA stream has them in its first output alone."""
+    """With `prompt_logprobs`: a dict as in `logprobs` for each token of the prompt.
+
+    None for the first token, which follows no other. A DELTA stream has them in its first output
+    alone.
+    """
 
 
 @dataclass(slots=True)
@@ -85,28 +93,28 @@ class BeamSearchSequence:
     """One continuation that a beam search has found."""
 
     tokens: list[int]
-    """The prompt's, and those of the continuation."""
+    """Token ids of the prompt and of the continuation."""
     text: str
-    """Of the continuation."""
+    """Text of the continuation."""
     cum_logprob: float
-    """Of the continuation's tokens, end of sequence included."""
+    """Sum of the logprobs of the continuation's tokens, end of sequence included."""
     score: float
-    """cum_logprob / length ** length_penalty: what continuations are compared by."""
+    """cum_logprob / length ** length_penalty, by which continuations are compared."""
     finish_reason: str
-    """'stop' at end of sequence, 'length', or 'abort' where the deadline cut it short."""
+    """'stop' at end of sequence, 'length', or 'abort' if the deadline cut it short."""
     stop_reason: int | str | None = None
-    """'deadline' where that ended it."""
+    """'deadline' if the deadline ended it."""
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What a beam search has found, the best first."""
+    """The result of a beam search, the best sequence first."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
-    """`beam_width` of them; fewer only after an abort."""
+    """`beam_width` sequences; fewer only after an abort."""
     metrics: RequestMetrics
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the prefix cache."""

@@ -1,9 +1,9 @@
-"""One request as its frontend knows it: its text so far, and the mailbox of its one reader.
+"""The state of one request in its frontend: its text so far, and the mailbox of its one reader.
 
-The mailbox holds what the reader has not taken yet; tokens that come meanwhile are merged into it.
-So a slow reader costs neither memory nor wake-ups, and a fast one gets every token as it comes. A
-FINAL_ONLY request wakes nobody until it ends. A reader that only writes on what it gets can have
-its outputs pushed (`RequestState.push`): then no task is woken for a token.
+The mailbox holds the outputs that the reader has not taken yet; tokens that come meanwhile are
+merged into it. So a slow reader costs neither memory nor wake-ups, and a fast one gets every token
+as it comes. A FINAL_ONLY request wakes no reader until it ends. A reader that only passes its
+outputs on can have them pushed (`RequestState.push`): then no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from sidestep.ipc.transport.messages import Beam, Finished, FinishReason, Starte
 
 
 class Sink(Protocol):
-    """Where outputs are pushed to."""
+    """The interface of a receiver of pushed outputs."""
 
     def ready(self) -> bool:
-        """Whether it can take one now; if not, outputs merge until its reader asks for them."""
+        """Return whether it can take an output now.
+
+        If not, outputs are merged until its reader asks for them.
+        """
 
     def put(self, output: RequestOutput) -> None:
-        """Takes one."""
+        """Take an output."""
 
 
 class RequestState:
-    """One live request, or one choice of it: its text so far, and the mailbox of its one reader."""
+    """One live request, or one choice of it, with its text and its reader's mailbox."""
 
     def __init__(
         self,
@@ -49,8 +52,10 @@ class RequestState:
         stream_interval: int = 1,
         index: int = 0,
     ) -> None:
-        """stream_interval: tokens that must be new before the reader is told, but for the first and
-        the last. index: which of the request's choices it is.
+        """Begin with a request that is about to be sent.
+
+        stream_interval: new tokens between two outputs, except for the first and the last output.
+        index: the index of the choice in its request.
         """
         self.handle = handle
         self.index = index
@@ -66,7 +71,7 @@ class RequestState:
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
         self.beams: list[Beam] = []
-        """What a beam search has found, once it has ended."""
+        """The continuations that a beam search has found, once it has ended."""
         self._taken_tokens = 0
         self._due_at: float = math.inf if self.output_kind is RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
@@ -82,7 +87,10 @@ class RequestState:
         self.is_waiting = True
         """Whether the engine has not scheduled it yet."""
         self.num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
-        """That are computed for it: those of a prompt once for all its choices."""
+        """Number of prompt tokens that are computed for this choice.
+
+        A prompt is computed once for all choices of its request, so the first choice counts it.
+        """
         self._detokenizer: Detokenizer | None = None
         if request.sampling.detokenize:
             self._detokenizer = Detokenizer(
@@ -96,7 +104,10 @@ class RequestState:
 
     def __repr__(self) -> str:
         state = self._finish_reason or ("failed" if self._error is not None else "live")
-        return f"RequestState({self.request_id!r}, {state}, {len(self._token_ids)} tokens, {self._taken_tokens} taken)"
+        return (
+            f"RequestState({self.request_id!r}, {state}, {len(self._token_ids)} tokens, "
+            f"{self._taken_tokens} taken)"
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -105,7 +116,7 @@ class RequestState:
 
     @property
     def token_ids(self) -> list[int]:
-        """What has come so far."""
+        """The tokens so far."""
         return self._token_ids.copy()
 
     @property
@@ -113,10 +124,10 @@ class RequestState:
         """Whether its reader gets an exception."""
         return self._error is not None
 
-    # What the engine says.
+    # Messages from the engine.
 
     def share_prompt(self, first: RequestState) -> None:
-        """What is told of the prompt is told of another choice of the same request."""
+        """Use the prompt logprobs of the request's first choice."""
         self._prompt_logprobs = first._prompt_logprobs
 
     def queued(self) -> None:
@@ -124,16 +135,22 @@ class RequestState:
         self.metrics.queued_ts = time.monotonic()
 
     def started(self, message: Started) -> None:
-        """It was scheduled for the first time; or again, after the death of a replica."""
+        """Note that the request was scheduled.
+
+        This happens again after the death of a replica, and then changes nothing once tokens have
+        come.
+        """
         if self._token_ids:
             return
         self._num_cached = message.num_cached_tokens
         self.metrics.scheduled_ts = message.scheduled
 
     def add_token(self, token: int, now: float, hidden: bool = False) -> bool:
-        """One more token. True if there is something to tell: enough are new, or its text completes
-        a stop string, which ends the request here. `hidden`: it is a stop token, which ends the
-        output without being part of its text.
+        """Add a token, and return whether the reader is to be notified.
+
+        The reader is notified when enough tokens are new, or when the text completes a stop string,
+        which ends the request here. hidden: the token is a stop token, which ends the output
+        without being part of its text.
         """
         self._token_ids.append(token)
         metrics = self.metrics
@@ -150,7 +167,7 @@ class RequestState:
         return len(self._token_ids) >= self._due_at
 
     def tell(self) -> None:
-        """There is something new: pushes it, or wakes the reader."""
+        """Push the new output, or wake the reader."""
         sink = self._sink
         if sink is not None and not self.is_finished and sink.ready():
             sink.put(self.take())
@@ -159,7 +176,7 @@ class RequestState:
             self._wake_reader()
 
     def finished(self, message: Finished) -> None:
-        """The engine has ended it."""
+        """Note that the engine has ended the request."""
         self.metrics.num_preemptions = message.num_preemptions
         if message.reason == FinishReason.ERROR:
             problem = message.error or "the request failed"
@@ -177,25 +194,29 @@ class RequestState:
         self._wake_reader()
 
     def abort(self, why: str | None = None) -> None:
-        """End the request here: the user has aborted it, or its deadline has passed. why: the stop
-        reason.
+        """End the request here: the user has aborted it, or its deadline has passed.
+
+        why: the stop reason.
         """
         self.finished(Finished(handle=self.handle, reason=FinishReason.ABORT, stop_reason=why))
 
     def fail(self, error: Exception) -> None:
-        """Its reader gets this exception."""
+        """End the request with an exception for its reader."""
         self._error = error
         self._wake_reader()
 
     def add_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> None:
-        """Of the token that comes next, which is the first of these."""
+        """Add the logprobs of the token that comes next, which is the first of `token_ids`."""
         self._logprobs.append(self._make_logprobs(rank, token_ids, values))
         self._cumulative_logprob += values[0]
 
     def add_prompt_logprobs(
         self, position: int, rank: int, token_ids: list[int], values: list[float]
     ) -> None:
-        """Of the prompt's token at this position. After a preemption some come again."""
+        """Add the logprobs of the prompt's token at this position.
+
+        After a preemption some come again, and are ignored.
+        """
         if position == len(self._prompt_logprobs):
             self._prompt_logprobs.append(self._make_logprobs(rank, token_ids, values))
 
@@ -211,20 +232,22 @@ class RequestState:
                 made[token_ids[i]] = Logprob(values[i], i, text(token_ids[i]))
         return made
 
-    # What its reader does.
+    # The reader.
 
     async def next_output(self) -> RequestOutput:
-        """The next output, as soon as there is something new. Raises what the request failed
-        with.
+        """Return the next output, as soon as there is something new.
+
+        Raises the error that the request failed with.
         """
         while not self.has_news():
             await self._news()
         return self.take()
 
     async def push(self, sink: Sink) -> None:
-        """Has outputs pushed to `sink` from now on, in the callback in which they come;
-        `next_output` has what did not go that way. Returns when the sink is not ready for one, or
-        the request has ended.
+        """Push outputs to `sink` from now on, in the callback in which they come.
+
+        Return when the sink is not ready for an output, or when the request has ended.
+        `next_output` has the outputs that were not pushed.
         """
         if self.has_news():
             return
@@ -242,13 +265,14 @@ class RequestState:
             self._wake = None
 
     def wake_on(self, wake: asyncio.Future[None] | None) -> None:
-        """In the place of `next_output`, for a reader of several: this is done when there is
-        something new.
+        """Set a future that is done when there is something new.
+
+        A reader of several choices uses it instead of `next_output`.
         """
         self._wake = wake
 
     def has_news(self) -> bool:
-        """Whether there is something to take."""
+        """Return whether there is something to take."""
         return len(self._token_ids) >= self._due_at or self.is_finished
 
     def _wake_reader(self) -> None:
@@ -256,7 +280,7 @@ class RequestState:
             self._wake.set_result(None)
 
     def take(self) -> RequestOutput:
-        """What there is. Raises what the request failed with."""
+        """Return the output so far; raises the error that the request failed with."""
         if self._error is not None:
             raise self._error
         text = self._detokenizer.text if self._detokenizer is not None else ""
@@ -280,8 +304,9 @@ class RequestState:
     def request_output(
         self, completions: list[CompletionOutput], *, is_first: bool
     ) -> RequestOutput:
-        """What its reader gets, around these. is_first: the reader has not been told of the
-        prompt.
+        """Return the reader's output with these completions.
+
+        is_first: the reader has not received the prompt's logprobs yet.
         """
         output = RequestOutput(
             self.request_id,

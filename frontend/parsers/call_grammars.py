@@ -1,4 +1,4 @@
-"""Grammars of calls, in Lark's form, that the parsers here read."""
+"""The grammars of calls that the tool parsers read, in Lark's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sidestep.frontend.input.output_form import schema_with_options
 from sidestep.frontend.parsers.events import Function
 
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
-"""Of a function that says nothing of its arguments."""
+"""The schema of a function that does not describe its arguments."""
 
 
 def grammar_of_calls(
@@ -23,10 +23,10 @@ def grammar_of_calls(
     between: str,
     most: int,
 ) -> str:
-    """From one to `most` objects {"name": ..., key: arguments}.
+    """Return a grammar of one to `most` objects {"name": ..., key: arguments}.
 
-    begin, end: what is around all of them, as elements of a Lark rule; each: texts around each;
-    between: text.
+    begin, end: elements of a Lark rule around all calls. each: texts before and after each call.
+    between: text between two calls.
     """
     more = f"({json.dumps(between)} call){{0,{most - 1}}}" if most > 1 else ""
     lines = [

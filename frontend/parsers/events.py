@@ -1,5 +1,6 @@
-"""What parsers of a model's text find in it. Joined, the events of a text are the same however the
-text was cut.
+"""The events that parsers find in a model's text, and the interfaces of the parsers.
+
+However a text was cut into pieces, its events are the same once they are joined.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that leads to the answer."""
+    """Text of the reasoning that leads to the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of a function begins; its arguments follow."""
+    """The beginning of a call of a function; its arguments follow."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments' JSON, of the call that has begun last."""
+    """A further part of the arguments' JSON, of the call that has begun last."""
 
     text: str
 
@@ -42,7 +43,7 @@ Event = Content | Reasoning | CallBegin | CallArguments
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: str
     parameters: dict[str, Any] | None
@@ -50,57 +51,65 @@ class Function:
 
 
 class Parser(Protocol):
-    """Reads a text as it comes."""
+    """The interface of a parser, which reads a text as it comes."""
 
     def feed(self, text: str) -> list[Event]:
-        """What the new text settles."""
+        """Return the events that the new text decides."""
         ...
 
     def finish(self) -> list[Event]:
-        """What was held back: nothing follows."""
+        """Return the events of the text that was held back, since nothing follows."""
         ...
 
 
 class ToolParser(Parser, Protocol):
-    """Finds the calls in an answer. One for each answer; its class is named in
-    ipc.registry.TOOL_PARSERS.
+    """The interface of a parser that finds the calls in one answer.
+
+    Its class is named in ipc.common.registry.TOOL_PARSERS.
     """
 
     special_tokens: ClassVar[bool]
-    """Whether its marks are special tokens, which a text lacks otherwise."""
+    """Whether its marks are special tokens, which are left out of a text by default."""
 
     @staticmethod
     def new_call_id() -> str:
-        """A call's id, in the form that the model's template wants it back."""
+        """Return a call's id, in the form that the model's template takes."""
         ...
 
     @staticmethod
     def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
-        """From one to `most` calls of these functions and nothing else, in Lark's form. literal: a
-        text there, or the special token that has this text.
+        """Return a grammar, in Lark's form, of one to `most` calls of these functions alone.
+
+        literal: returns a text in the grammar's form, or the special token that has this text.
         """
         ...
 
     @staticmethod
     def structural_tag(functions: Sequence[Function]) -> dict[str, Any] | None:
-        """Text with calls of these functions in it, as StructuredOutputsParams.structural_tag; None
-        where a call's beginning could be text.
+        """Return text with calls of these functions, as StructuredOutputsParams.structural_tag.
+
+        None if the beginning of a call could be text.
         """
         ...
 
 
 class ReasoningParser(Parser, Protocol):
-    """Tells the reasoning from the answer. One for each answer, made with the prompt's end; its
-    class is named in ipc.registry.REASONING_PARSERS.
+    """The interface of a parser that separates the reasoning from one answer.
+
+    It is made with the end of the prompt. Its class is named in
+    ipc.common.registry.REASONING_PARSERS.
     """
 
     marks: tuple[str | None, str] | None
-    """What may begin the reasoning (None: the prompt has done so), and what ends it; None for an
-    answer that has no reasoning."""
+    """The mark that may begin the reasoning, and the mark that ends it.
+
+    The first is None if the prompt has begun the reasoning. The whole is None for an answer that
+    has no reasoning.
+    """
 
 
 class AnswerParser:
-    """Both: tools are looked for in what is not reasoning."""
+    """A parser for reasoning and calls: it looks for calls in the text that is not reasoning."""
 
     def __init__(
         self,
@@ -108,20 +117,23 @@ class AnswerParser:
         tools: ToolParser | None,
         most_calls: int | None = None,
     ) -> None:
-        """most_calls: calls of an answer that are kept; further calls are dropped."""
+        """Combine two parsers, either of which may be missing.
+
+        most_calls: calls of an answer that are kept; further calls are dropped.
+        """
         self._reasoning = reasoning
         self._tools = tools
         self._most_calls = most_calls
         self._num_calls = 0
 
     def feed(self, text: str) -> list[Event]:
-        """What the new text settles."""
+        """Return the events that the new text decides."""
         return self._find_calls(
             [Content(text)] if self._reasoning is None else self._reasoning.feed(text)
         )
 
     def finish(self) -> list[Event]:
-        """What was held back: nothing follows."""
+        """Return the events of the text that was held back, since nothing follows."""
         events = self._find_calls([] if self._reasoning is None else self._reasoning.finish())
         return events if self._tools is None else events + self._limited(self._tools.finish())
 
@@ -152,7 +164,7 @@ class AnswerParser:
 
 
 def partial_length(text: str, mark: str) -> int:
-    """Characters at the end of `text` that could be the beginning of `mark`."""
+    """Return the number of characters at the end of `text` that could begin `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return length

@@ -1,5 +1,7 @@
-"""Calls as Hermes models and Qwen2.5 and Qwen3 write them: `<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>`, one after the other, with or without text before them.
+"""The parser of calls as Hermes models, Qwen2.5 and Qwen3 write them.
+
+Each call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Calls follow one another,
+with or without text before them.
 """
 
 from __future__ import annotations
@@ -17,26 +19,26 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesToolParser:
-    """Reads one answer."""
+    """The parser of the calls in one answer."""
 
     special_tokens: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._held = ""
-        """Text that is not settled."""
+        """Text whose meaning is not decided yet."""
         self._call: CallScanner | None = None
         self._skips = False
-        """Between a call's object and its closing mark."""
+        """Whether the text is between a call's object and its closing mark."""
         self._has_calls = False
 
     @staticmethod
     def new_call_id() -> str:
-        """As OpenAI's API makes them."""
+        """Return an id as OpenAI's API makes them."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     @staticmethod
     def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
-        """Calls alone."""
+        """Return a grammar of calls alone."""
         return grammar_of_calls(
             functions,
             "arguments",
@@ -49,7 +51,7 @@ class HermesToolParser:
 
     @staticmethod
     def structural_tag(functions: Sequence[Function]) -> dict[str, Any]:
-        """Calls in text."""
+        """Return a structural tag of calls in text."""
         return {
             "type": "structural_tag",
             "triggers": [_OPEN],
@@ -64,7 +66,7 @@ class HermesToolParser:
         }
 
     def feed(self, text: str) -> list[Event]:
-        """What the new text settles."""
+        """Return the events that the new text decides."""
         self._held += text
         events: list[Event] = []
         while self._step(events):
@@ -72,7 +74,7 @@ class HermesToolParser:
         return events
 
     def finish(self) -> list[Event]:
-        """A call that has not begun was text after all."""
+        """Return the text that was held back: a call that has not begun was text after all."""
         rest = self._held
         if self._call is not None:
             rest = "" if self._call.begun else _OPEN + self._call.raw
@@ -82,15 +84,15 @@ class HermesToolParser:
         return [Content(rest)] if rest else []
 
     def _step(self, events: list[Event]) -> bool:
-        """One thing. False when more text is needed."""
+        """Read one element of the text; return False when more text is needed."""
         if self._call is not None:
             return self._read_call(self._call, events)
         if self._skips:
             return self._skip_to_close()
         at = self._held.find(_OPEN)
         if at < 0:
-            # White space before a call does not belong to the answer, so it waits for what follows
-            # it.
+            # White space before a call does not belong to the answer, so it waits for the text that
+            # follows.
             known = self._held[: len(self._held) - partial_length(self._held, _OPEN)].rstrip()
             self._tell(known, events)
             self._held = self._held[len(known) :]

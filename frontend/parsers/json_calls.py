@@ -1,5 +1,6 @@
-"""Calls written as JSON, read as they come: the arguments are passed on before their end is
-there.
+"""Scanners of calls written as JSON, which read the text as it comes.
+
+The arguments are passed on before their end has come.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ _OTHER_KEYS = ("name", "type", "id")
 
 
 class ValueScanner:
-    """Finds the end of one JSON value. It counts brackets; it does not check what is between
-    them.
+    """A scanner that finds the end of one JSON value.
+
+    It counts brackets; it does not check the text between them.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class ValueScanner:
         self.done = False
 
     def feed(self, text: str, start: int) -> int:
-        """The index in `text` behind the value's last character that is there."""
+        """Return the index in `text` after the value's last character that has come."""
         for i in range(start, len(text)):
             character = text[i]
             if not self._kind:
@@ -59,7 +61,7 @@ class ValueScanner:
 
 
 class _At(enum.Enum):
-    """What comes next in the object."""
+    """The element that comes next in the object."""
 
     OPEN = enum.auto()
     KEY = enum.auto()
@@ -72,10 +74,10 @@ class _At(enum.Enum):
 
 
 class CallScanner:
-    """One object `{"name": ..., "arguments": {...}}`; some models say `parameters`.
+    """A scanner of one object `{"name": ..., "arguments": {...}}`; some models say `parameters`.
 
-    Until name and arguments are both known to be there, `raw` keeps the text: an object that is
-    something else has then been no call.
+    Until both name and arguments have come, `raw` keeps the text: an object of another kind is then
+    no call.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class CallScanner:
         self._at = _At.OPEN
         self._value: ValueScanner | None = None
         self._collected = ""
-        """The key or value that is being read."""
+        """The part so far of the key or value that is being read."""
         self._key = ""
         self._name: str | None = None
         self._early = ""
@@ -93,17 +95,18 @@ class CallScanner:
 
     @property
     def done(self) -> bool:
-        """The object is complete."""
+        """Whether the object is complete."""
         return self._at is _At.DONE
 
     @property
     def broken(self) -> bool:
-        """It is not a call."""
+        """Whether the object is not a call."""
         return self._at is _At.BROKEN
 
     def feed(self, text: str, start: int, events: list[Event]) -> int:
-        """Reads `text` from `start`; the index behind what belongs to the object. Appends what it
-        finds to `events`.
+        """Read `text` from `start`, and return the index after the part that belongs to the object.
+
+        Append the events to `events`.
         """
         i = start
         while i < len(text) and not self.done and not self.broken:

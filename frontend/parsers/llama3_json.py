@@ -1,5 +1,7 @@
-"""Calls as Llama 3.1 and 3.2 write them: the whole answer is `{"name": ..., "parameters": {...}}`,
-perhaps after `<|python_tag|>`, perhaps several with semicolons between them.
+"""The parser of calls as Llama 3.1 and 3.2 write them.
+
+The whole answer is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`, perhaps
+several objects with semicolons between them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _BETWEEN = " \t\r\n;,"
 
 
 class Llama3JsonToolParser:
-    """Reads one answer."""
+    """The parser of the calls in one answer."""
 
     special_tokens: ClassVar[bool] = True
     new_call_id = staticmethod(HermesToolParser.new_call_id)
@@ -26,19 +28,19 @@ class Llama3JsonToolParser:
         self._held = ""
         self._call: CallScanner | None = None
         self._is_text = False
-        """What follows is no call."""
+        """Whether the rest of the answer is text without calls."""
 
     @staticmethod
     def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
-        """Calls alone."""
+        """Return a grammar of calls alone."""
         return grammar_of_calls(functions, "parameters", begin="", end="", between="; ", most=most)
 
     @staticmethod
     def structural_tag(functions: Sequence[Function]) -> None:
-        """An answer may begin with a brace and be text."""
+        """Return None: an answer may begin with a brace and be text."""
 
     def feed(self, text: str) -> list[Event]:
-        """What the new text settles."""
+        """Return the events that the new text decides."""
         if self._is_text:
             return [Content(text)] if text else []
         self._held += text
@@ -51,7 +53,7 @@ class Llama3JsonToolParser:
         return events
 
     def finish(self) -> list[Event]:
-        """A call that has not begun was text after all."""
+        """Return the text that was held back: a call that has not begun was text after all."""
         call, rest = self._call, self._held
         if call is not None:
             rest = "" if call.begun else call.raw + rest
@@ -59,7 +61,7 @@ class Llama3JsonToolParser:
         return [Content(rest)] if rest.strip(_BETWEEN) else []
 
     def _step(self, events: list[Event]) -> bool:
-        """One thing. False when more text is needed."""
+        """Read one element of the text; return False when more text is needed."""
         if self._call is None:
             return self._find_object()
         end = self._call.feed(self._held, 0, events)

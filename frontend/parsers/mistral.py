@@ -1,5 +1,7 @@
-"""Calls as Mistral models write them after `[TOOL_CALLS]`: a list of objects with name and
-arguments, or, in newer ones, `name[ARGS]{...}`, each call with its own mark.
+"""The parser of calls as Mistral models write them after `[TOOL_CALLS]`.
+
+The calls are a list of objects with name and arguments. In newer models they are `name[ARGS]{...}`,
+each call with its own mark.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ _ID = string.ascii_letters + string.digits
 
 
 class MistralToolParser:
-    """Reads one answer."""
+    """The parser of the calls in one answer."""
 
     special_tokens: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._held = ""
         self._is_marked = False
-        """After the mark, where a list or a name begins."""
+        """Whether the text follows the mark, after which a list or a name begins."""
         self._in_list = False
         self._call: CallScanner | None = None
         self._arguments: ValueScanner | None = None
@@ -44,12 +46,12 @@ class MistralToolParser:
 
     @staticmethod
     def new_call_id() -> str:
-        """Nine letters and digits: the templates refuse anything else."""
+        """Return nine letters and digits: the templates refuse other ids."""
         return "".join(secrets.choice(_ID) for _ in range(9))
 
     @staticmethod
     def grammar(functions: Sequence[Function], most: int, literal: Callable[[str], str]) -> str:
-        """Calls alone, as a list, which all models of the family read."""
+        """Return a grammar of calls alone, as a list, which all models of the family read."""
         return grammar_of_calls(
             functions,
             "arguments",
@@ -61,10 +63,10 @@ class MistralToolParser:
 
     @staticmethod
     def structural_tag(functions: Sequence[Function]) -> None:
-        """The mark is a special token, which a structural tag cannot name."""
+        """Return None: the mark is a special token, which a structural tag cannot name."""
 
     def feed(self, text: str) -> list[Event]:
-        """What the new text settles."""
+        """Return the events that the new text decides."""
         self._held += text
         events: list[Event] = []
         while self._held and self._step(events):
@@ -72,7 +74,7 @@ class MistralToolParser:
         return events
 
     def finish(self) -> list[Event]:
-        """A call that has not begun was text after all."""
+        """Return the text that was held back: a call that has not begun was text after all."""
         rest = self._held
         if self._call is not None:
             rest = "" if self._call.begun else self._call.raw + rest
@@ -92,7 +94,7 @@ class MistralToolParser:
         return [Content(rest)] if rest else []
 
     def _step(self, events: list[Event]) -> bool:
-        """One thing. False when more text is needed."""
+        """Read one element of the text; return False when more text is needed."""
         if self._call is not None:
             return self._read_object(self._call, events)
         if self._arguments is not None:

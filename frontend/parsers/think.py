@@ -1,4 +1,4 @@
-"""Reasoning between `<think>` and `</think>`, before the answer."""
+"""The parsers of reasoning between `<think>` and `</think>`, before the answer."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class ThinkParser:
-    """Reads one answer. White space around the reasoning belongs to neither part."""
+    """The parser of one answer.
+
+    White space around the reasoning belongs neither to the reasoning nor to the answer.
+    """
 
     def __init__(self, begins_inside: bool, prompt: str) -> None:
-        """begins_inside: the prompt, or the model's habit, has opened the reasoning already."""
+        """Begin with an answer to `prompt`.
+
+        begins_inside: the prompt, or the model's habit, has opened the reasoning already.
+        """
         ended = prompt.rstrip().endswith(_CLOSE)
         self.marks: tuple[str | None, str] | None = (
             None if ended else (None if begins_inside else _OPEN, _CLOSE)
         )
         self._inside = begins_inside
         self._at_start = True
-        """Where an opening mark may still come."""
+        """Whether an opening mark may still come."""
         self._is_first = True
-        """Nothing of the part that is being read has been told."""
+        """Whether no event of the part that is being read has been returned."""
         self._held = ""
 
     def feed(self, text: str) -> list[Event]:
-        """What the new text settles."""
+        """Return the events that the new text decides."""
         if not self._inside and not self._at_start and not self._is_first:
             return [Content(text)] if text else []
         self._held += text
@@ -38,7 +44,10 @@ class ThinkParser:
         return events
 
     def finish(self) -> list[Event]:
-        """What was held back: white space at the end of reasoning that was cut off is dropped."""
+        """Return the event of the text that was held back.
+
+        White space at the end of reasoning that was cut off is dropped.
+        """
         held, self._held = self._held, ""
         if not self._inside:
             return [Content(held)] if held and (self._at_start or held.strip()) else []
@@ -46,14 +55,14 @@ class ThinkParser:
         return [Reasoning(rest)] if rest else []
 
     def _read_start(self) -> bool:
-        """False while it is open whether the text begins with a mark."""
+        """Read an opening mark; return False while the text may still begin with one."""
         text = self._held.lstrip()
         if text.startswith(_OPEN):
             self._held, self._inside = text[len(_OPEN) :], True
         elif _OPEN.startswith(text):
             return False
         elif not self._inside:
-            self._is_first = False  # an answer without reasoning is told as it is
+            self._is_first = False  # an answer without reasoning is passed on as it is
         self._at_start = False
         return True
 
@@ -80,8 +89,9 @@ class ThinkParser:
 
 
 class Qwen3ReasoningParser(ThinkParser):
-    """The model opens its reasoning itself, or the template has done so; without a mark there is
-    none.
+    """A parser for models that open their reasoning themselves, or whose template has done so.
+
+    Without a mark there is no reasoning.
     """
 
     def __init__(self, prompt: str) -> None:
@@ -89,7 +99,10 @@ class Qwen3ReasoningParser(ThinkParser):
 
 
 class DeepSeekR1ReasoningParser(ThinkParser):
-    """The model reasons from the start, with or without an opening mark."""
+    """A parser for models that reason from the start.
+
+    An opening mark may or may not come.
+    """
 
     def __init__(self, prompt: str) -> None:
         super().__init__(not prompt.rstrip().endswith(_CLOSE), prompt)

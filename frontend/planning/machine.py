@@ -1,5 +1,6 @@
-"""What a machine has: GPUs with their memory, bandwidth and links, cores and memory. Found without
-CUDA: by nvidia-smi, which answers in a moment and holds no GPU.
+"""A machine's GPUs with their memory, bandwidth and links, and its cores and memory.
+
+They are found without CUDA: by nvidia-smi, which answers in a moment and holds no GPU.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ BANDWIDTHS = {
     "RTX A6000": 768,
     "RTX 6000 Ada": 960,
 }
-"""GB/s of a GPU's memory as its maker states it, by a part of its name; the first that fits
-counts."""
+"""Bandwidth of a GPU's memory in GB/s as its maker states it, by a part of the GPU's name.
+
+The first part that fits a name counts.
+"""
 
 
 class GpuInfo(msgspec.Struct, frozen=True):
@@ -54,7 +57,7 @@ class GpuInfo(msgspec.Struct, frozen=True):
     name: str
     memory_bytes: int
     bandwidth: float | None
-    """Bytes a second that its maker states for its memory; None if the name is not known."""
+    """Memory bandwidth in bytes a second as the maker states it; None for an unknown name."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -62,13 +65,13 @@ class Machine(msgspec.Struct, frozen=True):
 
     gpus: list[GpuInfo]
     links: dict[str, int]
-    """Kinds of links between two GPUs, as nvidia-smi calls them, and how many pairs have each."""
+    """Number of GPU pairs that each kind of link connects, by nvidia-smi's name of the kind."""
     cpu_cores: int
     memory_bytes: int
 
 
 def this_machine() -> Machine:
-    """The one that this runs on. Without nvidia-smi it has no GPUs."""
+    """Return the machine that this process runs on; without nvidia-smi it has no GPUs."""
     found = _nvidia_smi("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
     visible = visible_gpus_of_environment()
     gpus = {
@@ -82,8 +85,11 @@ def this_machine() -> Machine:
 
 
 def bandwidth_of(name: str) -> float | None:
-    """Of a GPU's memory, in bytes a second, as its maker states it."""
-    if "Laptop" in name:  # of the same name as a faster one
+    """Return the bandwidth of a GPU's memory in bytes a second, as its maker states it.
+
+    None for an unknown name.
+    """
+    if "Laptop" in name:  # a faster GPU has the same name
         return None
     return next(
         (
@@ -96,9 +102,7 @@ def bandwidth_of(name: str) -> float | None:
 
 
 def count_links(matrix: str, gpus: Sequence[int]) -> dict[str, int]:
-    """Of `nvidia-smi topo -m`: the kinds of links between these GPUs, and how many pairs have
-    each.
-    """
+    """Return the number of pairs of these GPUs for each kind of link in `nvidia-smi topo -m`."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
     counts: dict[str, int] = {}
     columns = next(
@@ -121,7 +125,7 @@ def count_links(matrix: str, gpus: Sequence[int]) -> dict[str, int]:
 
 
 def _is_among(index: str, uuid: str, visible: Sequence[str]) -> bool:
-    """UUIDs may be shortened."""
+    """Return whether a GPU is visible; the visible UUIDs may be shortened."""
     return any(
         name == index or (name.startswith("GPU-") and uuid.startswith(name)) for name in visible
     )
@@ -136,7 +140,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def _nvidia_smi(*words: str) -> str:
-    """What it says; nothing if it is not there or fails."""
+    """Return the output of nvidia-smi; empty if it does not exist or fails."""
     try:
         return subprocess.run(
             ["nvidia-smi", *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True

@@ -1,9 +1,9 @@
-"""Which parallel sizes fit a model on a machine: weights of a rank, tokens in the cache, and the
-least time of a step.
+"""The parallel sizes that fit a model on a machine, with the memory and time of each.
 
-All by arithmetic on the model's shape: nothing is loaded and no GPU is asked. Times are floors:
-what must be read from memory, by the memory's bandwidth; launches, communication and arithmetic
-come on top.
+A size has the weights of a rank, the tokens in the cache, and the least time of a step. All numbers
+come from arithmetic on the model's shape: nothing is loaded and no GPU is asked. Times are lower
+bounds: the bytes that must be read from memory, divided by the memory's bandwidth. Launches,
+communication and arithmetic come on top.
 """
 
 from __future__ import annotations
@@ -20,32 +20,43 @@ from sidestep.ipc.model.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GPU_BLOCK, _CPU_BLOCK = 64, 16
-"""Tokens of a KV block, unless told otherwise."""
+"""Tokens of a KV block by default, on a GPU and on a CPU."""
 _MARGIN = 512 << 20
-"""What the engine leaves free on a GPU beside the largest step; see executor/gpu/gpu_runner.py."""
+"""Bytes that the engine leaves free on a GPU beside the largest step.
+
+See executor/gpu/gpu_runner.py.
+"""
 _CPU_CACHE_BYTES = 2 << 30
-"""Most that the engine takes for the cache on a CPU unless told otherwise; see
-executor/runner/kv_cache_size.py."""
+"""Most bytes that the engine takes for the cache on a CPU by default.
+
+See executor/runner/kv_cache_size.py.
+"""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of parallel sizes. Bytes are of the rank that has most."""
+    """One combination of parallel sizes; bytes are those of the rank with the most."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
     weight_bytes: int
     working_bytes: int
-    """For the largest step, estimated."""
+    """Estimated bytes for the largest step."""
     cache_tokens: int
-    """Of one replica; 0 if it does not fit."""
+    """Tokens in the cache of one replica; 0 if the model does not fit."""
     cache_tokens_in_all: int
     full_requests: float
     """Requests of the model's full length that the caches of all replicas hold together."""
     token_floor_ms: float | None
-    """One token of a request that is alone; None if the bandwidth is not known."""
+    """Least milliseconds for one token of a request that runs alone.
+
+    None if the bandwidth is not known.
+    """
     full_step_floor_ms: float | None
-    """A decode step over a cache that is full."""
+    """Least milliseconds of a decode step over a cache that is full.
+
+    None if the bandwidth is not known or there is no cache.
+    """
 
     @property
     def fits(self) -> bool:
@@ -56,8 +67,9 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 def sizes(
     spec: ModelSpec, machine: Machine, *, dtype: str, max_model_len: int, cache: CacheConfig
 ) -> list[Size]:
-    """Every size of a replica that the model and the machine allow, with as many replicas as there
-    is room for.
+    """Return every size of a replica that the model and the machine allow.
+
+    Each comes with the largest number of replicas that the devices allow.
     """
     num_devices = max(1, len(machine.gpus))
     return [
@@ -69,7 +81,7 @@ def sizes(
 
 
 def _replica_sizes(spec: ModelSpec, num_devices: int) -> Iterator[tuple[int, int]]:
-    """Tensor and pipeline parallel sizes."""
+    """Yield the tensor and pipeline parallel sizes that use all devices."""
     for tp in range(1, num_devices + 1):
         try:
             check_tensor_parallel(spec, tp)
@@ -90,7 +102,10 @@ def _size(
     max_model_len: int,
     cache: CacheConfig,
 ) -> Size:
-    """item: bytes of a number."""
+    """Return the numbers for one combination of parallel sizes.
+
+    item: bytes of a number.
+    """
     layers = split_layers(spec, pp)
     stages = [Shard(spec, tp, stage_of(layers, i)) for i in range(pp)]
     working = _working_bytes(spec, tp, item) if machine.gpus else 0
@@ -131,7 +146,7 @@ def _size(
 
 
 class Shard:
-    """What one rank has of the model; counts of numbers, not bytes."""
+    """One rank's part of the model, in counts of numbers, not bytes."""
 
     def __init__(self, spec: ModelSpec, tp: int, stage: Stage) -> None:
         num_layers, first, last = len(stage.layers), stage.is_first, stage.is_last
@@ -151,20 +166,22 @@ class Shard:
         shares_table = first and last and spec.tie_word_embeddings
         self.weights = layers + first * table + last * (hidden + (0 if shares_table else table))
         self.read = layers + last * (hidden + table)
-        """What a step reads at least: of the embedding only the rows of its tokens."""
+        """Numbers that a step reads at least: of the embedding only the rows of its tokens."""
         self.kv_per_token = 2 * num_layers * kv_heads * dim
 
 
 def _room(machine: Machine, cache: CacheConfig) -> int:
-    """Bytes of one device that the engine may use."""
+    """Return the bytes of one device that the engine may use."""
     if not machine.gpus:
         return machine.memory_bytes
     return int(min(gpu.memory_bytes for gpu in machine.gpus) * cache.gpu_memory_utilization)
 
 
 def _working_bytes(spec: ModelSpec, tp: int, item: int) -> int:
-    """An estimate of what the largest step takes on a GPU: the MLP's and the stream's activations
-    and the logits, once outside of graphs and once in them. The engine measures it at its start.
+    """Return an estimate of the bytes that the largest step takes on a GPU.
+
+    It counts the activations of the MLP and of the residual stream, and the logits, once outside of
+    graphs and once in them. The engine measures the true number at its start.
     """
     limits = SchedulerConfig().limits("cuda")
     step = (

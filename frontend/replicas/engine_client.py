@@ -1,9 +1,8 @@
-"""The frontend's hold on one engine core: starts it, talks to it, and notices when it dies. An
-engine has one for each replica; see replica_set.py.
+"""The frontend's connection to one engine core: it starts the core and notices the core's death.
 
-Messages from the core are handled in one callback of the event loop, which reads all that are
-there. The loop is the one that first uses the engine: the engine itself can be started outside any
-loop.
+An engine has one client for each replica; see replica_set.py. One callback of the event loop
+handles the messages from the core, and reads all that have arrived. The loop is the one that first
+uses the engine: the engine itself can be started outside any loop.
 """
 
 from __future__ import annotations
@@ -31,28 +30,48 @@ from sidestep.ipc.transport.messages import (
 )
 
 _OWNER = 0
-"""The frontend that starts the core; others join."""
+"""Number of the frontend that starts the core; other frontends join."""
 _JOIN_S = 60.0
+"""Seconds that a core may take to answer a frontend that joins."""
 
 
 class Channel(Protocol):
-    """What the client needs of a channel to the core; see ipc.channels.FrontendChannel."""
+    """The interface of a channel to the core.
+
+    See ipc.transport.channels.FrontendChannel.
+    """
 
     address: ClientAddress
 
-    def wait_message(self, timeout_s: float) -> ToFrontend | None: ...
-    def seal(self) -> None: ...
-    def send(self, message: ToCore) -> None: ...
-    def fileno(self) -> int: ...
-    def receive(self) -> list[ToFrontend]: ...
-    def gone_fileno(self) -> int: ...
-    def core_is_gone(self) -> bool: ...
-    def close(self) -> None: ...
+    def wait_message(self, timeout_s: float) -> ToFrontend | None:
+        """Return the next message, or None after `timeout_s` seconds without one."""
+
+    def seal(self) -> None:
+        """Remove the socket files, once the core has connected."""
+
+    def send(self, message: ToCore) -> None:
+        """Queue a message to the core."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that signals messages from the core."""
+
+    def receive(self) -> list[ToFrontend]:
+        """Return all messages that have arrived."""
+
+    def gone_fileno(self) -> int:
+        """Return the descriptor that signals the end of the core's connection."""
+
+    def core_is_gone(self) -> bool:
+        """Return whether the core's process has left since the last call."""
+
+    def close(self) -> None:
+        """Close the channel."""
 
 
 class EngineClient:
-    """One engine core and the way to it. All methods but `start_core` belong to the event loop's
-    thread.
+    """The client of one engine core.
+
+    All methods but `start_core` belong to the event loop's thread.
     """
 
     def __init__(
@@ -62,8 +81,10 @@ class EngineClient:
         on_death: Callable[[EngineDeadError], None],
         client: int = _OWNER,
     ) -> None:
-        """on_outputs: takes a step's tokens, and whether another's follow at once. client: this
-        frontend's number at the core.
+        """Use a channel, without a core yet.
+
+        on_outputs: takes a step's tokens, and whether another step's tokens follow at once. client:
+        this frontend's number at the core.
         """
         self.client = client
         self._dead_error: EngineDeadError | None = None
@@ -81,7 +102,7 @@ class EngineClient:
     # Starting and ending.
 
     def start_core(self, config: EngineConfig, replica: int = 0) -> None:
-        """Starts the core's process and returns at once."""
+        """Start the core's process and return at once."""
         self._core = spawn(
             "engine core",
             "sidestep.engine_core.entry:main",
@@ -91,8 +112,9 @@ class EngineClient:
         )
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
-        """Waits so long for the core to serve. Raises EngineStartError with the cause if it
-        cannot.
+        """Wait at most `timeout_s` seconds for the core to serve; None if it does not serve yet.
+
+        Raises EngineStartError with the cause if the core cannot serve.
         """
         if self._joined_by is None:
             self._joined_by = time.monotonic() + _JOIN_S
@@ -102,7 +124,7 @@ class EngineClient:
             return message
         if isinstance(message, Dead):
             raise EngineStartError(message.cause)
-        # A core that is killed says nothing; what it sent before its end has been read above.
+        # A core that is killed sends no cause; its messages before that have been read above.
         if message is None and self._core is not None and self._core.wait(0):
             raise EngineStartError(f"{self._core.death_cause()} while it started")
         if message is None and self._core is None and time.monotonic() > self._joined_by:
@@ -110,7 +132,7 @@ class EngineClient:
         return None
 
     def close(self) -> None:
-        """Ends the core. May be called twice."""
+        """End the core; may be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -123,10 +145,10 @@ class EngineClient:
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """What it has died of."""
+        """The cause of the core's death, if it has died."""
         unwatched = (
             self._loop is None and not self._closed
-        )  # no loop yet that would be told of a death
+        )  # no loop yet that a death would be reported to
         if self._dead_error is None and unwatched and self._core is not None and self._core.wait(0):
             self._dead_error = EngineDeadError(self._core.death_cause())
         return self._dead_error
@@ -134,13 +156,14 @@ class EngineClient:
     # Talking.
 
     def attach(self) -> None:
-        """Binds the engine to the running event loop, at its first use there. Raises
-        EngineDeadError.
+        """Bind the engine to the running event loop, at its first use there.
+
+        Raises EngineDeadError.
         """
         if (error := self.dead_error) is not None:
             raise EngineDeadError(
                 *error.args
-            )  # a new one: each collects the frames of those who raise it
+            )  # a new exception: each one collects the frames of its raisers
         if self._closed:
             raise EngineDeadError("the engine has been shut down")
         loop = asyncio.get_running_loop()
@@ -158,11 +181,14 @@ class EngineClient:
         else:  # not our child: its end is seen by its connection
             loop.add_reader(self._channel.gone_fileno(), self._on_gone)
             loop.call_soon(self._on_gone)
-        # The descriptor tells of changes only: what came before it was watched must be read now.
+        # The descriptor signals only changes: messages that came earlier must be read now.
         loop.call_soon(self._on_readable)
 
     def send(self, message: ToCore) -> None:
-        """Queues a message; never waits. Nothing happens once the engine is dead or closed."""
+        """Queue a message, without waiting.
+
+        Nothing happens once the engine is dead or closed.
+        """
         if self._dead_error is None and not self._closed:
             self._channel.send(message)
 
@@ -174,7 +200,7 @@ class EngineClient:
         limit: int | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Asks the core's busy loop. Raises EngineDeadError, or TimeoutError."""
+        """Ask the core's busy loop; raises EngineDeadError or TimeoutError."""
         return await self._ask(
             lambda call_id: Call(
                 client=self.client, call_id=call_id, method=method, since=since, limit=limit
@@ -183,7 +209,10 @@ class EngineClient:
         )
 
     async def connect(self, address: ClientAddress) -> int:
-        """Has the core serve another frontend, which will listen there; its number."""
+        """Let the core serve another frontend, which will listen at `address`.
+
+        Return the frontend's number at the core.
+        """
         answer = await self._ask(
             lambda call_id: Connect(
                 client=self.client,
@@ -197,8 +226,9 @@ class EngineClient:
         return int(answer.result["client"])
 
     def ping(self) -> asyncio.Future[Answer]:
-        """Ask the busy loop for an answer, without waiting. Cancel the future to forget the
-        question.
+        """Ask the busy loop for an answer, without waiting.
+
+        Cancel the future to forget the question.
         """
         return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
 
@@ -219,12 +249,12 @@ class EngineClient:
         return answer
 
     def fail_calls(self, error: EngineDeadError) -> None:
-        """Everyone who waits for an answer gets an exception like this one."""
+        """Give everyone who waits for an answer an exception like this one."""
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(EngineDeadError(*error.args))
 
-    # What comes.
+    # Messages from the core.
 
     def _on_readable(self) -> None:
         if self._closed:
@@ -247,14 +277,14 @@ class EngineClient:
             self._core_ended("the engine core has ended")
 
     def _tell_loop(self, loop: asyncio.AbstractEventLoop, cause: str) -> None:
-        """Called in the thread that watches the core."""
+        """Report the core's end to the loop, from the thread that watches the core."""
         try:
             loop.call_soon_threadsafe(self._core_ended, cause)
         except RuntimeError:
-            pass  # the loop is closed: nobody waits there any more
+            pass  # the loop is closed: no task waits there
 
     def _core_ended(self, cause: str) -> None:
-        self._on_readable()  # its last words say more than its exit status
+        self._on_readable()  # its last messages have more details than its exit status
         self._die(cause)
 
     def _die(self, cause: str) -> None:

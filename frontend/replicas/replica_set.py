@@ -1,14 +1,13 @@
-"""The replicas of one engine as one: requests are routed to them, and outlive the one that they ran
-on.
+"""The replicas of one engine as one: requests are routed to them and outlive a replica's death.
 
 Each replica is an engine core with its workers. Handles are this frontend's and unique over all
-replicas, so whoever takes the outputs need not know where they come from.
+replicas, so the receiver of outputs need not know which replica sent them.
 
-When a replica dies, the last of what it has said is read first. Then each of its requests goes to
-another one, with the tokens that it has given: it enters there as a preempted request enters again,
-so its reader sees a pause and the same tokens. From then on nothing is heard of the dead one,
-whatever of it still arrives. A request that has run on `_MOST_DEATHS` replicas when they died ends
-with the error instead: it may be what they died of, and must not end all.
+When a replica dies, its last messages are read first. Then each of its requests goes to another
+replica, with the tokens that it has produced. It enters there as a preempted request enters again,
+so its reader sees a pause and the same tokens. After that, every message of the dead replica is
+ignored. A request that was running on `_MOST_DEATHS` replicas when they died ends with the error
+instead. It may be the cause of the deaths, and must not end all replicas.
 """
 
 from __future__ import annotations
@@ -17,57 +16,43 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
 from sidestep.frontend.output.output_processor import OutputProcessor
+from sidestep.frontend.replicas.continuation import continued
+from sidestep.frontend.replicas.core_questions import CoreQuestions
 from sidestep.frontend.replicas.engine_client import Channel, EngineClient
+from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.replicas.stall_watch import StallWatch
 from sidestep.frontend.routing.router import RoutedRequest, Router
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import (
     EngineDeadError,
-    EngineStalledError,
     EngineStartError,
-    ValidationError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import ClientAddress, Seat
 from sidestep.ipc.processes.forking import Home
 from sidestep.ipc.transport.messages import (
     AbortRequests,
     AddRequest,
-    Answer,
     Outputs,
     Ready,
-    pack_ids,
 )
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-"""For the first word of all replicas together."""
+"""Seconds of one round of waiting for the first message of all replicas together."""
 _OTHERS_S = 5.0
-"""For the first word of the other replicas to a frontend that joins: they run already, but one may
-have died."""
+"""Seconds that the other replicas have for their first message to a frontend that joins.
+
+They run already, but one of them may have died.
+"""
 _MOST_DEATHS = 2
-_SPARE_S = 0.3
-"""Seconds that the other replicas have for an answer after the first good answer."""
-
-
-class ReplicaStatus(NamedTuple):
-    """One data-parallel replica, as people are told of it."""
-
-    number: int
-    ready: Ready | None
-    """What it said at its start; None if it had died before this frontend joined."""
-    dead: str | None
-    """What it has died of."""
-    stalled: str | None = None
-    """Why the replica counts as stalled: it lives and makes no progress."""
+"""Number of deaths of its replicas at which a request ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +66,13 @@ class _Sent:
     has_run: bool = False
     """Whether the replica has begun to compute it."""
     num_deaths: int = 0
-    """Of replicas that it ran on."""
+    """Number of replicas that have died while it ran on them."""
 
 
-class ReplicaSet:
-    """All replicas of one engine. Methods belong to the event loop's thread, but those that start
-    and end.
+class ReplicaSet(CoreQuestions):
+    """All replicas of one engine.
+
+    The methods belong to the event loop's thread, except those that start and end.
     """
 
     def __init__(
@@ -97,8 +83,10 @@ class ReplicaSet:
         *,
         joins: bool = False,
     ) -> None:
-        """outputs: where everything goes. channels: to the replicas that live, by their numbers,
-        each with this frontend's number there. joins: the engine is another frontend's.
+        """Make the clients of the replicas, without starting any.
+
+        outputs: receives all outputs. channels: the channels to the live replicas by their numbers,
+        each with this frontend's number there. joins: another frontend owns the engine.
         """
         self.home = Home()
         self._config = config
@@ -118,7 +106,7 @@ class ReplicaSet:
         self._error: EngineDeadError | None = None
         self._router: Router | None = None
         self._sent: dict[int, _Sent] = {}
-        """By the handle of each choice."""
+        """The requests in flight by the handle of each choice."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._watchers: set[asyncio.Future[None]] = set()
@@ -127,7 +115,10 @@ class ReplicaSet:
         )
 
     def __repr__(self) -> str:
-        return f"ReplicaSet({len(self._alive)} of {self._size} live, {len(self._sent)} choices in flight)"
+        return (
+            f"ReplicaSet({len(self._alive)} of {self._size} live, "
+            f"{len(self._sent)} choices in flight)"
+        )
 
     def _make_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
         return EngineClient(
@@ -140,13 +131,15 @@ class ReplicaSet:
     # Starting and ending.
 
     def start_cores(self) -> None:
-        """Starts all cores' processes and returns at once."""
+        """Start all cores' processes and return at once."""
         for replica, client in self._clients.items():
             client.start_core(self._config, replica)
 
     def wait_ready(self) -> None:
-        """Waits until all replicas serve. Raises EngineStartError with the cause if one cannot;
-        whoever joins does without those that have died meanwhile.
+        """Wait until all replicas serve.
+
+        Raises EngineStartError with the cause if one cannot. A frontend that joins does without the
+        replicas that have died meanwhile.
         """
         waiting, failed, until = dict(self._clients), list[EngineStartError](), math.inf
         while waiting and time.monotonic() < until:
@@ -183,7 +176,7 @@ class ReplicaSet:
         return router
 
     def close(self) -> None:
-        """Ends the engine. May be called twice."""
+        """End the engine; may be called twice."""
         self._closed = True
         self._watch.stop()
         for client in self._clients.values():
@@ -191,7 +184,7 @@ class ReplicaSet:
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        """All of them."""
+        """The status of each replica."""
         stalled = self._watch.stalled
         return [
             ReplicaStatus(
@@ -202,24 +195,24 @@ class ReplicaSet:
 
     @property
     def ready(self) -> list[Ready]:
-        """What each has said at its start."""
+        """The first message of each replica that has started."""
         return list(self._ready.values())
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output that every replica takes."""
+        """Longest prompt plus output that every replica takes, in tokens."""
         return min(ready.max_model_len for ready in self._ready.values())
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """What the engine has died of, if none of its replicas lives."""
+        """The cause of the engine's death, if none of its replicas lives."""
         for replica in self._alive.copy():
             if (error := self._clients[replica].dead_error) is not None:
                 self._on_death(replica, str(error))
         return self._error
 
     async def wait_dead(self) -> EngineDeadError:
-        """Returns when the engine has died; never after a close."""
+        """Return the cause when the engine has died; never return after a close."""
         if not self._closed and self.dead_error is None:
             self.attach()
         while (error := self.dead_error) is None:
@@ -234,14 +227,15 @@ class ReplicaSet:
     # Requests.
 
     def attach(self) -> None:
-        """Bind the engine to the running event loop, at its first use there. Raises
-        EngineDeadError, and SidestepError in a forked child.
+        """Bind the engine to the running event loop, at its first use there.
+
+        Raises EngineDeadError, and SidestepError in a forked child.
         """
         self.home.check()
         if self._error is not None:
             raise EngineDeadError(
                 *self._error.args
-            )  # a new one: each collects the frames of those who raise it
+            )  # a new exception: each one collects the frames of its raisers
         if self._closed:
             raise EngineDeadError("the engine has been shut down")
         loop = asyncio.get_running_loop()
@@ -258,8 +252,9 @@ class ReplicaSet:
         self._loop = loop
 
     def add(self, message: AddRequest) -> None:
-        """Sends a request to the replica that the router chooses. Nothing happens once all are
-        dead, or closed.
+        """Send a request to the replica that the router chooses.
+
+        Nothing happens once all replicas are dead or the set is closed.
         """
         num = message.sampling.n if message.beam_search is None else 1
         self._send(_Sent(message, -1, set(range(message.handle, message.handle + num))))
@@ -287,7 +282,7 @@ class ReplicaSet:
         client.send(message)
 
     def abort(self, handles: Iterable[int]) -> None:
-        """Ends requests where they run; unknown handles have ended already."""
+        """End requests on the replicas where they run; unknown handles have ended already."""
         at: dict[int, list[int]] = {}
         for handle in handles:
             if (sent := self._sent.get(handle)) is not None:
@@ -304,146 +299,11 @@ class ReplicaSet:
             if not sent.live and self._router is not None:
                 self._router.finished(sent.message.handle)
 
-    # Questions.
-
-    async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
-        """Ask the busy loop of one replica. Raises ValidationError if there is no such replica,
-        EngineDeadError, and EngineStalledError if it does not answer in time.
-        """
-        self.attach()
-        if not 0 <= replica < self._size:
-            raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
-        if replica not in self._dead:
-            try:
-                return await self._clients[replica].ask(method, since=since, timeout_s=timeout_s)
-            except TimeoutError:
-                raise EngineStalledError(
-                    self.named(replica, f"the engine core has not answered for {timeout_s:g} s")
-                ) from None
-            except EngineDeadError:
-                if replica not in self._dead:  # it has been shut down
-                    raise
-        raise EngineDeadError(self.named(replica, self._dead[replica]))
-
-    async def ask_all(
-        self, method: str, *, limit: int | None = None, timeout_s: float | None = None
-    ) -> dict[int, Answer]:
-        """Asks the busy loops of all that live. One that dies meanwhile is left out. Raises
-        EngineDeadError if all have; TimeoutError, which names the replica.
-        """
-        self.attach()
-        asked = self._alive.copy()
-        answers = await asyncio.gather(
-            *(
-                self._clients[replica].ask(method, limit=limit, timeout_s=timeout_s)
-                for replica in asked
-            ),
-            return_exceptions=True,
-        )
-        found: dict[int, Answer] = {}
-        died: EngineDeadError | None = None
-        for replica, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, Answer):
-                found[replica] = answer
-            elif isinstance(answer, EngineDeadError):
-                died = answer
-            elif isinstance(answer, TimeoutError):
-                raise TimeoutError(self.named(replica, "the engine core"))
-            else:
-                raise answer
-        if not found and died is not None:
-            raise died
-        return found
-
-    async def ask_responsive(
-        self,
-        method: str,
-        *,
-        limit: int | None = None,
-        timeout_s: float,
-        is_good: Callable[[Answer], bool] = lambda answer: True,
-    ) -> dict[int, Answer]:
-        """Ask the busy loops of all live replicas, and return the answers that came in time, by
-        replica.
-
-        After the first good answer the others have `_SPARE_S` seconds, so one replica that hangs
-        delays no call for longer. Raises EngineDeadError if all have died.
-        """
-        self.attach()
-        loop = asyncio.get_running_loop()
-        # Wait only briefly if all cores are known to hang. A core that works again answers at once.
-        known = len(self._watch.stalled) == len(self._alive)
-        until = loop.time() + (min(timeout_s, _SPARE_S) if known else timeout_s)
-        tasks = {
-            replica: asyncio.create_task(self._clients[replica].ask(method, limit=limit))
-            for replica in self._alive
-        }
-        pending = set(tasks.values())
-        try:
-            while pending:
-                done, pending = await asyncio.wait(
-                    pending,
-                    timeout=max(0.0, until - loop.time()),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if not done:
-                    break
-                if any(task.exception() is None and is_good(task.result()) for task in done):
-                    until = min(until, loop.time() + _SPARE_S)
-        finally:
-            for task in pending:
-                task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        self.attach()
-        return self._answered(tasks)
-
-    def _answered(self, tasks: Mapping[int, asyncio.Task[Answer]]) -> dict[int, Answer]:
-        """Return the answers by replica. Watch the replicas that have not answered from now on."""
-        found: dict[int, Answer] = {}
-        for replica, task in tasks.items():
-            if task.cancelled():
-                if replica in self._alive:
-                    self._watch.suspect(replica)
-            elif (error := task.exception()) is None:
-                found[replica] = task.result()
-            elif not isinstance(error, EngineDeadError):
-                raise error
-        return found
-
-    async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
-        """Has the replicas serve another frontend too, which will listen there; those that die
-        meanwhile are left out. Raises EngineDeadError if all have.
-        """
-        numbers = await asyncio.gather(
-            *(self._clients[replica].connect(address) for replica, address in addresses.items()),
-            return_exceptions=True,
-        )
-        seats: list[Seat] = []
-        for (replica, address), number in zip(addresses.items(), numbers, strict=True):
-            if isinstance(number, int):
-                seats.append(Seat(replica, number, address))
-            elif not isinstance(number, EngineDeadError):
-                raise number
-        if not seats:
-            self.attach()  # tells what they have died of
-            raise EngineDeadError("all replicas have died")
-        return tuple(seats)
-
-    @property
-    def alive(self) -> Sequence[int]:
-        """Numbers of the replicas that live."""
-        return self._alive.copy()
-
-    def fail_calls(self, error: EngineDeadError) -> None:
-        """Everyone who waits for an answer gets an exception like this one."""
-        for client in self._clients.values():
-            client.fail_calls(error)
-
-    # What comes.
+    # Messages from the replicas.
 
     def _on_outputs(self, replica: int, outputs: Outputs, more: bool) -> None:
         if replica in self._dead:
-            return  # what it had told of them by its death is what they have gone on from
+            return  # its requests have continued from the tokens that came before its death
         if outputs.handles:
             self._watch.told_tokens(replica)
         for started in outputs.started:
@@ -487,7 +347,7 @@ class ReplicaSet:
             self._router.suspend(replica)
 
     def _move(self, sent: _Sent, error: EngineDeadError) -> None:
-        """Has a lost request go on elsewhere."""
+        """Let another replica continue a request whose replica has died."""
         tokens = {
             h: ids for h in sorted(sent.live) if (ids := self._outputs.tokens_of(h)) is not None
         }
@@ -513,41 +373,3 @@ class ReplicaSet:
                 watcher.set_result(None)
         self._sent.clear()
         self._outputs.fail_all(self._error)
-
-    def named(self, replica: int, text: str) -> str:
-        """The text, of a replica where there are several."""
-        return text if self._size == 1 else f"replica {replica}: {text}"
-
-
-def continued(
-    message: AddRequest, tokens: Mapping[int, list[int]]
-) -> list[tuple[AddRequest, set[int]]]:
-    """What has another replica go on with a request, and the handles of each. tokens: what has come
-    for those of its choices that have not ended, by handle.
-
-    Nothing has come of a beam search before its end; and choices that have all given nothing share
-    the computation of their prompt again. Otherwise each goes on by itself, with the seed that it
-    has.
-    """
-    whole = message.beam_search is not None or (
-        len(tokens) == message.sampling.n and not any(tokens.values())
-    )
-    if not tokens:
-        return []
-    if whole:
-        return [(message, set(tokens))]
-    return [(_alone(message, handle, ids), {handle}) for handle, ids in tokens.items()]
-
-
-def _alone(message: AddRequest, handle: int, tokens: list[int]) -> AddRequest:
-    """One of its choices."""
-    index, output = handle - message.handle, pack_ids(tokens)
-    if message.sampling.n == 1:
-        return msgspec.structs.replace(message, output_token_ids=output)
-    return msgspec.structs.replace(
-        message,
-        handle=handle,
-        request_id=f"{message.request_id}/{index}",
-        output_token_ids=output,
-        sampling=message.sampling.for_choice(index),
-    )

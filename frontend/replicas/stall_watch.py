@@ -1,5 +1,4 @@
-"""Notice replicas that make no progress while requests wait for them: a hung core, or a hung
-worker.
+"""The watch for replicas that make no progress while requests wait: a hung core or worker.
 
 A replica that sends tokens makes progress. The watch asks a silent replica: its core answers in
 microseconds, with the time for which its steps in flight have had no output. The watch counts its
@@ -20,12 +19,16 @@ from sidestep.ipc.transport.messages import Answer
 TURN_S = 0.5
 """Seconds between two turns of the watch."""
 STALL_S = 2.0
-"""Seconds without an answer, or without an output of a step in flight, after which a replica counts
-as stalled."""
+"""Seconds without progress after which a replica counts as stalled.
+
+Progress is an answer, or an output of a step in flight.
+"""
 _MOST_TURNS = int(STALL_S / TURN_S)
 _MOST_PATIENCE_S = 64.0
-"""Largest limit, in seconds, for a step without an output. A replica's limit doubles, up to this,
-each time that it turns out to be slow and not stalled."""
+"""Largest limit, in seconds, for a step without an output.
+
+A replica's limit doubles, up to this, each time that it turns out to be slow and not stalled.
+"""
 _NO_PROGRESS = "the steps in flight make no progress"
 
 
@@ -43,7 +46,10 @@ class _Look:
 
 
 class StallWatch:
-    """Watch the replicas that have requests. All methods belong to the event loop's thread."""
+    """The watch of the replicas that have requests.
+
+    All methods belong to the event loop's thread.
+    """
 
     def __init__(
         self,
@@ -51,8 +57,10 @@ class StallWatch:
         busy: Callable[[], Iterable[int]],
         on_change: Callable[[int, str | None], None],
     ) -> None:
-        """ping: asks a replica. busy: returns the replicas with requests in flight. on_change:
-        called with the reason when a replica stalls, and with None when it makes progress again.
+        """Watch no replica yet.
+
+        ping: asks a replica. busy: returns the replicas with requests in flight. on_change: called
+        with the reason when a replica stalls, and with None when it makes progress again.
         """
         self._ping = ping
         self._busy = busy
@@ -80,8 +88,9 @@ class StallWatch:
             self._timer = loop.call_later(TURN_S, self._turn)
 
     def suspect(self, replica: int) -> None:
-        """Watch a replica, also without requests, because it has not answered a question in
-        time.
+        """Watch a replica, also without requests.
+
+        The reason is that it has not answered a question in time.
         """
         look = self._looks.setdefault(replica, _Look())
         if look.asked is None:
@@ -101,7 +110,7 @@ class StallWatch:
             look.asked.cancel()
 
     def stop(self) -> None:
-        """Stop watching. `wake` begins again, in another event loop if need be."""
+        """Stop watching; `wake` begins again, if need be in another event loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""The replica with the least work in flight."""
+"""The router that chooses the replica with the least work in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from sidestep.frontend.routing.router import RoutedRequest, Router
 
 
 class LeastLoadedRouter(Router):
-    """Among equals the one that has waited longest for a request."""
+    """A router that chooses the least loaded replica.
+
+    Among equally loaded replicas it chooses the one that has waited longest for a request.
+    """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
         super().__init__(num_blocks, block_size)

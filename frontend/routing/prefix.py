@@ -1,4 +1,4 @@
-"""The replica for which a request is least work, weighed against how much each has already."""
+"""The router that weighs a request's work on each replica against the replica's load."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ from sidestep.frontend.routing.router import SEQUENCE_TOKENS, RoutedRequest, Rou
 from sidestep.frontend.routing.seen_blocks import SeenBlocks, block_hashes
 
 _DEARER = 0.5
-"""A replica with so much more than its share, as a part of that, counts as e times as dear."""
+"""Excess of a replica over its share, as a part of the share, that multiplies its cost by e."""
 _FEW_TOKENS = 8192
-"""Differences of work that are small beside this do not matter, since a step takes so much at
-once."""
+"""Tokens of work beside which smaller differences of load do not matter.
+
+One step computes about this many tokens at once.
+"""
 _FEW_OF_CACHE = 1 / 16
-"""Nor do those of what has been sent over time that are small beside this share of a replica's
-cache."""
+"""Share of a replica's cache beside which smaller differences of the work sent do not matter."""
 _HOME = 0.5
-"""How much a prompt that nobody knows prefers the replica that its hash names."""
+"""Amount by which the logarithm of the home replica's cost is lowered.
+
+The home is the replica that the hash of a prompt's first unknown block names.
+"""
 
 
 class PrefixRouter(Router):
-    """Affinity to prefixes, bounded by load.
+    """A router with affinity to prefixes, bounded by load.
 
-    The cost of a replica is what it would have to compute, times exp(its excess / 50%). The excess
-    is of two things over the replicas' mean: of the work in flight, and of the work sent to it
-    while its cache was last filled once, which is what presses older prefixes out of it. So a new
-    conversation goes where there is least to do, and one that goes on stays where it is known until
-    others have much less to do: the more of it is known, the longer.
+    The cost of a replica is the work that it would have to compute, times exp(its excess / 50%).
+    The excess is the sum of two excesses over the replicas' mean. One is that of the work in
+    flight. The other is that of the work sent to the replica while its cache was last filled once:
+    this work evicts older prefixes. So a new conversation goes to the replica with the least work.
+    A conversation that continues stays on the replica that knows it until other replicas have much
+    less work. The more of it the replica knows, the longer it stays.
 
-    Of replicas that know equally much of a prompt one is preferred: the one that the first block
-    after that names (rendezvous hashing, Thaler and Ravishankar 1998). So frontends that do not
-    know of each other tend to send a conversation's turns to the same replica.
+    If several replicas know equally much of a prompt, the router prefers one of them by rendezvous
+    hashing (Thaler and Ravishankar 1998). The key is the first block after the known part. So
+    frontends that do not know of each other tend to send a conversation's turns to the same
+    replica.
     """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
@@ -43,6 +49,7 @@ class PrefixRouter(Router):
         self._sent = dict.fromkeys(num_blocks, 0.0)
 
     def dead(self, replica: int) -> None:
+        """Forget a replica that has died, with its blocks and the work sent to it."""
         super().dead(replica)
         del self._seen[replica], self._sent[replica]
 
@@ -74,14 +81,17 @@ class PrefixRouter(Router):
         return chosen, known[chosen] * size
 
     def _home(self, request: RoutedRequest, known: Mapping[int, int]) -> int | None:
-        """Where it belongs, if several know equally much of it."""
+        """Return a prompt's home among the replicas that know most of it, if there are several."""
         most, width = max(known.values()), self._block_size * 4
         equals = [replica for replica, num_known in known.items() if num_known == most]
         block = request.token_ids[most * width : (most + 1) * width]
         return rendezvous(block, equals) if len(equals) > 1 and len(block) == width else None
 
     def _note(self, replica: int, work: int) -> None:
-        """Forgets, with each piece of work, as much of what was sent before."""
+        """Note work that was sent to a replica.
+
+        Each piece of work decays what was sent before, in the steady state by as much as it adds.
+        """
         keep = math.exp(-work / (self._cache_tokens * len(self._sent)))
         for each in self._sent:
             self._sent[each] *= keep
@@ -89,14 +99,15 @@ class PrefixRouter(Router):
 
 
 def _excess(amounts: Mapping[int, float], little: float) -> dict[int, float]:
-    """How much more or less than its share each has, as a share of that."""
+    """Return each replica's difference from the mean amount, as a share of the mean."""
     mean = sum(amounts.values()) / len(amounts)
     return {replica: (amount - mean) / (mean + little) for replica, amount in amounts.items()}
 
 
 def rendezvous(key: bytes, replicas: Iterable[int]) -> int:
-    """The one of them that a key belongs to, in every process; a replica's end moves no other's
-    keys.
+    """Return the replica that a key belongs to, the same one in every process.
+
+    When a replica ends, only its own keys move to other replicas.
     """
     return max(
         replicas, key=lambda r: blake2b(key, digest_size=8, salt=r.to_bytes(4, "little")).digest()

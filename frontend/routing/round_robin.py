@@ -1,4 +1,4 @@
-"""One replica after the other."""
+"""The router that takes the replicas in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sidestep.frontend.routing.router import RoutedRequest, Router
 
 
 class RoundRobinRouter(Router):
-    """Looks at nothing."""
+    """A router that takes the replicas in turn and looks at nothing else."""
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
         super().__init__(num_blocks, block_size)

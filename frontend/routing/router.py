@@ -1,8 +1,9 @@
-"""Which replica takes a request: the interface, and the books that every router keeps.
+"""The interface of a router, which chooses the replica of a request, and its accounts of load.
 
-A router is synchronous and pure: it reads no clock, waits for nothing, and knows what its own
-frontend has sent and what of that has ended. Frontends that share an engine each have one and do
-not talk to each other: each spreads its own requests evenly, so all of them together do.
+A router is synchronous and pure: it reads no clock and waits for nothing. It knows the requests
+that its own frontend has sent and which of them have ended. Each of the frontends that share an
+engine has a router, and the routers do not talk to each other. Each spreads its own requests
+evenly, so all of them together do.
 """
 
 from __future__ import annotations
@@ -12,33 +13,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SEQUENCE_TOKENS = 256
-"""A sequence in flight weighs as much as so many tokens of prompt that must be computed: each of
-its tokens takes a row of a step, and how many will come nobody knows."""
+"""Tokens of prompt to compute that weigh as much as one sequence in flight.
+
+Each token of a sequence takes a row of a step, and the number of its tokens is not known before.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What a router looks at."""
+    """The part of a request that a router looks at."""
 
     handle: int
     token_ids: bytes
-    """int32: the prompt, and what has been generated already."""
+    """The token ids of the prompt and of the output so far, as int32."""
     num_sequences: int = 1
-    """Choices or beams, which stay together."""
+    """Number of choices or beams, which all run on one replica."""
     cache_salt: str | None = None
     num_public_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """To be known before the first new one."""
+        """Number of tokens that must be computed or cached before the first new one."""
         return len(self.token_ids) // 4
 
 
 class Router(abc.ABC):
-    """Spreads requests over the replicas that live. One of them must when `choose` is called."""
+    """The base of routers, which spread requests over the live replicas.
+
+    One replica must be alive when `choose` is called.
+    """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
-        """num_blocks: how many KV blocks of `block_size` tokens each replica has, by its number."""
+        """Begin with replicas that are all idle.
+
+        num_blocks: the number of KV blocks of `block_size` tokens that each replica has, by the
+        replica's number.
+        """
         self._loads = dict.fromkeys(num_blocks, 0)
         self._suspended: set[int] = set()
         self._in_flight: dict[int, tuple[int, int]] = {}
@@ -48,12 +58,13 @@ class Router(abc.ABC):
 
     @property
     def loads(self) -> dict[int, int]:
-        """Of each replica that lives: the work in flight, in tokens to compute."""
+        """The work in flight of each live replica, in tokens to compute."""
         return dict(self._loads)
 
     def choose(self, request: RoutedRequest) -> int:
-        """The replica that takes it. Until `finished`, or that replica's death, it counts as in
-        flight there.
+        """Return the replica that takes a request.
+
+        The request counts as in flight there until `finished`, or until the replica's death.
         """
         replica, num_cached = self._pick(request)
         work = request.num_tokens - num_cached + SEQUENCE_TOKENS * request.num_sequences
@@ -71,8 +82,10 @@ class Router(abc.ABC):
 
     @property
     def candidates(self) -> dict[int, int]:
-        """Return the load of each replica that may be chosen now: the replicas that are not
-        suspended, or else all live ones.
+        """The load of each replica that may be chosen now.
+
+        These are the replicas that are not suspended, or all live replicas if every one is
+        suspended.
         """
         if not self._suspended:
             return self._loads
@@ -80,12 +93,12 @@ class Router(abc.ABC):
         return open_ones or self._loads
 
     def finished(self, handle: int) -> None:
-        """The request has ended, however it did."""
+        """Remove the load of a request that has ended, for whatever reason."""
         replica, work = self._in_flight.pop(handle)
         self._loads[replica] -= work
 
     def dead(self, replica: int) -> None:
-        """It takes nothing any more, and nothing is in flight there."""
+        """Remove a replica that has died, with all that is in flight there."""
         del self._loads[replica]
         self._suspended.discard(replica)
         for handle in [h for h, (at, _) in self._in_flight.items() if at == replica]:
@@ -93,6 +106,7 @@ class Router(abc.ABC):
 
     @abc.abstractmethod
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
-        """Return one of `self.candidates`, and the number of the request's tokens that it need not
-        compute.
+        """Return the chosen replica and the request's number of cached tokens there.
+
+        The replica is one of `self.candidates`; it need not compute the cached tokens.
         """

@@ -1,9 +1,9 @@
-"""What a replica's prefix cache holds, as far as a frontend can tell: an approximate prefix tree.
+"""An approximate prefix tree of the blocks that a replica's prefix cache holds.
 
 A block is known by a hash of its tokens and of the block before it, so a set of hashes is a tree of
-prefixes. It forgets as the cache does, the least recently used first and of a prompt its end first.
-So with a block all that come before it are known, and the longest known prefix is found by
-bisection.
+prefixes. The tree forgets as the cache does: the least recently used blocks first, and the end of a
+prompt before its beginning. So if a block is known, all blocks before it are known too, and
+bisection finds the longest known prefix.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _ID_BYTES = 4
 def block_hashes(
     token_ids: bytes, block_size: int, cache_salt: str | None = None, num_public_tokens: int = 0
 ) -> list[int]:
-    """Of each full block of int32 token ids. As in the KV cache, the salt enters with the first
-    block that is not wholly public. They differ from process to process.
+    """Return the hash of each full block of int32 token ids.
+
+    As in the KV cache, the salt enters with the first block that is not wholly public. The hashes
+    differ from process to process.
     """
     hashes: list[int] = []
     width, parent = block_size * _ID_BYTES, 0
@@ -46,11 +48,11 @@ class SeenBlocks:
         return f"SeenBlocks({len(self)} of {self._capacity})"
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many blocks of a prompt it knows, from the first on."""
+        """Return the number of known blocks at the beginning of a prompt."""
         return bisect_left(hashes, True, key=lambda h: h not in self._blocks)
 
     def add(self, hashes: Sequence[int]) -> None:
-        """All blocks of a prompt, which are now the last to be forgotten."""
+        """Add all blocks of a prompt as the most recently used ones."""
         blocks = self._blocks
         for block in reversed(hashes):
             blocks[block] = None

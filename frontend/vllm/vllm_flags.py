@@ -1,5 +1,6 @@
-"""Flags that `vllm serve` has and `sidestep serve` has not. They are parsed, so that an error can
-say what to do instead.
+"""Flags that `vllm serve` has and `sidestep serve` has not.
+
+They are parsed, so that an error can name the replacement.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _SHORT = {
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser, table: Mapping[str, Foreign]) -> None:
-    """Add a flag for each name of a table that the command has no flag for. The help does not show
-    them.
+    """Add a flag for each name of a table that the command has no flag for.
+
+    The help does not show these flags.
     """
     for name, foreign in table.items():
         flags = [
@@ -51,8 +53,9 @@ def vllm_values(parsed: argparse.Namespace, table: Mapping[str, Foreign]) -> dic
 
 
 def with_dashes(words: Iterable[str]) -> list[str]:
-    """Return a command line's words with flags such as `--max_model_len` written as
-    `--max-model-len`. Words after a bare `--` stay as they are.
+    """Return a command line's words with dashes instead of underscores in the flags.
+
+    `--max_model_len` becomes `--max-model-len`. Words after a bare `--` stay as they are.
     """
     made, are_flags = list[str](), True
     for word in words:
@@ -65,7 +68,7 @@ def with_dashes(words: Iterable[str]) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """Return the text as a number or an object of Python's, else as it is."""
+    """Return the value of a text that is JSON, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""vLLM's names on LLM and AsyncLLM: arguments that ask for nothing are accepted, all other names
-are refused.
+"""vLLM's names on LLM and AsyncLLM, which are accepted or refused.
 
-The tables are in ipc/vllm. Type checkers see only the names that exist here.
+Arguments of vLLM's are accepted if they ask for what Sidestep does anyway; all other names are
+refused. The tables are in ipc/vllm. Type checkers see only the names that exist here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ R = TypeVar("R")
 
 
 def takes_vllm_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function be called with vLLM's arguments that ask for nothing; others raise
-    ValidationError.
+    """Let a function be called with vLLM's arguments that ask for what Sidestep does anyway.
 
-    The decorated function keeps its name and signature.
+    Other arguments of vLLM's raise ValidationError. The decorated function keeps its name and
+    signature.
     """
     own = inspect.signature(function).parameters
     table = {name: foreign for name, foreign in ARGUMENTS.items() if name not in own}
@@ -38,7 +38,7 @@ def takes_vllm_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Refusing:
-    """Base of classes that name the replacement of an attribute of vLLM's."""
+    """The base of classes that name the replacement of an attribute of vLLM's."""
 
     _INSTEAD: Mapping[str, str] = {}
 
@@ -52,14 +52,18 @@ class _Refusing:
 
 
 class RefusesVllmMethods(_Refusing):
-    """Refuse the methods of vLLM's engines: `hasattr` is false of them, and calling them raises
-    UnsupportedError.
+    """The base of classes that refuse the methods of vLLM's engines.
+
+    `hasattr` is false of these methods, and calling them raises UnsupportedError.
     """
 
     _INSTEAD = METHODS
 
 
 class RefusesTokenizerMethods(_Refusing):
-    """Refuse the methods of transformers' tokenizers that do not exist here."""
+    """The base of classes that refuse methods of transformers' tokenizers.
+
+    It refuses those that do not exist here.
+    """
 
     _INSTEAD = TOKENIZER_METHODS

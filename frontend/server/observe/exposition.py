@@ -18,7 +18,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
-from sidestep.frontend.replicas.replica_set import ReplicaStatus
+from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.server.observe.figures import Figures, TenantCounts
 from sidestep.frontend.server.observe.metrics import HISTOGRAMS
 from sidestep.ipc.transport.records import STEP_KINDS, WAIT_REASONS

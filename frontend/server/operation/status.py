@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sidestep.frontend.api.async_llm import sum_stats
+from sidestep.frontend.api.engine_view import sum_stats
 from sidestep.frontend.server.observe.exposition import Exposition
 from sidestep.frontend.server.observe.figures import TenantCounts
 from sidestep.frontend.server.schemas.protocol import Load, Model, ModelList, Status, Version

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from sidestep.frontend.cli.remote_model import QueuePlace, RemoteModel
+from sidestep.frontend.cli.remote_model import RemoteModel, RemoteQueuePosition
 from tests.server.live import LiveServer, raw_request
 
 CHAT: dict[str, Any] = {
@@ -36,12 +36,12 @@ def occupy(server: LiveServer, stack: ExitStack, running: int, waiting: int) -> 
 
 def test_a_stream_is_told_how_many_are_before_it(make_server: Callable[..., LiveServer]) -> None:
     server = make_server("--max-num-seqs", "1", step_ms=5)
-    told: list[QueuePlace] = []
+    told: list[RemoteQueuePosition] = []
     model = RemoteModel(server.url, None, None, {"max_tokens": 8, "ignore_eos": True})
     with ExitStack() as stack:
         before = occupy(server, stack, running=1, waiting=2)
 
-        def note(place: QueuePlace) -> None:
+        def note(place: RemoteQueuePosition) -> None:
             told.append(place)
             for connection in before:  # then no request is before it any more
                 connection.close()
@@ -55,7 +55,7 @@ def test_a_stream_is_told_how_many_are_before_it(make_server: Callable[..., Live
                 await model.close()
 
         assert asyncio.run(ask())
-    assert told == [QueuePlace(2)] and told[0].text == "waiting, 2 before you"
+    assert told == [RemoteQueuePosition(2)] and told[0].text == "waiting, 2 before you"
 
 
 def test_the_number_is_bounded(make_server: Callable[..., LiveServer]) -> None:

@@ -21,7 +21,7 @@ from sidestep import (
 )
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.output.output_processor import OutputProcessor
-from sidestep.frontend.replicas import replica_set, stall_watch
+from sidestep.frontend.replicas import core_questions, replica_set, stall_watch
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.processes.core_args import Invitation
@@ -296,7 +296,7 @@ async def test_the_replicas_that_keep_an_engine_from_being_healthy_are_named(
 async def test_nobody_waits_for_a_core_that_is_silent(
     llm: AsyncLLM, channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_set, "_SPARE_S", 0.01)
+    monkeypatch.setattr(core_questions, "_SPARE_S", 0.01)
     asking = asyncio.create_task(llm.get_stats_by_replica())
     await turns()
     answer_calls(channels[:2], num_running=[1, 2])

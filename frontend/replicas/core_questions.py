@@ -1,0 +1,176 @@
+"""Questions to the cores of an engine's replicas, and the collection of their answers."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from sidestep.frontend.replicas.engine_client import EngineClient
+from sidestep.frontend.replicas.stall_watch import StallWatch
+from sidestep.ipc.common.errors import EngineDeadError, EngineStalledError, ValidationError
+from sidestep.ipc.processes.core_args import ClientAddress, Seat
+from sidestep.ipc.transport.messages import Answer
+
+_SPARE_S = 0.3
+"""Seconds that the other replicas have for an answer after the first good answer."""
+
+
+class CoreQuestions(abc.ABC):
+    """The part of ReplicaSet that asks the cores."""
+
+    _clients: dict[int, EngineClient]
+    _alive: list[int]
+    _dead: dict[int, str]
+    _size: int
+    _watch: StallWatch
+
+    @abc.abstractmethod
+    def attach(self) -> None:
+        """Bind the engine to the running event loop; see ReplicaSet."""
+
+    @property
+    def alive(self) -> Sequence[int]:
+        """Numbers of the live replicas."""
+        return self._alive.copy()
+
+    def fail_calls(self, error: EngineDeadError) -> None:
+        """Give everyone who waits for an answer an exception like this one."""
+        for client in self._clients.values():
+            client.fail_calls(error)
+
+    def named(self, replica: int, text: str) -> str:
+        """Return the text, after the replica's number if there are several replicas."""
+        return text if self._size == 1 else f"replica {replica}: {text}"
+
+    async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
+        """Ask the busy loop of one replica.
+
+        Raises ValidationError if there is no such replica, EngineDeadError, and EngineStalledError
+        if it does not answer in time.
+        """
+        self.attach()
+        if not 0 <= replica < self._size:
+            raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
+        if replica not in self._dead:
+            try:
+                return await self._clients[replica].ask(method, since=since, timeout_s=timeout_s)
+            except TimeoutError:
+                raise EngineStalledError(
+                    self.named(replica, f"the engine core has not answered for {timeout_s:g} s")
+                ) from None
+            except EngineDeadError:
+                if replica not in self._dead:  # it has been shut down
+                    raise
+        raise EngineDeadError(self.named(replica, self._dead[replica]))
+
+    async def ask_all(
+        self, method: str, *, limit: int | None = None, timeout_s: float | None = None
+    ) -> dict[int, Answer]:
+        """Ask the busy loops of all live replicas, and return their answers by replica.
+
+        A replica that dies meanwhile is left out. Raises EngineDeadError if all have died;
+        TimeoutError, which names the replica.
+        """
+        self.attach()
+        asked = self._alive.copy()
+        answers = await asyncio.gather(
+            *(
+                self._clients[replica].ask(method, limit=limit, timeout_s=timeout_s)
+                for replica in asked
+            ),
+            return_exceptions=True,
+        )
+        found: dict[int, Answer] = {}
+        died: EngineDeadError | None = None
+        for replica, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Answer):
+                found[replica] = answer
+            elif isinstance(answer, EngineDeadError):
+                died = answer
+            elif isinstance(answer, TimeoutError):
+                raise TimeoutError(self.named(replica, "the engine core"))
+            else:
+                raise answer
+        if not found and died is not None:
+            raise died
+        return found
+
+    async def ask_responsive(
+        self,
+        method: str,
+        *,
+        limit: int | None = None,
+        timeout_s: float,
+        is_good: Callable[[Answer], bool] = lambda answer: True,
+    ) -> dict[int, Answer]:
+        """Ask the busy loops of all live replicas, and return the answers that came in time.
+
+        The answers are by replica. After the first good answer the others have `_SPARE_S` seconds,
+        so one replica that hangs delays no call for longer. Raises EngineDeadError if all have
+        died.
+        """
+        self.attach()
+        loop = asyncio.get_running_loop()
+        # Wait only briefly if all cores are known to hang. A core that works again answers at once.
+        known = len(self._watch.stalled) == len(self._alive)
+        until = loop.time() + (min(timeout_s, _SPARE_S) if known else timeout_s)
+        tasks = {
+            replica: asyncio.create_task(self._clients[replica].ask(method, limit=limit))
+            for replica in self._alive
+        }
+        pending = set(tasks.values())
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=max(0.0, until - loop.time()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not done:
+                    break
+                if any(task.exception() is None and is_good(task.result()) for task in done):
+                    until = min(until, loop.time() + _SPARE_S)
+        finally:
+            for task in pending:
+                task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        self.attach()
+        return self._answered(tasks)
+
+    def _answered(self, tasks: Mapping[int, asyncio.Task[Answer]]) -> dict[int, Answer]:
+        """Return the answers by replica.
+
+        The stall watch watches the replicas that have not answered from now on.
+        """
+        found: dict[int, Answer] = {}
+        for replica, task in tasks.items():
+            if task.cancelled():
+                if replica in self._alive:
+                    self._watch.suspect(replica)
+            elif (error := task.exception()) is None:
+                found[replica] = task.result()
+            elif not isinstance(error, EngineDeadError):
+                raise error
+        return found
+
+    async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
+        """Let the replicas serve another frontend too, and return its seats.
+
+        The other frontend will listen at the addresses. Replicas that die meanwhile are left out.
+        Raises EngineDeadError if all have died.
+        """
+        numbers = await asyncio.gather(
+            *(self._clients[replica].connect(address) for replica, address in addresses.items()),
+            return_exceptions=True,
+        )
+        seats: list[Seat] = []
+        for (replica, address), number in zip(addresses.items(), numbers, strict=True):
+            if isinstance(number, int):
+                seats.append(Seat(replica, number, address))
+            elif not isinstance(number, EngineDeadError):
+                raise number
+        if not seats:
+            self.attach()  # raises with the cause of their death
+            raise EngineDeadError("all replicas have died")
+        return tuple(seats)
