@@ -16,6 +16,7 @@ from torch import Tensor
 from sidestep.executor.layers.rotary import RotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.transfer import to_device
+from sidestep.ipc.model.dense_size import kv_per_token
 from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.ops.block_copy import copy_blocks
 
@@ -36,7 +37,7 @@ class AttentionShape:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the size of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return self.num_layers * kv_per_token(self.num_kv_heads, self.head_dim) * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,11 @@ from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_pro
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.sampling.token_logprobs import Logprobs, encode_logprobs
+from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
 from sidestep.ipc.transport.step import Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.ops.rms_norm import Stream
 
 _CPU = torch.device("cpu")
-_BLOCK_SIZE = 16
-"""Tokens in a KV block by default."""
 
 
 class ModelRunner(Runner):
@@ -48,7 +47,7 @@ class ModelRunner(Runner):
         self._dtype = pick_dtype(args, _CPU)
         self._stage = args.stage
         self._limits = args.scheduler.limits("cpu", self._stage.count)
-        self._block_size = args.cache.block_size or _BLOCK_SIZE
+        self._block_size = args.cache.block_size or CPU_BLOCK_SIZE
         self._parallel = Parallel(
             args.rank_in_stage,
             args.parallel.tensor_parallel_size,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sidestep.ipc.model.dense_size import layer_size
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.kernels.triton.prepare_step_triton import StepLayout
 
@@ -90,11 +91,7 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     launch the step's kernels one by one.
     """
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
-    layer = (
-        2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-        + 3 * spec.hidden_size * spec.intermediate_size
-    )
-    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer))
+    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer_size(spec).matrices))
 
 
 class CudaGraphs:

@@ -57,6 +57,7 @@ from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_r
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import available_cores
+from sidestep.ipc.model.cache_sizes import GPU_MARGIN_BYTES
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import Int64, StepInput, StepMasks
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
@@ -67,8 +68,6 @@ from sidestep.kernels.triton.prepare_step_triton import (
 
 _PAD = 128
 """Eager steps are padded to a multiple of this many tokens."""
-_MARGIN = 512 << 20
-"""Bytes left to the driver, to graphs and to libraries' own buffers."""
 _NO_IDS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
 
 
@@ -187,7 +186,7 @@ class GpuRunner(StepKernels, Runner):
             self._block_size,
             free=free,
             total=total,
-            working=max(controlled, working) + graphs + sent + _MARGIN,
+            working=max(controlled, working) + graphs + sent + GPU_MARGIN_BYTES,
         )
         # Block ids are common to all ranks, so the rank with the least room decides.
         return self._parallel.minimum(blocks)

@@ -34,6 +34,7 @@ from sidestep.executor.sampling.prompt_logprobs import (
 )
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
 from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.ops.token_masks import mask_tokens
 from sidestep.kernels.triton.mask_logits_triton import mask_logits
@@ -46,9 +47,6 @@ from sidestep.kernels.triton.prepare_step_triton import (
     prepare_step,
 )
 from sidestep.kernels.triton.sampling_triton import sample_tokens, scratch_size
-
-_BLOCK_SIZE = 64
-"""Tokens in a KV block by default."""
 
 
 class StepKernels:
@@ -63,7 +61,7 @@ class StepKernels:
         self._stage = args.stage
         self._device = device
         self._dtype = pick_dtype(args, device)
-        self._block_size = args.cache.block_size or _BLOCK_SIZE
+        self._block_size = args.cache.block_size or GPU_BLOCK_SIZE
         if self._block_size % 16:
             raise EngineStartError(
                 f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}"

@@ -7,12 +7,11 @@ import os
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import StepLimits
+from sidestep.ipc.model.cache_sizes import CPU_CACHE_BYTES
 
-_CPU_LIMIT = 2 << 30
-"""Bytes of a CPU's cache, unless the user asks for more."""
 _CPU_TOKENS = 128
 """Tokens of each request that may run at once, for which a CPU's cache is sized by default. Sized
-by `_CPU_LIMIT` alone, the cache of a small model would be a hundred times as large as the model."""
+by `CPU_CACHE_BYTES` alone, the cache of a small model would be a hundred times as large as the model."""
 
 
 def cpu_kv_blocks(
@@ -32,7 +31,7 @@ def cpu_kv_blocks(
         limits,
         bytes_per_token,
         block_size,
-        min(_CPU_LIMIT, share, enough),
+        min(CPU_CACHE_BYTES, share, enough),
         "raise kv_cache_memory_bytes or lower block_size",
     )
 
