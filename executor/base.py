@@ -10,7 +10,7 @@ from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank found out while it loaded its part of the model."""
+    """Facts that a rank found out while it loaded its part of the model."""
 
     num_kv_blocks: int
     block_size: int

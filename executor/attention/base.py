@@ -42,7 +42,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSetup:
-    """What a backend is made with."""
+    """Arguments of an attention backend."""
 
     shape: AttentionShape
     num_blocks: int

@@ -46,7 +46,7 @@ class SumBuffer(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank adds to a sum.
+    """This rank's contribution to a sum.
 
     Its holder writes `mine`, then calls `sum` once, on all ranks.
     """

@@ -15,7 +15,7 @@ from sidestep.ipc.transport.step import Int32, Int64, StepInput
 
 @dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """What the host knows of a step: everything but the ids of sampled tokens. R rows, T tokens.
+    """A step as the host knows it: all but the ids of sampled tokens. R rows, T tokens.
 
     Values that only some devices need are made from the state's tables when they are first read. So
     they must be read before the next step is applied.

@@ -11,7 +11,8 @@ from sidestep.ipc.model.cache_sizes import CPU_CACHE_BYTES
 
 _CPU_TOKENS = 128
 """Tokens of each request that may run at once, for which a CPU's cache is sized by default. Sized
-by `CPU_CACHE_BYTES` alone, the cache of a small model would be a hundred times as large as the model."""
+by `CPU_CACHE_BYTES` alone, the cache of a small model would be a hundred times as large as the
+model."""
 
 
 def cpu_kv_blocks(

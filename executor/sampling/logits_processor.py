@@ -18,7 +18,7 @@ from sidestep.ipc.transport.step import Int32
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSetup:
-    """What a processor is made with."""
+    """Arguments of a logits processor."""
 
     device: torch.device
     vocab_size: int
