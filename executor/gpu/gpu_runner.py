@@ -61,6 +61,7 @@ from sidestep.ipc.model.cache_sizes import GPU_MARGIN_BYTES
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import Int64, StepInput, StepMasks
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
+from sidestep.kernels.launch_order import checked_order
 from sidestep.kernels.triton.prepare_step_triton import (
     SAMPLING,
     StepLayout,
@@ -211,8 +212,9 @@ class GpuRunner(StepKernels, Runner):
         mixed = mixed_ladder(
             limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec)
         )
-        for sizes in [*mixed[-1:], *mixed[:1], *decode]:
-            self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
+        with checked_order():
+            for sizes in [*mixed[-1:], *mixed[:1], *decode]:
+                self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
         torch.cuda.synchronize()
         # The largest first: the others then fit into the memory it took.
         for sizes in [*reversed(mixed), *reversed(decode)]:

@@ -36,6 +36,7 @@ from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
 from sidestep.kernels.launch import has_pdl
+from sidestep.kernels.launch_order import checked_order
 from sidestep.kernels.ops.token_masks import mask_tokens
 from sidestep.kernels.triton.mask_logits_triton import mask_logits
 from sidestep.kernels.triton.prepare_step_triton import (
@@ -175,8 +176,9 @@ class StepKernels:
         with self._model.kinds_of_layers():
             if self._stage.is_last:
                 self._launch_samplers()
-            for sizes in kinds:
-                self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
+            with checked_order():
+                for sizes in kinds:
+                    self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
             # A step may have any number of prompt tokens whose logits are asked for.
             self._model.warm_up((1, 2, 16, 32, 64), with_head=self._stage.is_last)
             self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
