@@ -1,4 +1,4 @@
-"""What the engine core sees of the workers. No torch here: the core imports this file."""
+"""The engine core's view of the workers. No torch here: the core imports this file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank found out while it loaded its part of the model."""
+    """Facts that a rank found out while it loaded its part of the model."""
 
     num_kv_blocks: int
     block_size: int
@@ -18,7 +18,7 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     device_type: str
     """'cuda', 'cpu' or 'fake'."""
     device: str
-    """For people: 'cpu (2 threads)', 'NVIDIA H200', 'fake'."""
+    """A description for people: 'cpu (2 threads)', 'NVIDIA H200', 'fake'."""
 
 
 class Executor(abc.ABC):
@@ -30,36 +30,38 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def launch(self) -> None:
-        """Begins to start the workers, and returns at once."""
+        """Begin to start the workers, and return at once."""
 
     @abc.abstractmethod
     def start(self) -> WorkerReady:
-        """Waits until the workers have loaded the model; after `launch`. Raises
-        EngineStartError.
+        """Wait until the workers have loaded the model; after `launch`.
+
+        Raises EngineStartError.
         """
 
     @abc.abstractmethod
     def submit(self, step: StepInput) -> None:
-        """Hands a step to all ranks."""
+        """Hand a step to all ranks."""
 
     @abc.abstractmethod
     def submit_masks(self, masks: StepMasks) -> None:
-        """Hands all ranks the masks of the last step submitted that awaits some."""
+        """Hand all ranks the masks of the last step submitted that awaits some."""
 
     @abc.abstractmethod
     def poll(self) -> StepOutput | None:
-        """The next output if it is there. Its columns are valid until the next call."""
+        """Return the next output if it is there. Its columns are valid until the next call."""
 
     @abc.abstractmethod
     def fileno(self) -> int:
-        """A descriptor that becomes readable when `poll` may have something, or when a worker has
-        died.
+        """Return a descriptor that becomes readable when there is something to do.
+
+        That is when `poll` may have an output, or when a worker has died.
         """
 
     @abc.abstractmethod
     def worker_pids(self) -> list[int]:
-        """One process id for each rank."""
+        """Return one process id for each rank."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Ends all workers. May be called twice."""
+        """End all workers. May be called twice."""

@@ -1,13 +1,19 @@
 """How kernels are launched: programmatic dependent launch where the GPU has it.
 
-With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. The
-rules that every Triton kernel here keeps, so that this changes no result:
+With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. Every
+Triton kernel here keeps these rules, so that this changes no result:
 
-- `gdc_wait` comes before the first access to what another kernel wrote or still reads; weights,
-  which nothing writes, may be loaded before it;
+- `gdc_wait` comes before the first access to memory that another kernel wrote or still reads.
+  Weights, which no kernel writes, may be loaded before it.
 - `gdc_launch_dependents` comes after `gdc_wait`. So when a kernel starts, all kernels but the one
-  just before it have ended, and what they wrote (a step's tables, say) may be read before the wait
-  too.
+  just before it have ended.
+- Therefore a kernel may also read a step's tables before its wait, but only if it is launched at
+  least two launches after the kernel that completes them: another kernel must lie between the two.
+  The first kernels of a step complete its tables (kernels/triton/prepare_step_triton.py and
+  `plan_attention`).
+
+Kernels name the tables of the last rule with the decorators of kernels/launch_order.py. It counts
+launches while a step is compiled or warmed up, and raises where the rule is broken.
 """
 
 from __future__ import annotations

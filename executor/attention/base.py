@@ -1,5 +1,6 @@
-"""What a model needs of an attention backend. A new backend is a file here and a line in
-ipc.registry.
+"""The interface between a model and its attention backend.
+
+A new backend is a file here and a line in ipc.common.registry.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from sidestep.executor.layers.rotary import RotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.transfer import to_device
+from sidestep.ipc.model.dense_size import kv_per_token
 from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.ops.block_copy import copy_blocks
 
@@ -31,16 +33,16 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int, ...]
-    """Sliding window of each layer, 0 for none."""
+    """Sliding window of each layer in tokens, 0 for none."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Size of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Return the size of one token's keys and values in all layers."""
+        return self.num_layers * kv_per_token(self.num_kv_heads, self.head_dim) * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSetup:
-    """What a backend is made for."""
+    """Arguments of an attention backend."""
 
     shape: AttentionShape
     num_blocks: int
@@ -55,24 +57,25 @@ class AttentionSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRows:
-    """A step's rows on the device, R of them with padding. The bounds are what a captured graph
-    holds for good.
+    """A step's rows on the device, R of them with padding.
+
+    The bounds are fixed in a captured graph.
     """
 
     header: Tensor
-    """int32; the number of rows, and how many of them decode. These come first."""
+    """int32: the number of rows, and how many of them decode. Decode rows come first."""
     slots: Tensor
     """int32 [R]"""
     seq_lens: Tensor
     """int32 [R] Tokens in the cache after this step."""
     query_starts: Tensor
-    """int32 [R + 1] Where each row's tokens begin in T."""
+    """int32 [R + 1] Index in T of each row's first token."""
     block_tables: Tensor
     """int32 [slots, blocks of the longest request], by slot."""
     max_decode_rows: int
-    """No step of this kind has more rows that decode; 0: there are none."""
+    """Most decode rows in a step of this kind; 0 if there are none."""
     max_prompt_rows: int
-    """No step of this kind has more other rows; 0: there are none."""
+    """Most other rows in a step of this kind; 0 if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +84,19 @@ class StepBatch:
 
     positions: Tensor
     """int [T]"""
-    places: Tensor
-    """int [T] Block id * block size + offset of each token's place in the cache; -1 for padding."""
+    slot_mapping: Tensor
+    """int [T] Block id * block size + offset of each token in the cache; -1 for padding."""
     host: HostBatch | None
-    """None in a captured graph."""
+    """The host's view of the step; None in a captured graph."""
     rows: DeviceRows | None
-    """None where the host computes."""
+    """The device's view of the step; None where the host computes."""
 
 
 class AttentionBackend(abc.ABC):
-    """Owns the KV cache and its layout. `begin_step`, then `attend` for each layer in order."""
+    """The owner of the KV cache and of its layout.
+
+    Call `begin_step`, then `attend` for each layer in order.
+    """
 
     cache: Tensor
     """[layers, blocks, ...], contiguous."""
@@ -101,37 +107,39 @@ class AttentionBackend(abc.ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     """Types that it computes in."""
     head_dims: ClassVar[tuple[int, ...]] = ()
-    """Sizes of heads that it takes, the most usual first; none named: all even ones."""
+    """Sizes of heads that it takes, the most usual first; if empty, all even sizes."""
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """Why this backend cannot run on a device, or None if it can."""
+        """Return why this backend cannot run on a device, or None if it can."""
         return None
 
     @abc.abstractmethod
     def __init__(self, setup: AttentionSetup) -> None:
-        """Allocates the cache. Raises torch.OutOfMemoryError or RuntimeError when there is no
-        room.
+        """Allocate the cache.
+
+        Raises torch.OutOfMemoryError or RuntimeError when there is no room.
         """
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
-        """Copies blocks in all layers, in one launch: before a step, and after what is queued
-        already.
+        """Copy blocks in all layers, in one launch.
+
+        The copies come before a step, and after everything that is queued already.
         """
-        # In whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
+        # Padded to whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
         columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
         columns[:, : len(sources)] = sources, targets
         copy_blocks(self.cache, *to_device(columns, self.cache.device))
 
     @abc.abstractmethod
     def begin_step(self, batch: StepBatch) -> None:
-        """Prepares what all layers share."""
+        """Prepare what all layers share."""
 
     @abc.abstractmethod
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
-        """From the projections to the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
+        """Turn the projections into the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
 
-        Queries and keys are normed where the model does so, and turned by the rotary embedding;
-        keys and values are written to the cache; each token attends to those before it and itself.
-        May write over qkv.
+        Queries and keys are normed where the model does so, and the rotary embedding is applied to
+        them; keys and values are written to the cache; each token attends to the tokens before it
+        and to itself. May write over qkv.
         """

@@ -1,12 +1,14 @@
-"""Attention by FlashInfer (Ye et al. 2025), for those who have the package `flashinfer-python`:
---attention-backend flashinfer. Half precision, and the usual sizes of heads.
+"""Attention by FlashInfer (Ye et al. 2025), from the package `flashinfer-python`.
+
+It is chosen by --attention-backend flashinfer, and takes half precision and the usual sizes of
+heads.
 
 FlashInfer plans each step on the host, so steps are launched kernel by kernel, never as CUDA
-graphs. Norms, rotary embedding and the write to the cache are our own kernel's.
+graphs. Norms, rotary embedding and the write to the cache are done by our own kernel.
 
-Unless its package of compiled kernels (flashinfer-jit-cache) is installed, FlashInfer compiles
-those of a model when they are first needed, which takes nvcc, ninja and some minutes, and keeps
-them in ~/.cache/flashinfer. Here that is before the first step, while the engine starts.
+Unless its package of compiled kernels (flashinfer-jit-cache) is installed, FlashInfer compiles a
+model's kernels when they are first needed. This takes nvcc, ninja and some minutes; the kernels are
+kept in ~/.cache/flashinfer. Here they are needed before the first step, while the engine starts.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
 
 _LAYOUT = "HND"
+"""FlashInfer's name of the cache's layout."""
 _LEAST_WORKSPACE = 128 << 20
 """Bytes, as FlashInfer advises."""
 _GROUPED = 4
-"""Query heads for each key head from which tensor cores are worth it; its other kernel does not
-know all numbers."""
+"""Query heads for each key head from which tensor cores are faster; FlashInfer's other kernel does
+not know all numbers of heads."""
 
 
 class FlashInferAttention(AttentionBackend):
@@ -41,20 +44,24 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
+        """Return why FlashInfer cannot run on a device, or None if it can."""
         if device.type != "cuda":
             return "it needs a GPU"
         if importlib.util.find_spec("flashinfer") is None:
-            return "the package flashinfer-python is not installed (pip install 'sidestep[flashinfer]')"
+            return (
+                "the package flashinfer-python is not installed "
+                "(pip install 'sidestep[flashinfer]')"
+            )
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs a GPU of compute capability 8.0 or newer"
         return None
 
     def __init__(self, setup: AttentionSetup) -> None:
-        """Raises EngineStartError for a type or a head size that FlashInfer does not compute."""
+        """Raise EngineStartError for a type or a head size that FlashInfer does not compute."""
         _check(setup)
         shape = setup.shape
         self._setup, self._shape = setup, shape
-        # Zeros: what lies behind a row's last token may be read and masked, and 0 x NaN would
+        # Zeros: the cache behind a row's last token may be read and masked, and 0 x NaN would
         # spread.
         self.cache = torch.zeros(
             shape.num_layers,
@@ -69,23 +76,25 @@ class FlashInferAttention(AttentionBackend):
         self._wrappers: Wrappers | None = None
 
     def begin_step(self, batch: StepBatch) -> None:
+        """Plan the step."""
         host = batch.host
         assert host is not None, "this backend needs the host's view of a step"
         if self._wrappers is None:
-            # Not when the cache is made: the engine gives the cache what its first step leaves,
-            # workspace included.
+            # Not when the cache is made: the engine gives the cache the memory that the first step
+            # leaves free, and that step must have the workspace.
             self._wrappers = load_wrappers(self._setup)
         self._batch, self._num_decode = batch, host.num_decode_rows
         self._wrappers.plan(host)
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+        """Write keys and values to the cache, then attend: decode rows, then the others."""
         shape, setup, rows, wrappers = self._shape, self._setup, self._num_decode, self._wrappers
         assert wrappers is not None, "begin_step comes first"
         cache, window = self.cache[layer], shape.windows[layer]
         qkv_rope(
             qkv,
             self._batch.positions,
-            self._batch.places,
+            self._batch.slot_mapping,
             setup.rotary.cos,
             setup.rotary.sin,
             norms,
@@ -104,12 +113,12 @@ class FlashInferAttention(AttentionBackend):
 
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """Where some rows' tokens lie, as FlashInfer's plans take it. R rows."""
+    """Where some rows' tokens are in the cache, as FlashInfer's plans take it. R rows."""
 
     query_starts: Int32
-    """[R + 1] Where each row's tokens begin among these rows' tokens."""
+    """[R + 1] Index of each row's first token among these rows' tokens."""
     page_starts: Int32
-    """[R + 1] Where each row's pages begin in `pages`."""
+    """[R + 1] Index of each row's first page in `pages`."""
     pages: Int32
     """Block ids of all tokens in the cache, row after row."""
     last_page_lens: Int32
@@ -119,7 +128,7 @@ class Pages:
 
 
 def pages_of(host: HostBatch, first: int, stop: int) -> Pages:
-    """Those of rows first..stop, of which there is at least one."""
+    """Return the pages of rows first..stop, of which there is at least one."""
     seq_lens = host.seq_lens[first:stop]
     counts = -(-seq_lens // host.block_size)
     starts = np.zeros(len(counts) + 1, np.int32)
@@ -136,13 +145,14 @@ def pages_of(host: HostBatch, first: int, stop: int) -> Pages:
 
 
 class Wrappers:
-    """FlashInfer's state for each window, decode rows and prompt rows apart, and the workspace that
-    all share: kernels that use it run one after the other.
+    """FlashInfer's state for each window, apart for decode rows and prompt rows.
 
-    A plan is written to pinned memory of the wrapper's own and copied from there behind the kernels
-    of the step before. The next plan may not overwrite it until then, which is what `_copied` is
-    for. With two steps in flight there is no wait: when a step comes, the one before the last is
-    over, and that is all that the last one's copies stood behind.
+    All share one workspace: kernels that use it run one after the other.
+
+    A plan is written to pinned memory of the wrapper's own, and copied from there behind the
+    kernels of the step before. The next plan must not overwrite it until it is copied; the event
+    `_copied` says when. With two steps in flight there is no wait: when a step comes, the step
+    before the last is over, and the last step's copies were queued only behind that one.
     """
 
     def __init__(self, setup: AttentionSetup, flashinfer: Any) -> None:
@@ -163,7 +173,7 @@ class Wrappers:
         self._copied = torch.cuda.Event()
 
     def plan(self, host: HostBatch) -> None:
-        """Prepares every wrapper that the step needs."""
+        """Prepare every wrapper that the step needs."""
         rows, decodes = len(host.seq_lens), host.num_decode_rows
         self._copied.synchronize()
         if decodes:
@@ -173,7 +183,7 @@ class Wrappers:
         self._copied.record()
 
     def compile(self) -> None:
-        """Plans a row of one token, which loads the kernels or compiles them."""
+        """Plan a row of one token, which loads the kernels or compiles them."""
         zero, one, ends = np.zeros(1, np.int32), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
         row = Pages(
             query_starts=ends, page_starts=ends, pages=zero, last_page_lens=one, seq_lens=one
@@ -214,8 +224,9 @@ class Wrappers:
 
 
 def load_wrappers(setup: AttentionSetup) -> Wrappers:
-    """Wrappers whose kernels are loaded. Raises EngineStartError if FlashInfer cannot be imported
-    or cannot compile.
+    """Return wrappers whose kernels are loaded.
+
+    Raises EngineStartError if FlashInfer cannot be imported or cannot compile.
     """
     try:
         import flashinfer
@@ -223,21 +234,23 @@ def load_wrappers(setup: AttentionSetup) -> Wrappers:
         wrappers = Wrappers(setup, flashinfer)
         wrappers.compile()
     except torch.OutOfMemoryError:
-        raise  # whoever made room for the cache knows what to change
+        raise  # the caller, which made room for the cache, knows what to change
     except Exception as error:
         cause = (str(error).strip().splitlines() or [""])[0]
         raise EngineStartError(
-            f"attention_backend: flashinfer did not start ({type(error).__name__}: {cause}). It compiles its kernels "
-            "when they are first used, which needs nvcc and ninja on the path; install those, or the package "
-            "flashinfer-jit-cache of the same version, or choose another backend"
+            "attention_backend: flashinfer did not start "
+            f"({type(error).__name__}: {cause}). It compiles its kernels "
+            "when they are first used, which needs nvcc and ninja on the path; install those, or "
+            "the package flashinfer-jit-cache of the same version, or choose another backend"
         ) from error
     return wrappers
 
 
 def workspace_size(setup: AttentionSetup) -> int:
-    """Bytes for partial results where a row's keys are split. FlashInfer splits until two programs
-    run on each multiprocessor, each of them with a tile of queries of one key head, and keeps a
-    float32 [D] and a sum for each.
+    """Return the bytes for partial results where a row's keys are split.
+
+    FlashInfer splits until two programs run on each multiprocessor. Each program has a tile of
+    queries of one key head, and keeps a float32 [D] and a sum for each query.
     """
     shape = setup.shape
     programs = 2 * torch.cuda.get_device_properties(setup.device).multi_processor_count
@@ -247,9 +260,7 @@ def workspace_size(setup: AttentionSetup) -> int:
 
 
 def pinned(column: Int32) -> Tensor:
-    """From pinned memory a copy to the device waits for nothing; torch keeps it until the copy is
-    done.
-    """
+    """Return a copy of the column in pinned memory."""
     return torch.from_numpy(np.ascontiguousarray(column)).pin_memory()
 
 

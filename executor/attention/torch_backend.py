@@ -48,7 +48,7 @@ class _Piece:
     """Consecutive tokens of a prompt's chunk that are computed with the same number of keys."""
 
     tokens: slice
-    """Their places among the step's tokens."""
+    """Their indices among the step's tokens."""
     num_keys: int
     masks: dict[int, Tensor]
     """Masks by window, for all layers."""
@@ -74,7 +74,9 @@ class _DecodeGroup:
 
 
 class TorchAttention(AttentionBackend):
-    """Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its
+    """Attention in torch on any device.
+
+    Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its
     values.
     """
 
@@ -105,10 +107,11 @@ class TorchAttention(AttentionBackend):
         self._order: Tensor | None = None
 
     def begin_step(self, batch: StepBatch) -> None:
+        """Plan the groups of decode rows and the pieces of prompts."""
         host = batch.host
         assert host is not None, "this backend needs the host's view of a step"
         self._rotary = self._rotary_table.rows(batch.positions)
-        self._places = batch.places.long()
+        self._slot_mapping = batch.slot_mapping.long()
         self._num_decode = host.num_decode_rows
         if self._num_decode:
             self._begin_decode(host)
@@ -117,6 +120,7 @@ class TorchAttention(AttentionBackend):
         ]
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+        """Norm and rotate queries and keys, then write the cache and attend."""
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
         by_head = qkv.view(-1, heads + 2 * kv_heads, self._shape.head_dim)
         if norms is not None:
@@ -128,9 +132,9 @@ class TorchAttention(AttentionBackend):
         return self._attend(layer, by_head[:, :heads], by_head[:, heads:]).flatten(1)
 
     def _attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """q [T, H, D] to [T, H, D]."""
+        """Write keys and values to the cache; return the attention [T, H, D] of q [T, H, D]."""
         cache, rows = self._layers[layer], self._num_decode
-        write_kv(cache.flatten(0, 1), kv, self._places)
+        write_kv(cache.flatten(0, 1), kv, self._slot_mapping)
         window = self._shape.windows[layer]
         if not self._chunks:
             return self._decode(layer, q, kv, window)
@@ -169,9 +173,10 @@ class TorchAttention(AttentionBackend):
         )
 
     def _gather(self, layer: int) -> Tensor:
-        """Return float32 [R, 2 KVH, room, D] with each row's tokens. Keep it for the next step if
-        it is small enough: a kept copy has each head's tokens side by side, as attention reads
-        them.
+        """Return float32 [R, 2 KVH, room, D] with each row's tokens.
+
+        Keep it for the next step if it is small enough: a kept copy has each head's tokens side by
+        side, as attention reads them.
         """
         gathered = self._layers[layer].index_select(0, self._decode_blocks).float()
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
@@ -186,7 +191,7 @@ class TorchAttention(AttentionBackend):
         entries, lengths = batch.entries[:rows], batch.seq_lens[:rows]
         self._longest = int(lengths.max())
         # By entry, not by slot: the next request in a slot may well be one token longer than the
-        # last one became.
+        # last request became.
         self._extend_copy = (
             padded_length(self._longest) <= self._copy_room
             and np.array_equal(entries, self._copied_entries)
@@ -219,8 +224,9 @@ class TorchAttention(AttentionBackend):
         self._copy_room = width * size if self._keep_copy else 0
 
     def _group(self, lengths: Int32) -> Iterator[_DecodeGroup]:
-        """Yield groups of rows in the order of their lengths, [R], by the number of keys that they
-        are computed with.
+        """Yield groups of rows by the number of keys that they are computed with.
+
+        lengths: [R], in the order of the rows' lengths.
         """
         padded = np.array([padded_length(length) for length in lengths.tolist()])
         cuts = [0, *(np.flatnonzero(np.diff(padded)) + 1).tolist(), len(lengths)]
@@ -269,8 +275,9 @@ class TorchAttention(AttentionBackend):
 
 
 def _filled_up(tables: Int32, width: int) -> Int64:
-    """Return block tables [R, W] as [R, width]. Missing entries become block 0; its tokens are
-    masked, as are all tokens behind the row's own.
+    """Return block tables [R, W] as [R, width].
+
+    Missing entries become block 0; its tokens are masked, as are all tokens behind the row's own.
     """
     cut = tables[:, :width].astype(np.int64)
     return np.pad(cut, ((0, 0), (0, width - cut.shape[1])))

@@ -1,6 +1,7 @@
-"""Attention by our own Triton kernels: the default on a GPU. A step of few decodes is one kernel a
-layer, any other two or three, all of them with grids that depend on sizes alone, so that steps can
-be captured.
+"""Attention by our own Triton kernels: the default on a GPU.
+
+A step of few decodes is one kernel a layer; any other step is two or three. All grids depend on
+sizes alone, so that steps can be captured.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from sidestep.kernels.triton.prefill_attention_triton import prefill_attention, 
 from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
 
 _FEW_ROWS = 16
-"""Kernels are compiled for at most this many decodes and for any number of rows, not for each. So
-few are normed and turned by decode attention itself, more by a kernel before it."""
+"""Kernels are compiled for at most this many decodes and for any number of rows, not for each
+number. Decode attention itself norms and rotates up to this many rows; for more rows, a kernel
+before it does."""
 
 
 class TritonAttention(AttentionBackend):
@@ -33,6 +35,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
+        """Return why the kernels cannot run on a device, or None if they can."""
         return (
             None
             if gpu_of(device) is not None or triton.knobs.runtime.interpret
@@ -44,7 +47,7 @@ class TritonAttention(AttentionBackend):
         self._setup = setup
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         self._scale = shape.head_dim**-0.5
-        # Not cleared: no kernel reads a place that was not written.
+        # Not cleared: no kernel reads a slot of the cache that was not written.
         self.cache = torch.empty(
             shape.num_layers,
             setup.num_blocks,
@@ -76,11 +79,12 @@ class TritonAttention(AttentionBackend):
         self._sizes = (_FEW_ROWS, many)
 
     def begin_step(self, batch: StepBatch) -> None:
+        """Plan the step's attention on the device, for each window."""
         assert batch.rows is not None, "this backend needs rows on the device"
         self._batch, self._rows = batch, batch.rows
-        # Steps with prompts have one form: what it costs them to look at the ends of many rows is
-        # nothing beside the prompts, and a second one would be two more of the kernels that take
-        # longest to compile.
+        # Steps with prompts have one form. The cost of looking at the ends of many rows is nothing
+        # beside the prompts, and a second form would add two of the kernels that take longest to
+        # compile.
         few = batch.rows.max_prompt_rows == 0 and len(batch.rows.slots) <= _FEW_ROWS
         size = self._sizes[0] if few else self._sizes[1]
         self._plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
@@ -97,6 +101,7 @@ class TritonAttention(AttentionBackend):
             )
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+        """Launch one layer's attention."""
         shape, rows, setup = self._shape, self._rows, self._setup
         rope = Rope(setup.rotary.cos, setup.rotary.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
@@ -106,7 +111,7 @@ class TritonAttention(AttentionBackend):
         qkv_rope(
             qkv,
             self._batch.positions,
-            self._batch.places,
+            self._batch.slot_mapping,
             rope.cos,
             rope.sin,
             norms,
@@ -123,7 +128,10 @@ class TritonAttention(AttentionBackend):
         return out
 
     def _attend_both(self, layer: int, qkv: Tensor, out: Tensor) -> None:
-        """Beside each other: decodes wait for memory, prompts for tensor cores."""
+        """Launch decodes and prompts beside each other.
+
+        Decodes wait for memory, prompts for tensor cores.
+        """
         if self._side is None:
             self._attend_decodes(layer, qkv, out, None)
             self._attend_prompts(layer, qkv, out)

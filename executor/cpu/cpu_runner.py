@@ -1,5 +1,6 @@
-"""Runs a model's steps on a CPU: what the host lays out, it computes. `execute` returns when the
-step is done, or this stage's part of it.
+"""Run a model's steps on a CPU, which computes them as the host lays them out.
+
+`execute` returns when the step is done, or this stage's part of it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_pro
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.sampling.token_logprobs import Logprobs, encode_logprobs
+from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
 from sidestep.ipc.transport.step import Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.ops.rms_norm import Stream
 
 _CPU = torch.device("cpu")
-_BLOCK_SIZE = 16
 
 
 class ModelRunner(Runner):
@@ -46,7 +47,7 @@ class ModelRunner(Runner):
         self._dtype = pick_dtype(args, _CPU)
         self._stage = args.stage
         self._limits = args.scheduler.limits("cpu", self._stage.count)
-        self._block_size = args.cache.block_size or _BLOCK_SIZE
+        self._block_size = args.cache.block_size or CPU_BLOCK_SIZE
         self._parallel = Parallel(
             args.rank_in_stage,
             args.parallel.tensor_parallel_size,
@@ -57,6 +58,7 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def load(self) -> WorkerReady:
+        """Load the weights, and allocate the KV cache and the tables."""
         args = self._args
         self._model = load_model(args, self._parallel, self._dtype, _CPU)
         shape = attention_shape(args.spec, self._parallel, self._stage)
@@ -93,13 +95,14 @@ class ModelRunner(Runner):
     def execute(
         self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
     ) -> PendingOutput:
+        """Compute a step, and return its output."""
         start = time.monotonic_ns()
-        # 1. What is new, and how this step's tokens lie.
+        # 1. Apply the differences and lay this step's tokens out.
         self._state.apply(step)
         batch = make_batch(self._state, step, self._block_size)
         if len(step.copy_sources):
             self._attention.copy_blocks(step.copy_sources, step.copy_targets)
-        # 2. What this rank's layers start from, and what they make of it.
+        # 2. The inputs of this rank's layers, and their outputs.
         if self._stage.is_first:
             self._pipeline.begin_step(step.beat)
             inputs = self._input_ids(batch)
@@ -107,13 +110,13 @@ class ModelRunner(Runner):
             inputs = self._pipeline.receive_stream(
                 torch.empty(batch.total_tokens, self._args.spec.hidden_size, dtype=self._dtype)
             )
-            start = time.monotonic_ns()  # it has only waited so far
+            start = time.monotonic_ns()  # until here the stage has only waited
         if self._stage.is_last:
             output = self._compute_tokens(inputs, batch, step, start, receive_masks)
         else:
             self._pipeline.send_stream(self._forward(inputs, batch, None).hidden)
             output = StepOutput(step.step_id, start, time.monotonic_ns(), np.empty(0, np.int32))
-        # 3. What the first stage takes later steps' inputs from.
+        # 3. The ids that later steps' inputs are taken from in the first stage.
         self._pipeline.end_step(step.beat, torch.from_numpy(step.slots.astype(np.int64)))
         return DoneOutput(output)
 
@@ -125,8 +128,8 @@ class ModelRunner(Runner):
         start: int,
         receive_masks: Callable[[], StepMasks] | None,
     ) -> StepOutput:
-        """The last layers, the head and the sampler."""
-        # 1. The model, for the tokens that sample, and those of prompts that are asked about.
+        """Compute the last layers and the head, and sample."""
+        # 1. The model, for tokens that sample and for prompt tokens with requested logprobs.
         self._special.enter(step)
         prompts, num_sampled = self._special.find_prompts(batch), len(batch.logits_tokens)
         rows = None if num_sampled == batch.total_tokens else torch.from_numpy(batch.logits_tokens)
@@ -139,7 +142,7 @@ class ModelRunner(Runner):
         )
         token_ids, logprobs = np.empty(0, np.int32), list[Logprobs]()
         if num_sampled:
-            # 2. The tokens, which are the next step's inputs: of plain rows, then of the others.
+            # 2. Sample the next step's inputs: plain rows first, then the others.
             apart, sampling = self._special.find(batch), batch.sampling_rows
             self._sample(
                 logits,
@@ -172,7 +175,7 @@ class ModelRunner(Runner):
     def _sample(
         self, logits: Tensor, batch: HostBatch, rows: Int64, masks: GrammarMasks | None = None
     ) -> None:
-        """Some of the rows that sample; logits are of them all."""
+        """Sample some of the rows that sample; `logits` has one row for each of them all."""
         if not len(rows):
             return
         slots = batch.slots[rows]
@@ -191,11 +194,11 @@ class ModelRunner(Runner):
         return tokens
 
     def _forward(self, inputs: Tensor, batch: HostBatch, rows: Tensor | None) -> Stream:
-        """What this rank's last layer gives for the tokens at `rows`, or for all."""
+        """Return what this rank's last layer gives for the tokens at `rows`, or for all."""
         self._attention.begin_step(
             StepBatch(
                 positions=torch.from_numpy(batch.positions),
-                places=torch.from_numpy(batch.slot_mapping),
+                slot_mapping=torch.from_numpy(batch.slot_mapping),
                 host=batch,
                 rows=None,
             )
@@ -203,7 +206,7 @@ class ModelRunner(Runner):
         return self._model.states(inputs, self._attention, rows)
 
     def _input_ids(self, batch: HostBatch) -> Tensor:
-        """Known ids from the host, sampled ones from steps before."""
+        """Return known ids from the host, and sampled ids from steps before."""
         token_ids = torch.from_numpy(batch.token_ids)
         if len(batch.unknown):
             sampled = self._last_sampled.index_select(

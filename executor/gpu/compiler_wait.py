@@ -1,7 +1,7 @@
-"""Wait until the process that compiles kernels ahead has ended (executor/gpu/kernel_compiler.py).
+"""Wait for the process that compiles kernels ahead (executor/gpu/kernel_compiler.py).
 
-The runner imports this file, and the compiling process imports the runner: apart, they form no
-circle.
+The runner imports this file, and the compiling process imports the runner. The wait has a file of
+its own so that the two imports form no circle.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import select
 
 _TIMEOUT_S = 300.0
-"""How long a worker waits at most before it compiles alone."""
+"""Seconds that a worker waits at most before it compiles the kernels itself."""
 
 
 def wait_for_compiler(compiled: int | None) -> None:
-    """Returns when the process has ended. compiled: see WorkerArgs."""
+    """Wait until the process has ended. compiled: see WorkerArgs."""
     if compiled is not None:
         select.select([compiled], [], [], _TIMEOUT_S)
         os.close(compiled)

@@ -1,8 +1,7 @@
-"""The little that is asked of the NVIDIA driver before torch is there to ask: by ctypes, in a
-fraction of a second.
+"""Calls to the NVIDIA driver that are needed before torch is imported, made through ctypes.
 
-A call leaves the interpreter's lock alone, so what the driver needs time for can be done beside the
-import of torch.
+They take a fraction of a second. ctypes releases the interpreter's lock during a call, so the
+driver can work while another thread imports torch.
 """
 
 from __future__ import annotations
@@ -14,18 +13,19 @@ from typing import Any
 from sidestep.kernels.gpu import Gpu
 
 _PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-"""CUdevice_attribute: multiprocessor count, compute capability."""
+"""CUdevice_attribute: multiprocessor count, and compute capability (major, minor)."""
 
 
 def has_driver() -> bool:
-    """Whether this machine has, as far as can be seen without asking it, an NVIDIA driver: at no
-    cost.
+    """Return whether this machine seems to have an NVIDIA driver.
+
+    Only a device file is looked for, which costs nothing; the driver itself is not called.
     """
     return os.path.exists("/dev/nvidiactl")
 
 
 def _open() -> Any:
-    """The driver's library, begun; None without a driver or a GPU."""
+    """Return the driver's library, initialised; None without a driver or a GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -34,7 +34,7 @@ def _open() -> Any:
 
 
 def find_gpu(index: int) -> Gpu | None:
-    """A GPU that this process may use, without a context on it; None if there is none."""
+    """Return a GPU that this process may use; None if there is none. Makes no context on it."""
     cuda = _open()
     device = ctypes.c_int()
     if cuda is None or cuda.cuDeviceGet(ctypes.byref(device), index) != 0:
@@ -49,8 +49,9 @@ def find_gpu(index: int) -> Gpu | None:
 
 
 def begin_context(index: int) -> None:
-    """Makes the GPU's primary context, which torch then finds and uses. Without a GPU nothing
-    happens: whoever needs it will say so.
+    """Make the GPU's primary context, which torch then finds and uses.
+
+    Without a GPU nothing happens; the code that needs the GPU reports the error.
     """
     cuda = _open()
     device, context = ctypes.c_int(), ctypes.c_void_p()

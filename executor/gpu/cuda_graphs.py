@@ -1,9 +1,9 @@
-"""Whole steps as CUDA graphs, one for each of a ladder of sizes.
+"""Whole steps as CUDA graphs, one for each size of a ladder.
 
-A graph holds the launch of every kernel of a step with fixed sizes and addresses; a smaller step
-runs in a larger graph with padding, which costs little because attention and sampling look at the
-real numbers on the device. Graphs share one pool of memory: only one runs at a time, and nothing in
-it outlives its step.
+A graph holds the launch of every kernel of a step, with fixed sizes and addresses. A smaller step
+runs in a larger graph with padding. The padding costs little, because attention and sampling read
+the real numbers of rows and tokens on the device. All graphs share one memory pool: only one graph
+runs at a time, and nothing in the pool outlives its step.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from dataclasses import dataclass
 
 import torch
 
+from sidestep.ipc.model.dense_size import layer_size
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.kernels.triton.prepare_step_triton import StepLayout
 
 _MOST_GRAPHED = 2048
-"""Tokens up to which the ladder is fine: more graphs would take their time at the start."""
+"""Tokens up to which the ladder is fine; more graphs would make the start slower."""
 _FINE = 256
+"""Tokens between two sizes of the ladder from 1024 tokens on, and padding that any step may
+have."""
 _LAUNCH_LAYER_S = 450e-6
-_FLOPS = 5e14
 """Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast
-one: 130e-6); operations a second of large products."""
+host: 130e-6)."""
+_FLOPS = 5e14
+"""Operations a second of large products."""
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Padded sizes of a step, and which kinds of rows it may have."""
+    """Padded sizes of a step, and the kinds of rows that it may have."""
 
     rows: int
     tokens: int
@@ -40,8 +44,9 @@ class StepSizes:
         return self.max_prompt_rows == 0
 
     def takes(self, rows: int, tokens: int) -> bool:
-        """Whether a step fits in, and does not drown in padding: an eighth of it, or what the
-        finest ladder has.
+        """Return whether a step fits in with an acceptable amount of padding.
+
+        Acceptable is an eighth of the step's tokens, or `_FINE` tokens if that is more.
         """
         return self.rows >= rows and 0 <= self.tokens - tokens <= max(_FINE, tokens // 8)
 
@@ -56,17 +61,20 @@ class StepGraph:
 
 
 def decode_ladder(max_rows: int) -> list[int]:
-    """Batch sizes of decode graphs, the largest last: dense where padding would cost, sparse
-    above.
+    """Return the batch sizes of decode graphs, the largest last.
+
+    The sizes are dense where padding would cost much, and sparse above.
     """
     sizes = [1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, max_rows, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSizes]:
-    """Sizes of graphs for steps with prompts, the largest last. max_rows, max_tokens: of any step;
-    worthwhile: tokens up to which a graph pays. Where it does for the largest step, that has one
-    too: while prompts wait, most steps are as large as they may be.
+    """Return the sizes of graphs for steps with prompts, the largest last.
+
+    max_rows, max_tokens: the limits of any step. worthwhile: tokens up to which a graph pays. If a
+    graph pays for the largest step, that step has one too: while prompts wait, most steps are as
+    large as they may be.
     """
     most = min(max_tokens, worthwhile, _MOST_GRAPHED)
     tokens = [n for n in (*range(128, 1024, 128), *range(1024, most + 1, _FINE)) if n <= most]
@@ -77,22 +85,20 @@ def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSi
 
 
 def worthwhile_tokens(spec: ModelSpec) -> int:
-    """Up to how many tokens a step with prompts has a graph: as many as the device computes in
-    twice the time that the host takes to launch their kernels one by one.
+    """Return the number of tokens up to which a step with prompts has a graph.
+
+    It is the number of tokens that the device computes in twice the time that the host takes to
+    launch the step's kernels one by one.
     """
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
-    layer = (
-        2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-        + 3 * spec.hidden_size * spec.intermediate_size
-    )
-    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer))
+    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer_size(spec).matrices))
 
 
 class CudaGraphs:
     """Captures steps, and finds the smallest graph that a step fits in."""
 
     def __init__(self, run: Callable[[StepSizes, StepLayout], object]) -> None:
-        """run launches all kernels of a step of some size."""
+        """Start without graphs. run: launches all kernels of a step of given sizes."""
         self._run = run
         self._pool = torch.cuda.graph_pool_handle()
         self._decode: list[StepGraph] = []
@@ -105,15 +111,17 @@ class CudaGraphs:
         )
 
     def capture(self, sizes: StepSizes) -> None:
-        """Adds a graph. All kernels it launches must have run before, so that nothing is compiled
-        in between.
+        """Capture a graph of these sizes and add it.
+
+        All kernels that the step launches must have run before, so that nothing is compiled during
+        the capture.
         """
         layout = StepLayout(sizes.rows, sizes.tokens)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Other threads may call CUDA meanwhile (one waits for an earlier step).
+            # Other threads may call CUDA during the capture (one waits for an earlier step).
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._run(sizes, layout)
@@ -125,7 +133,7 @@ class CudaGraphs:
         graphs.sort(key=lambda g: (g.sizes.tokens, g.sizes.rows))
 
     def find(self, rows: int, tokens: int) -> StepGraph | None:
-        """The smallest graph for a step; None if there is none that takes it."""
+        """Return the smallest graph that a step fits in; None if there is none."""
         for graph in self._decode if rows == tokens else self._mixed:
             if graph.sizes.takes(rows, tokens):
                 return graph

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 _DRIFT = 50e-6
-"""By how much two clocks may differ in speed."""
+"""Relative difference in speed that two clocks may have at most."""
 
 
 class TimedEvent(Protocol):
-    """A CUDA event, or what tests have in its place."""
+    """A CUDA event, or its replacement in tests."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to a later one."""
+        """Return the milliseconds from this event to a later one."""
 
 
 class DeviceClock:
-    """Steps in order, each by the events before and after it.
+    """Start and end times of steps, in order, from the events before and after each step.
 
-    What lies between two events is measured by the device. Where all of it lies on the host's clock
-    follows from how soon the host ever saw a step's end: it may see one late, since its threads
-    have other work, but never early.
+    The device measures the time between two events. To place these times on the host's clock, the
+    earliest moment is used at which the host ever saw a step's end, counted from that end. The host
+    may see an end late, since its threads have other work, but never early.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,10 @@ class DeviceClock:
         """From that count to the host's clock."""
 
     def times(self, started: TimedEvent, done: TimedEvent, seen_ns: int) -> tuple[int, int]:
-        """Start and end of the next step in host nanoseconds; `seen_ns` is when the host saw its
-        end. Both events, and the last step's second one, must have happened and not been recorded
-        again.
+        """Return the start and the end of the next step, in nanoseconds of the host's clock.
+
+        seen_ns: when the host saw the step's end. Both events, and the last step's second event,
+        must have happened and must not have been recorded again.
         """
         busy = started.elapsed_time(done) * 1e6
         if self._last is None:

@@ -1,8 +1,8 @@
-"""Compilations in forks of a process, each from the moment on that it is known.
+"""Compilation of kernels in forks of a process, each started as soon as its kernel is known.
 
-Most of a compilation holds the interpreter's lock, so threads do not help much; and a process that
-is not forked would take seconds to import what this one has. What forks must not find here: a
-context on a GPU, other threads that hold locks.
+Most of a compilation holds the interpreter's lock, so threads do not help much. A process that is
+not forked would take seconds to import what this process has imported. The forking process must
+have no context on a GPU, and no other threads that hold locks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sidestep.kernels.compiling import Compilation, Locks
 
 
 class Forks(Executor):
-    """Compiles in up to so many forks at a time."""
+    """Compiles in up to `num_processes` forks at a time."""
 
     def __init__(self, num_processes: int) -> None:
         self._num_processes = num_processes
@@ -28,7 +28,10 @@ class Forks(Executor):
         """A line of each fork: a file, or what went wrong."""
 
     def submit(self, compilation: Compilation, /, *_: Any, **__: Any) -> Future[Any]:
-        """Waits for a place; the result, None, is there at once."""
+        """Compile in a fork, once fewer than `num_processes` run.
+
+        The future that is returned is done already; its result is None.
+        """
         while len(self._running) >= self._num_processes:
             self._wait_for_one()
         child = os.fork()
@@ -41,8 +44,9 @@ class Forks(Executor):
         return done
 
     def finish(self) -> list[str]:
-        """When all is done: a file of each kernel in Triton's cache. Raises RuntimeError if one
-        failed.
+        """Wait for all forks, and return a file of each kernel in Triton's cache.
+
+        Raises RuntimeError if one failed.
         """
         while self._running:
             self._wait_for_one()
@@ -59,7 +63,10 @@ class Forks(Executor):
         self._running.discard(os.wait()[0])
 
     def _compile(self, compilation: Compilation) -> NoReturn:
-        """All that a fork does. It ends with the engine, like the process that it is a fork of."""
+        """Compile, report and exit: all that a fork does.
+
+        The fork ends with the engine, as its parent does.
+        """
         try:
             threading.Thread(target=end_with_parent, daemon=True).start()
             kernel = self._locks.with_launcher(compilation())

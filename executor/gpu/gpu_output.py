@@ -1,4 +1,4 @@
-"""A step on its way through a GPU, and what it gives once that is done."""
+"""A step that has been launched on a GPU, and its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sidestep.ipc.transport.step import Int32, Int64, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class SpecialOutput:
-    """What a step's special rows gave, in pinned memory."""
+    """Ids and log-probabilities of a step's special rows, in pinned memory."""
 
     rows: Int64
     ids: Int32
@@ -26,7 +26,7 @@ class SpecialOutput:
 
 
 class GpuOutput(PendingOutput):
-    """A step on the device, or behind others in its queue."""
+    """A step that runs on the device or is queued there."""
 
     def __init__(
         self,
@@ -48,9 +48,11 @@ class GpuOutput(PendingOutput):
 
     @property
     def ready(self) -> bool:
+        """Whether the device has ended the step."""
         return bool(self._done.query())
 
     def wait(self) -> StepOutput:
+        """Wait until the device has ended the step, and return its output."""
         self._done.synchronize()
         start, end = self._clock.times(self._started, self._done, time.monotonic_ns())
         ids, special = self._ids[: len(self._samples)], self._special

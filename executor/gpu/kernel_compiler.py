@@ -1,15 +1,15 @@
-"""A process that compiles a GPU worker's kernels while the worker imports torch, makes its context
-and loads weights.
+"""A process that compiles a GPU worker's kernels while the worker starts.
 
-It needs no GPU memory and no weights: tensors on torch's meta device stand for those of the worker,
-whose own code launches the kernels (GpuRunner.launch_without_gpu). So what it leaves in Triton's
-cache is what the worker will look for. What is missing there, because this process failed or was
-killed, the worker compiles itself.
+Meanwhile the worker imports torch, makes its context and loads weights. This process needs no GPU
+memory and no weights: tensors on torch's meta device stand for those of the worker, and the
+worker's own code launches the kernels (GpuRunner.launch_without_gpu). So this process leaves in
+Triton's cache exactly the kernels that the worker will look for. If a kernel is missing there,
+because this process failed or was killed, the worker compiles it itself.
 
-Order: if a note in Triton's cache says that all is there, nothing else happens, not even the import
-of torch. Else it launches, and each launch of a new kind is compiled in a fork
-(executor/gpu/forks.py). Then it leaves the note. Its end, however it comes, closes a pipe that the
-workers wait for (WorkerArgs.compiled).
+Order: if a note in Triton's cache says that all kernels are there, nothing else happens, not even
+the import of torch. Otherwise the process launches the kernels, and each launch of a new kind is
+compiled in a fork (executor/gpu/forks.py). Then it writes the note. When the process ends, for
+whatever reason, a pipe closes that the workers wait for (WorkerArgs.compiled).
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from sidestep.kernels.gpu import Gpu
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerArgs:
-    """What the process gets as JSON."""
+    """Arguments of the process, sent as JSON."""
 
     worker: WorkerArgs
-    """Of rank 0."""
+    """Arguments of rank 0."""
     num_processes: int
 
 
 def main(raw: bytes) -> None:
-    """Entry point of the process. Its failure is no fault of the engine, which goes on without
-    it.
+    """Run the process.
+
+    A failure here is only logged: the engine goes on without kernels that were compiled ahead.
     """
     args = decode_args(raw, CompilerArgs)
     try:
@@ -64,25 +65,26 @@ def main(raw: bytes) -> None:
 
 
 def compile_ahead(args: WorkerArgs, gpu: Gpu, num_processes: int) -> None:
-    """Leaves in Triton's cache what workers with these arguments will look for there."""
+    """Leave in Triton's cache the kernels that workers with these arguments will look for there."""
     note = Note(args, gpu)
     if note.holds():
         return
-    with note.lock():  # of several replicas' processes one compiles
+    with note.lock():  # one of the replicas' processes compiles
         if not note.holds():
             note.write(compile_all(args, gpu, num_processes))
 
 
 class Note:
-    """Says that all kernels of an engine are in Triton's cache: a file there, with a name for what
-    they depend on.
+    """A file in Triton's cache that says that all kernels of an engine are there.
+
+    Its name is a digest of everything that the kernels depend on.
     """
 
     def __init__(self, args: WorkerArgs, gpu: Gpu) -> None:
         self._path = cache_folder() / f"sidestep-{_digest(args, gpu)}.json"
 
     def holds(self) -> bool:
-        """Whether it is there, and all that it names."""
+        """Return whether the note is there, and all files that it names."""
         try:
             return all(map(os.path.exists, json.loads(self._path.read_bytes())))
         except (OSError, ValueError):
@@ -90,22 +92,23 @@ class Note:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Nobody else has it."""
+        """Hold an exclusive lock on the note, which may wait for another process."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def write(self, files: Sequence[str]) -> None:
-        """files: of each kernel."""
+        """Write the note. files: one of each kernel."""
         new = self._path.with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps(files))
         new.replace(self._path)
 
 
 def cache_folder() -> Path:
-    """Where Triton keeps what it has compiled. Its own knobs would say so, after an import of a
-    fifth of a second.
+    """Return the folder where Triton keeps compiled kernels.
+
+    Triton's own knobs would say so too, but only after an import that takes a fifth of a second.
     """
     said = triton_environment()
     home = said.get("TRITON_HOME") or os.path.expanduser("~")
@@ -113,8 +116,10 @@ def cache_folder() -> Path:
 
 
 def _digest(args: WorkerArgs, gpu: Gpu) -> str:
-    """Of what kernels may depend on, or more than that: too little would only have the worker
-    compile.
+    """Return a digest of everything that kernels may depend on.
+
+    It may cover more than that. If it covered less, the worker would only have to compile what is
+    missing.
     """
     same = replace(
         args,
@@ -133,7 +138,7 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
             logits_processors=None,
         ),
     )
-    import importlib.metadata  # the core imports this file, and has no time for it
+    import importlib.metadata  # not at the top: the core imports this file, and must start fast
 
     found = hashlib.sha256(msgspec.json.encode((same, gpu, sys.version)))
     for package in ("torch", "triton"):
@@ -147,8 +152,10 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
 
 
 def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
-    """Compiles in so many processes what workers with these arguments launch; no torch before this.
-    Returns a file of each kernel. Raises RuntimeError if one could not be compiled.
+    """Compile what workers with these arguments launch, in up to `num_processes` processes.
+
+    torch must not have been imported before. Returns a file of each kernel. Raises RuntimeError if
+    a kernel could not be compiled.
     """
     thread = threading.Thread(target=_know_triton)
     thread.start()
@@ -168,9 +175,11 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
 
 
 def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
-    """In what they launch. Of a pipeline the last stage, which also samples, the first and one
-    between them; of a stage rank 0, which adds what must be added once, and one of the others. What
-    takes longest comes first.
+    """Return the ranks that launch different kernels, those that take longest first.
+
+    In a pipeline these are the last stage, which also samples, the first stage and one stage
+    between them. Within a stage they are rank 0, which adds what must be added once, and one of the
+    other ranks.
     """
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     return [
@@ -181,8 +190,10 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
 
 
 def _do_without_dynamo() -> None:
-    """torch's meta functions that are written in Python ask its compiler not to look at them, and
-    the import of that takes seconds. Nothing else here needs it.
+    """Replace torch's compiler by an empty module.
+
+    torch's meta functions that are written in Python ask the compiler not to look at them, and
+    importing it takes seconds. Nothing else here needs it.
     """
     stand_in: Any = ModuleType("torch._dynamo")
     stand_in.disable = lambda function, *_, **__: function

@@ -1,9 +1,8 @@
-"""A step as one message of 32-bit words in pinned memory: the only copy from host to device that a
-step needs.
+"""A step as one message of 32-bit words in pinned memory, copied to the device in one piece.
 
-The order of words is that of kernels.prepare_step_triton.StepLayout. Buffers rotate, so that none
-is written while the copy of an earlier step still reads it: there are more of them than steps in
-flight.
+It is the only copy from host to device that a step needs. The order of words is that of
+kernels.triton.prepare_step_triton.StepLayout. Buffers rotate, so that no buffer is written while
+the copy of an earlier step still reads it: there are more buffers than steps in flight.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from sidestep.ipc.transport.step import Int32, StepInput
 from sidestep.kernels.triton.prepare_step_triton import MASKED, SAMPLING, StepLayout
 
 MASKED_PER_ROW = MAX_STOP_TOKEN_IDS + 32
-"""Most stop tokens of a request that has `min_tokens`: its own and the model's ends of sequence."""
+"""Most stop tokens of a request that has `min_tokens`: its own, and the model's ends of
+sequence."""
 
 
 def message_size(layout: StepLayout, max_blocks: int) -> int:
-    """Words of the longest message. max_blocks: of the longest request."""
+    """Return the words of the longest message. max_blocks: KV blocks of the longest request."""
     return layout.block_ids + layout.rows * (max_blocks + 2 * MASKED_PER_ROW)
 
 
@@ -31,7 +31,7 @@ class StepPacker:
     """Packs steps of up to `layout.rows` rows and `layout.tokens` tokens."""
 
     def __init__(self, layout: StepLayout, max_blocks: int, num_buffers: int) -> None:
-        """max_blocks: of the longest request."""
+        """Allocate the buffers. max_blocks: KV blocks of the longest request."""
         size = message_size(layout, max_blocks)
         self.buffers = [
             torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
@@ -47,8 +47,9 @@ class StepPacker:
         step: StepInput,
         apart: Apart | None = None,
     ) -> int:
-        """Writes the step to buffer number `position`, which is also where its output goes; returns
-        the words used.
+        """Write the step to the buffer at index `position`, and return the number of words used.
+
+        `position` is also the index where the step's output goes.
         """
         words, state, rows = self._words[position], batch.state, len(batch.slots)
         samples = on_own_logits = batch.samples
@@ -89,7 +90,7 @@ class StepPacker:
     def _put_entering(
         self, words: Int32, layout: StepLayout, batch: HostBatch, step: StepInput
     ) -> None:
-        """What requests that enter bring; they are in the order of their rows."""
+        """Write the parameters of entering requests, which are in the order of their rows."""
         rows = np.flatnonzero(np.isin(batch.slots, step.new_slots))
         seeds = np.ascontiguousarray(step.new_seed).view(np.int32).reshape(-1, 2)
         for name, values in (
@@ -107,8 +108,9 @@ class StepPacker:
 def masked_logits(
     state: HostTables, slots: Int32, seq_lens: Int32, samples: npt.NDArray[np.bool_] | bool = True
 ) -> tuple[Int32, Int32]:
-    """Rows and tokens of logits that must not be sampled: stop tokens of rows with too few outputs
-    yet.
+    """Return rows and tokens of logits that must not be sampled.
+
+    These are the stop tokens of rows that have too few outputs yet.
     """
     nothing = np.empty(0, np.int32)
     minimum = state.min_tokens[slots]

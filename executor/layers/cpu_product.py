@@ -1,5 +1,6 @@
-"""Products on a CPU whose rows do not depend on their number: a row's bits are the same alone and
-among others.
+"""Products on a CPU whose rows do not depend on the number of rows.
+
+A row's bits are the same alone and among others.
 
 Libraries choose among kernels by the number of rows, and kernels differ in the order in which they
 add. The choice depends on the CPU, the type and the sizes. So each size of a weight is tried once,
@@ -21,11 +22,14 @@ from torch import Tensor
 _PACK_FOR_ROWS = 8
 """The batch size that the packed layout is chosen for."""
 _BLOCK_ROWS = 16
+"""Rows of a padded block."""
 _FEWEST_ROWS = 4
+"""Fewest rows that MKL multiplies with the kernels that it has for many."""
 _PACKED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that packed products are computed with. oneDNN compiles and keeps a product for
 each number: with all numbers, a worker's memory would grow with every new size of a step."""
 _TRIED_ROWS = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 40, 64, 65, 128, 129, 255, 256)
+"""Numbers of rows that a layout is tried with."""
 _TRIAL_PRODUCTS = 10_000_000_000
 """Multiplications that trying one size may take. For large weights, fewer numbers of rows are
 tried."""
@@ -37,8 +41,9 @@ Layout = Callable[[Tensor], Product | None]
 
 
 class CpuProduct:
-    """x W^T for a weight [N, K], laid out so that each row of the result depends on that row of x
-    alone.
+    """x W^T for a weight [N, K], laid out so that rows are independent.
+
+    Each row of the result depends on that row of x alone.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -63,8 +68,9 @@ def transposed(weight: Tensor) -> Product:
 
 
 def transposed_in_fours(weight: Tensor) -> Product:
-    """Transpose the weight, and multiply at least four rows. Without its strict mode MKL has other
-    kernels for fewer rows.
+    """Transpose the weight, and multiply at least four rows.
+
+    Without its strict mode MKL has other kernels for fewer rows.
     """
     multiply = transposed(weight)
 
@@ -78,8 +84,9 @@ def transposed_in_fours(weight: Tensor) -> Product:
 
 
 def packed(weight: Tensor) -> Product | None:
-    """Pack the weight as oneDNN wants it, by operators that are private to torch. Return None where
-    they are missing, or give another result than the plain product.
+    """Pack the weight as oneDNN wants it, by operators that are private to torch.
+
+    Return None where they are missing, or give another result than the plain product.
     """
     operators = _packing()
     if operators is None:
@@ -109,8 +116,9 @@ def packed(weight: Tensor) -> Product | None:
 
 
 def widened(weight: Tensor) -> Product:
-    """Keep the weight in float32, for types that the CPU would have to emulate. Results are rounded
-    to the weight's type.
+    """Keep the weight in float32, for types that the CPU would have to emulate.
+
+    Results are rounded to the weight's type.
     """
     dtype, product = weight.dtype, CpuProduct(weight.float())
     return lambda x: product(x.float()).to(dtype)
@@ -165,8 +173,9 @@ def _candidates(weight: Tensor) -> Iterator[str]:
 
 
 def _rows_that_agree(product: Product, weight: Tensor) -> int:
-    """Return the largest number of rows that was tried; 0 if a row's bits depend on the number of
-    rows.
+    """Return the largest number of rows that was tried.
+
+    Return 0 if a row's bits depend on the number of rows.
     """
     num_outputs, num_inputs = weight.shape
     budget = _TRIAL_PRODUCTS // max(1, num_outputs * num_inputs)
@@ -176,7 +185,7 @@ def _rows_that_agree(product: Product, weight: Tensor) -> int:
     most = sizes[-1]
     x = torch.randn(most, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     together = product(x)
-    # The last rows, so that their place differs among fewer rows.
+    # The last rows, so that their index differs among fewer rows.
     return (
         most if all(torch.equal(product(x[most - n :]), together[most - n :]) for n in sizes) else 0
     )

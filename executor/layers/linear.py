@@ -10,7 +10,7 @@ from torch import Tensor
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.parallel.peer_sums import Place
+from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import silu_mul
@@ -18,7 +18,7 @@ from sidestep.kernels.products.linear import add_linear, gated_linear, linear
 
 
 class Linear:
-    """x W^T + b. x [T, in]; returns [T, out]."""
+    """x W^T + b for x [T, in]; returns [T, out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.num_rows, self.num_columns = weight.shape
@@ -31,7 +31,10 @@ class Linear:
         return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
 
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
-        """Of a stream: of its norm. out: where to, on a GPU."""
+        """Return the product with x, or with the norm of x if that is a stream.
+
+        out: memory for the result, on a GPU only.
+        """
         if self._product is None:
             assert self._weight is not None
             return linear(x, self._weight, self._bias, out)
@@ -40,16 +43,19 @@ class Linear:
         return made if self._bias is None else made.add_(self._bias)
 
     def gated(self, x: Tensor | Stream) -> Tensor:
-        """silu(gate) * up of the result's halves, for a matrix whose first half of rows is the
-        gate's.
+        """Return silu(gate) * up of the halves of the product.
+
+        The first half of the matrix's rows belongs to the gate.
         """
         if self._weight is not None:
             return gated_linear(x, self._weight, self._bias)
         return silu_mul(self(x))
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
-        """Adds x W^T + b to residual, in place. norm: the one that the sum goes through next; what
-        of it was done on the way is returned.
+        """Add x W^T + b to residual, in place.
+
+        norm: the norm that the sum goes through next. Returns the part of it that was computed on
+        the way, if any.
         """
         if self._weight is not None:
             return add_linear(residual, x, self._weight, self._bias, norm)
@@ -64,8 +70,9 @@ def column_parallel(
     *,
     bias: bool = False,
 ) -> Linear:
-    """One product for several matrices, stacked; each part is (name, rows of the whole matrix, this
-    rank's rows).
+    """Return one product for several matrices, stacked.
+
+    Each part is (name, rows of the whole matrix, this rank's rows).
     """
     weight = torch.cat(
         [
@@ -82,8 +89,9 @@ def column_parallel(
 
 
 class RowParallelLinear:
-    """x W^T + b with the inputs spread over ranks, each of which adds its part to the residual
-    stream.
+    """x W^T + b with the inputs spread over ranks.
+
+    Each rank adds its part to the residual stream.
     """
 
     def __init__(
@@ -94,7 +102,7 @@ class RowParallelLinear:
         num_inputs: int,
         columns: range,
         parallel: Parallel,
-        place: Place,
+        buffer: SumBuffer,
         *,
         bias: bool = False,
     ) -> None:
@@ -103,15 +111,16 @@ class RowParallelLinear:
         own_bias = weights.get(f"{name}.bias", (num_outputs,)) if bias else None
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._parallel = parallel
-        self._place = place
+        self._buffer = buffer
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
-        """residual + x W^T + b, on its way through `norm`. x [T, in / size]; residual [T, out], the
-        same on all ranks, may be written over.
+        """Return residual + x W^T + b, on its way through `norm`.
+
+        x [T, in / size]; residual [T, out], the same on all ranks, may be written over.
         """
         if self._parallel.size == 1:
             return Stream(residual, norm, self._linear.add_to(residual, x, norm))
-        part = self._parallel.part(self._place, len(residual))
+        part = self._parallel.part(self._buffer, len(residual))
         if part is not None:
             self._linear(x, part.mine)
             return part.sum(norm, residual)

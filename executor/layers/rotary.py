@@ -11,7 +11,7 @@ from sidestep.ipc.model.model_spec import RopeSpec
 
 
 def frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair, float32 [D / 2], and the factor on cos and sin."""
+    """Return each pair's angle per position, float32 [D / 2], and the factor on cos and sin."""
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     scaling = rope.scaling
     if rope.rope_type == "linear":
@@ -24,7 +24,7 @@ def frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(inverse: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Long waves are slowed by the factor, short ones kept, those between blended (Llama 3.1)."""
+    """Slow long waves by the factor, keep short ones and blend those between (Llama 3.1)."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
@@ -33,8 +33,9 @@ def _llama3(inverse: Tensor, scaling: dict[str, float]) -> Tensor:
 
 
 def _yarn(inverse: Tensor, rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): dimensions that turn often within the original length keep their
-    speed.
+    """Return YaRN's angles and factor (Peng et al. 2023).
+
+    Dimensions that turn often within the original length keep their speed.
     """
     scaling = rope.scaling
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
@@ -68,7 +69,7 @@ class RotaryTable:
     """cos and sin of every position: [positions, D / 2], float32."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> None:
-        """length: number of positions."""
+        """Compute the table. length: number of positions."""
         inverse, factor = frequencies(rope, head_dim)
         angles = torch.outer(
             torch.arange(length, dtype=torch.float32, device=device), inverse.to(device)
@@ -77,14 +78,14 @@ class RotaryTable:
 
 
 class FullRotaryTable:
-    """The same in the form of kernels.rotary: for whole heads, in the type of the heads."""
+    """The same table in the form of kernels.ops.rotary: for whole heads, in the heads' type."""
 
     def __init__(self, table: RotaryTable, dtype: torch.dtype) -> None:
         self._cos = torch.cat([table.cos, table.cos], -1).to(dtype)
         self._sin = torch.cat([-table.sin, table.sin], -1).to(dtype)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, D] of positions [T]."""
+        """Return cos and sin [T, 1, D] of positions [T]."""
         return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[
             :, None
         ]

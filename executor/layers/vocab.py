@@ -1,4 +1,4 @@
-"""Embedding and output head, the vocabulary spread over ranks."""
+"""Embedding and output head, with the vocabulary spread over ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from torch import Tensor
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.parallel.peer_sums import Place
+from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 
 def vocab_shard(
     weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel
 ) -> Tensor:
-    """This rank's rows of a [V, D] matrix; the last rank's are filled up with zeros where V does
-    not divide evenly.
+    """Return this rank's rows of a [V, D] matrix.
+
+    The last rank's rows are filled up with zeros where V does not divide evenly.
     """
     part = -(-vocab_size // parallel.size)
     first = min(parallel.rank * part, vocab_size)
@@ -34,13 +35,13 @@ class VocabParallelEmbedding:
         self._first = parallel.rank * shard.shape[0]
 
     def __call__(self, token_ids: Tensor, norm: RmsNorm) -> Stream:
-        """norm: the one that the stream goes through first."""
+        """Return the stream. norm: the norm that the stream goes through first."""
         if self._parallel.size == 1:
             return Stream(torch.nn.functional.embedding(token_ids, self._shard), norm)
         local = token_ids - self._first
         outside = (local < 0) | (local >= self._shard.shape[0])
         vectors = torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
-        part = self._parallel.part(Place.EMBEDDING, len(token_ids))
+        part = self._parallel.part(SumBuffer.EMBEDDING, len(token_ids))
         if part is not None:
             part.mine.copy_(vectors.masked_fill_(outside[:, None], 0))
             return part.sum(norm)
@@ -48,8 +49,9 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """A stream [R, D], normed, to logits [R, V], whole on every rank: so all ranks sample the same
-    token.
+    """A stream [R, D], normed, to logits [R, V], whole on every rank.
+
+    So all ranks sample the same token.
     """
 
     def __init__(self, shard: Tensor, vocab_size: int, parallel: Parallel) -> None:
@@ -58,12 +60,16 @@ class VocabParallelHead:
         self._parallel = parallel
 
     def new_logits(self, rows: int, like: Tensor) -> Tensor:
-        """Memory for the logits of this many rows, in the type and on the device of `like`; what
-        `out` may be.
+        """Return memory for the logits of this many rows, which `out` may be.
+
+        It has the type of `like`, and is on the same device.
         """
         return like.new_zeros(rows, self._linear.num_rows * self._parallel.size)
 
     def __call__(self, stream: Stream, out: Tensor | None = None) -> Tensor:
-        """out [R, V and what fills V up]: memory that the logits are written to."""
+        """Return the logits.
+
+        out [R, V and padding]: memory that the logits are written to.
+        """
         own = self._linear(stream, out if self._parallel.size == 1 else None)
         return self._parallel.all_gather(own, out)[:, : self._vocab_size]

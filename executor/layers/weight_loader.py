@@ -1,9 +1,8 @@
-"""Weights by their checkpoint names: whole or the slice of a rank, in the run's type and on its
-device.
+"""Weights by their checkpoint names: whole, or the slice of a rank.
 
-Layers ask for what they need, so loading and building are one pass and no second copy of the model
-exists. What a checkpoint lacks, has in another shape, or has and nobody asked for, is an error that
-names it.
+They come in the run's type and on its device. Layers ask for the weights that they need, so loading
+and building are one pass and no second copy of the model exists. A weight that a checkpoint lacks,
+that it has in another shape, or that it has and no layer asked for, is an error that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sidestep.ipc.common.errors import EngineStartError
 
 Shape = tuple[int, ...]
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
-"""Buffers that old checkpoints carry and that follow from the config."""
+"""Ends of the names of buffers that old checkpoints have and that follow from the config."""
 _COMPARED_ROWS = 4096
 """Rows of each of two tensors that are in memory at a time while they are compared."""
 
@@ -39,12 +38,13 @@ class Weights(abc.ABC):
     def get(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
-        """The named tensor, which has `shape` as a whole, or only some of its rows or columns."""
+        """Return the named tensor of this whole shape, or only some rows or columns of it."""
 
 
 class SafetensorsWeights(Weights):
-    """A folder with model.safetensors, or with several files and model.safetensors.index.json. A
-    context manager.
+    """A folder with safetensors files. A context manager.
+
+    It has model.safetensors, or several files and model.safetensors.index.json.
     """
 
     def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,6 +76,7 @@ class SafetensorsWeights(Weights):
     def get(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
+        """Return the named tensor, whole or only some of its rows or columns."""
         handle = self._handle_of.get(name)
         if handle is None:
             raise EngineStartError(f"model: the checkpoint lacks {name}")
@@ -97,15 +98,17 @@ class SafetensorsWeights(Weights):
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
     def alias(self, name: str, other: str) -> None:
-        """Read the tensor `other` of the checkpoint where `name`, which the checkpoint lacks, is
-        asked for.
+        """Read the checkpoint's tensor `other` where `name` is asked for.
+
+        The checkpoint lacks `name`.
         """
         self._handle_of[name] = self._handle_of[other]
         self._names[name] = other
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Return whether two tensors of the checkpoint hold the same values. Read them part by
-        part.
+        """Return whether two tensors of the checkpoint hold the same values.
+
+        They are read part by part.
         """
         parts = [self._handle_of[name].get_slice(name) for name in (one, other)]
         shapes = [tuple(part.get_shape()) for part in parts]
@@ -116,11 +119,14 @@ class SafetensorsWeights(Weights):
         return all(torch.equal(first, second) for first, second in pairs)
 
     def ignore(self, *beginnings: str) -> None:
-        """Tensors whose names begin so may be there without being asked for."""
+        """Allow tensors whose names begin so to be in the checkpoint unused."""
         self._unused = {name for name in self._unused if not name.startswith(beginnings)}
 
     def finish(self) -> None:
-        """All layers have what they need. Raises EngineStartError if something was left over."""
+        """Raise EngineStartError if the checkpoint has a tensor that no layer asked for.
+
+        It is called when all layers have their weights.
+        """
         left = sorted(n for n in self._unused if not n.endswith(_IGNORED))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -130,8 +136,9 @@ class SafetensorsWeights(Weights):
 
 
 class DummyWeights(Weights):
-    """Random weights; the same for any number of ranks, since each whole tensor is drawn from its
-    own seed.
+    """Random weights, the same for any number of ranks.
+
+    Each whole tensor is drawn from its own seed.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -141,6 +148,7 @@ class DummyWeights(Weights):
     def get(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
+        """Return random values in the named tensor's shape; ones for a norm."""
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self.dtype, device=self.device)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)
@@ -160,6 +168,7 @@ class NoWeights(Weights):
     def get(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
+        """Return an empty tensor in the shape that was asked for."""
         if rows is not None:
             shape = (len(rows), *shape[1:])
         if columns is not None:
@@ -168,8 +177,9 @@ class NoWeights(Weights):
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files that the index names; without one, model.safetensors rather than what else lies
-    beside it.
+    """Return the files that the index names.
+
+    Without an index, it is model.safetensors; without that, all safetensors files of the folder.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():

@@ -1,7 +1,7 @@
-"""The dense decoder that the Llama family shares: what differs between its members is in ModelSpec.
+"""The dense decoder that the Llama family shares; ModelSpec says how its members differ.
 
 Weights are pulled by their checkpoint names while the layers are built, each rank its own part
-(Megatron's layout: attention by heads, the MLP by its inner width, two all-reduces a layer). Of a
+(Megatron's layout: attention by heads, the MLP by its inner width, two all-reduces a layer). In a
 pipeline, a stage builds its own layers.
 """
 
@@ -17,19 +17,19 @@ from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.parallel.peer_sums import Place
+from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.ipc.model.layer_split import Stage, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:
-    """Rows of a projection that belong to these heads."""
+    """Return the rows of a projection that belong to these heads."""
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
 def attention_shape(spec: ModelSpec, parallel: Parallel, stage: Stage) -> AttentionShape:
-    """One rank's part of the model's attention."""
+    """Return the sizes of one rank's part of the model's attention."""
     return AttentionShape(
         num_layers=len(stage.layers),
         num_heads=len(parallel.share(spec.num_heads)),
@@ -40,7 +40,7 @@ def attention_shape(spec: ModelSpec, parallel: Parallel, stage: Stage) -> Attent
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
-    """How the names of weights begin that only other stages need."""
+    """Return how the names of weights begin that only other stages need."""
     names = [f"model.layers.{i}." for i in range(spec.num_layers) if i not in stage.layers]
     if not stage.is_first:
         names.append("model.embed_tokens.")
@@ -80,7 +80,7 @@ class Attention:
             total_q,
             q_rows,
             parallel,
-            Place.ATTENTION,
+            SumBuffer.ATTENTION,
             bias=spec.attention_output_bias,
         )
         self._head_norms = (
@@ -93,13 +93,13 @@ class Attention:
         )
 
     def warm_up(self, stream: Stream) -> Stream:
-        """Runs the products alone."""
+        """Run the products alone."""
         return self._add(stream, self._qkv(stream)[:, : self._width].contiguous())
 
     def __call__(
         self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
     ) -> Stream:
-        """rows: see Layer."""
+        """Return the stream with attention added. rows: see Layer."""
         attended = attention.attend(layer, self._qkv(stream), self._head_norms)
         if rows is not None:
             stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
@@ -130,25 +130,28 @@ class Mlp:
             width,
             part,
             parallel,
-            Place.MLP,
+            SumBuffer.MLP,
             bias=spec.mlp_bias,
         )
 
     def __call__(self, stream: Stream) -> Stream:
+        """Return the stream with the MLP added."""
         return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)
 
 
 def hidden_norm(spec: ModelSpec, weights: Weights, name: str) -> RmsNorm:
-    """A norm of the residual stream."""
+    """Return a norm of the residual stream."""
     return RmsNorm(weights.get(f"{name}.weight", (spec.hidden_size,)), spec.rms_norm_eps)
 
 
 class Layer:
-    """One decoder layer. Both halves take the residual stream [T, D], which they may write over,
-    and return it with their part added, on its way through the norm that comes after them.
+    """One decoder layer.
 
-    following: the norm after the layer, which is the next layer's first or the model's last. place:
-    among the layers of this rank.
+    Both halves take the residual stream [T, D], which they may write over, and return it with their
+    part added, on its way through the norm that comes after them.
+
+    following: the norm after the layer, which is the next layer's first norm or the model's last.
+    local_index: index among the layers of this rank.
     """
 
     def __init__(
@@ -156,36 +159,37 @@ class Layer:
         spec: ModelSpec,
         weights: Weights,
         index: int,
-        place: int,
+        local_index: int,
         following: RmsNorm,
         parallel: Parallel,
     ) -> None:
         name = f"model.layers.{index}"
-        self._place = place
+        self._local_index = local_index
         between = hidden_norm(spec, weights, f"{name}.post_attention_layernorm")
         self._attention = Attention(spec, weights, f"{name}.self_attn", between, parallel)
         self._mlp = Mlp(spec, weights, f"{name}.mlp", following, parallel)
 
     def warm_up(self, stream: Stream) -> None:
-        """Runs the products alone."""
+        """Run the products alone."""
         self._mlp(self._attention.warm_up(stream))
 
     def __call__(
         self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None
     ) -> Stream:
-        """rows: the tokens of which anything is needed but their keys and values (int [R]; None for
-        all).
+        """Return the stream after this layer.
+
+        rows: tokens of which more is needed than their keys and values (int [R]; None for all).
         """
-        return self._mlp(self._attention(stream, self._place, attention, rows))
+        return self._mlp(self._attention(stream, self._local_index, attention, rows))
 
 
 class DecoderForCausalLM:
-    """What one rank has of the model."""
+    """One rank's part of the model."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None
     ) -> None:
-        """stage: of a pipeline; None for all layers."""
+        """Build the layers. stage: the stage of a pipeline; None for all layers."""
         stage = stage or stage_of((spec.num_layers,), 0)
 
         def shard(name: str) -> Tensor:
@@ -199,16 +203,16 @@ class DecoderForCausalLM:
             hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in stage.layers
         ]
         self._first_norm = norms[0]
-        # What a stage sends on is the stream itself. The norm that its last product is told of is
-        # looked at by nobody, so any will do: the right one is another stage's.
+        # A stage sends on the stream itself. The norm that its last product is given is never used,
+        # so any norm will do: the right one belongs to another stage.
         following = [
             *norms[1:],
             hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0],
         ]
         self._windows = spec.windows[stage.layers.start : stage.layers.stop]
         self._layers = [
-            Layer(spec, weights, index, place, following[place], parallel)
-            for place, index in enumerate(stage.layers)
+            Layer(spec, weights, index, local_index, following[local_index], parallel)
+            for local_index, index in enumerate(stage.layers)
         ]
         self._head: VocabParallelHead | None = None
         if stage.is_last:
@@ -222,9 +226,10 @@ class DecoderForCausalLM:
 
     @contextmanager
     def kinds_of_layers(self) -> Iterator[None]:
-        """Within it the model has only so many layers as differ in the kernels that they need: of
-        each width of window two (the first of all takes a stream whose norm nobody has begun), and
-        the last, which goes on with fewer tokens.
+        """Keep, within the context, only layers that differ in the kernels that they need.
+
+        They are two layers for each width of window (the first layer of all takes a stream whose
+        norm has not begun), and the last layer, which goes on with fewer tokens.
         """
         layers, windows = self._layers, self._windows
         found = {
@@ -239,9 +244,10 @@ class DecoderForCausalLM:
             self._layers = layers
 
     def warm_up(self, sizes: Iterable[int], *, with_head: bool = False) -> None:
-        """Runs a layer's products, and the head's if it is asked for, for each of these numbers of
-        tokens. The library chooses among many kernels by size, and loads one when it is first used,
-        for which it stops the device.
+        """Run a layer's products for each of these numbers of tokens.
+
+        with_head: run the head's product too. The library chooses among many kernels by size, and
+        loads a kernel when it is first used, for which it stops the device.
         """
         norm = self._first_norm
         for num_tokens in sizes:
@@ -252,7 +258,7 @@ class DecoderForCausalLM:
                 self.logits(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 
     def new_logits(self, rows: int) -> Tensor:
-        """Memory for the logits of up to this many tokens."""
+        """Return memory for the logits of up to this many tokens."""
         assert self._head is not None
         return self._head.new_logits(rows, self._first_norm.weight)
 
@@ -263,15 +269,18 @@ class DecoderForCausalLM:
         logits_rows: Tensor | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Logits [R, V] of the tokens at `logits_rows` (int [R]; None for all) of token_ids int
-        [T]. out: the first R rows of new_logits, where they shall be written; on a GPU only.
+        """Return logits [R, V] of some of the tokens token_ids int [T].
+
+        logits_rows: indices of these tokens, int [R]; None for all. out: the first R rows of
+        new_logits, which the logits are written to; on a GPU only.
         """
         return self.logits(self.states(token_ids, attention, logits_rows), out)
 
     def states(self, inputs: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
-        """The residual stream after the last layer of this rank, of the tokens at `rows` (int [R];
-        None for all). inputs: token ids int [T]; what the stage before has sent, [T, D], where
-        there is one, which may be written over.
+        """Return the residual stream after this rank's last layer, of the tokens at `rows`.
+
+        rows: int [R]; None for all. inputs: token ids int [T]; in a stage that is not the first,
+        the stream [T, D] that the stage before has sent, which may be written over.
         """
         norm = self._first_norm
         stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
@@ -280,6 +289,9 @@ class DecoderForCausalLM:
         return self._layers[-1](stream, attention, rows)
 
     def logits(self, stream: Stream, out: Tensor | None = None) -> Tensor:
-        """[R, V] of what `states` gave, or of some of its rows. Of the last stage."""
+        """Return logits [R, V] of what `states` returned, or of some of its rows.
+
+        Only the last stage may call this.
+        """
         assert self._head is not None
         return self._head(stream, out)

@@ -6,4 +6,4 @@ from sidestep.executor.models.decoder import DecoderForCausalLM
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """The shared decoder; ModelSpec has what is particular."""
+    """The shared decoder; ModelSpec says what is particular to this family."""

@@ -1,4 +1,4 @@
-"""From WorkerArgs to a model on a device: which device, which type, the weights."""
+"""From WorkerArgs to a model on a device: choice of device and type, and loading of weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from sidestep.ipc.model.model_spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Checkpoint names of the embedding's weight and of the head's."""
 
 
 def pick_device(args: WorkerArgs) -> torch.device:
-    """The GPU of this rank, or the CPU. Raises EngineStartError where a GPU is asked for and there
-    is none.
+    """Return the GPU of this rank, or the CPU.
+
+    Raises EngineStartError where a GPU is asked for and there is none.
     """
     wanted = args.parallel.device
     have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
@@ -43,8 +45,9 @@ def pick_device(args: WorkerArgs) -> torch.device:
 
 
 def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
-    """Return the type that was asked for; by default the checkpoint's type on a GPU, and float32 on
-    a CPU.
+    """Return the type that was asked for.
+
+    The default is the checkpoint's type on a GPU, and float32 on a CPU.
     """
     if args.model.dtype != "auto":
         return getattr(torch, args.model.dtype)
@@ -52,8 +55,9 @@ def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
 
 
 def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:
-    """The backend asked for, or the device's default. Raises EngineStartError if it cannot run
-    there.
+    """Return the backend that was asked for, or the device's default.
+
+    Raises EngineStartError if it cannot run there.
     """
     name = args.parallel.attention_backend
     if name == "auto":
@@ -68,8 +72,9 @@ def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBack
 def load_model(
     args: WorkerArgs, parallel: Parallel, dtype: torch.dtype, device: torch.device
 ) -> DecoderForCausalLM:
-    """What this rank has of the model, with its weights. Raises EngineStartError naming what is
-    wrong with them.
+    """Return this rank's part of the model, with its weights.
+
+    Raises EngineStartError naming what is wrong with the weights.
     """
     spec, stage = args.spec, args.stage
     build = model_class(spec.architecture)
@@ -105,8 +110,7 @@ def model_class(architecture: str) -> type[DecoderForCausalLM]:
 def tie_as_found(
     spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *, tells: bool
 ) -> ModelSpec:
-    """Return the spec of a model with a tied head, changed to fit the head and the embedding of the
-    checkpoint.
+    """Return the spec of a model with a tied head, changed to fit the checkpoint.
 
     As in transformers: a head that differs from the embedding is used; a head that equals the
     embedding is not; and a head alone is used as both. tells: whether this rank writes the message
@@ -128,6 +132,6 @@ def tie_as_found(
 
 
 def load_rotary(args: WorkerArgs, device: torch.device) -> RotaryTable:
-    """cos and sin of every position that a request may reach."""
+    """Return cos and sin of every position that a request may reach."""
     spec = args.spec
     return RotaryTable(spec.rope, spec.head_dim, args.max_model_len, device)

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama with normalised queries and keys, and heads of their own size."""
+"""Qwen3, dense: Llama with normed queries and keys, and a head size of its own."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from sidestep.executor.models.decoder import DecoderForCausalLM
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """The shared decoder; ModelSpec has what is particular."""
+    """The shared decoder; ModelSpec says what is particular to this family."""

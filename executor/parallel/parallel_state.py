@@ -1,5 +1,6 @@
-"""Which rank this is, and the collectives of tensor parallelism among the ranks of a stage
-(Megatron; Shoeybi et al. 2019).
+"""Ranks of a stage, and the collectives of tensor parallelism among them.
+
+The scheme is Megatron's (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sidestep.executor.parallel.peer_sums import Part, PeerSums, Place, open_peer_memory
+from sidestep.executor.parallel.peer_sums import Part, PeerSums, SumBuffer, open_peer_memory
 from sidestep.kernels.launch import num_processors
 
 if TYPE_CHECKING:
     from sidestep.kernels.sums.peer_memory_triton import PeerMemory
 
 _TIMEOUT = timedelta(minutes=5)
+"""Time that a rank waits at most for the others in a collective."""
 _SOME_ADDRESS = 1 << 46
-"""Of the size and the alignment that a GPU's have."""
+"""An address as large and as aligned as a GPU's, for launches that run nothing."""
 
 
 class Parallel:
-    """One rank's view of those that share its layers. With one rank all collectives are the
-    identity.
+    """One rank's view of the ranks that share its layers.
+
+    With one rank all collectives are the identity.
     """
 
     def __init__(
@@ -36,8 +39,9 @@ class Parallel:
         rendezvous: str | None = None,
         cuda: bool = False,
     ) -> None:
-        """rank, size: in this stage of the pipeline; all ranks of all stages meet in the file
-        `rendezvous`.
+        """Join the group. rank, size: within this stage of the pipeline.
+
+        All ranks of all stages meet in the file `rendezvous`.
         """
         self.rank = rank
         self.size = size
@@ -57,7 +61,7 @@ class Parallel:
                 timeout=_TIMEOUT,
             )
             self._dist = dist if size > 1 else None
-            if size > 1 and num_stages > 1:  # each rank takes part in the making of each group
+            if size > 1 and num_stages > 1:  # all ranks take part in making each group
                 groups = [
                     dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(num_stages)
                 ]
@@ -66,21 +70,23 @@ class Parallel:
     def __repr__(self) -> str:
         return f"Parallel(rank {self.rank} of {self.size})"
 
-    def part(self, place: Place, rows: int) -> Part | None:
-        """Where to write what this rank adds to a sum of so many rows of the stream, for the other
-        ranks to read; None where the ranks sum with all_reduce.
+    def part(self, buffer: SumBuffer, rows: int) -> Part | None:
+        """Return where to write what this rank adds to a sum, for the other ranks to read.
+
+        rows: rows of the stream that are summed. None where the ranks sum with all_reduce.
         """
-        return None if self._peers is None else self._peers.part(place, rows)
+        return None if self._peers is None else self._peers.part(buffer, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Replace x by its sum over ranks, and return it."""
         if self._dist is not None:
             self._dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, N] of each rank side by side: [T, size * N], on every rank; in `out`, if that is
-        given and there are several ranks.
+        """Return [T, N] of each rank side by side: [T, size * N], on every rank.
+
+        It is written to `out`, if that is given and there are several ranks.
         """
         if self._dist is None:
             return x
@@ -94,8 +100,9 @@ class Parallel:
     def open_peer_sums(
         self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device
     ) -> None:
-        """For sums of up to so many rows [.., width] on GPUs. On all ranks, of which all or none
-        can do so then.
+        """Prepare sums of up to `most_rows` rows [.., width] through the GPUs' own memory.
+
+        All ranks call this. Afterwards either all or none of them can sum so.
         """
         if self._dist is None:
             return
@@ -108,13 +115,16 @@ class Parallel:
     def open_peer_memory(
         self, place_bytes: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> PeerMemory | None:
-        """See executor.peer_sums."""
+        """Return memory that the ranks share; see executor.parallel.peer_sums."""
         return open_peer_memory(
             self.rank, self.size, self._group, place_bytes, width, dtype, device, self.minimum
         )
 
     def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values, those of other stages too, on every rank."""
+        """Return the smallest of all ranks' values, on every rank.
+
+        The ranks of other stages take part too.
+        """
         if not self._has_world:
             return value
         import torch.distributed as dist
@@ -124,14 +134,18 @@ class Parallel:
         return int(lowest)
 
     def share(self, total: int) -> range:
-        """This rank's part of `total` things, all parts alike. `total` is a multiple of the
-        size.
+        """Return this rank's part of `total` things; all parts have the same size.
+
+        `total` is a multiple of the number of ranks.
         """
         part = total // self.size
         return range(self.rank * part, (self.rank + 1) * part)
 
     def kv_heads(self, total: int) -> range:
-        """This rank's KV heads. With more ranks than heads, several ranks hold the same one."""
+        """Return this rank's KV heads.
+
+        With more ranks than heads, several ranks hold the same head.
+        """
         if total >= self.size:
             return self.share(total)
         head = self.rank * total // self.size
@@ -140,13 +154,14 @@ class Parallel:
 
 def _gather_function(dist: Any) -> Any:
     """Return torch's all_gather of one tensor, under the name that this version of torch prefers.
+
     The older name makes newer versions write a warning to the screen.
     """
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LoneRank(Parallel):
-    """A rank without its group, which nothing is computed in: for shapes alone."""
+    """A rank without its group. Nothing is computed with it; only its shapes are used."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -155,6 +170,7 @@ class LoneRank(Parallel):
     def open_peer_sums(
         self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device
     ) -> None:
+        """Prepare sums through memory that stands for that of the ranks."""
         from sidestep.kernels.sums.all_reduce_triton import most_place_bytes
         from sidestep.kernels.sums.peer_memory_triton import (
             MAX_PROGRAMS,
@@ -178,6 +194,7 @@ class LoneRank(Parallel):
             self._peers = PeerSums(memory, width, dtype)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return x side by side as often as there are ranks."""
         if self.size == 1:
             return x
         return torch.cat([x] * self.size, -1) if out is None else out

@@ -1,11 +1,11 @@
-"""Sums over ranks through one another's memory, and where they are used.
+"""Sums over ranks through one another's memory, and where in the model they are used.
 
-What a rank has to add is written straight into memory that the others can read (a *part*, in one of
-three places); one kernel then sums the parts of all, adds the residual stream and norms the result
-(kernels.all_reduce_triton). Which place a sum uses is fixed by where in the model it stands, so
-that two sums in a row never use the same one: a step begins with the embedding's, then attention's
-and the MLP's take turns. Where a step's first sums are too large for this, it begins with
-attention's; it always ends with the MLP's.
+A rank writes what it has to add straight into memory that the others can read: a *part*, in one of
+three buffers. One kernel then sums the parts of all ranks, adds the residual stream and norms the
+result (kernels.sums.all_reduce_triton). A sum's position in the model fixes which buffer it uses,
+so that two sums in a row never use the same one: a step begins with the embedding's buffer, then
+attention's and the MLP's take turns. Where a step's first sums are too large for this, it begins
+with attention's; it always ends with the MLP's.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 _TRIAL_TIMEOUT_S = 60.0
 """Seconds for the first sums, once they are compiled; another rank may still be compiling."""
 _EPS = 1e-6
+"""Epsilon of the norm in the first sums."""
 
 
-class Place(enum.IntEnum):
-    """Where in the model a sum stands."""
+class SumBuffer(enum.IntEnum):
+    """Where in the model a sum is, which says which of the three buffers it uses."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -45,26 +46,28 @@ class Place(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank adds to a sum. Whoever has it writes `mine`, then calls `sum` once, on all
-    ranks.
+    """This rank's contribution to a sum.
+
+    Its holder writes `mine`, then calls `sum` once, on all ranks.
     """
 
     mine: Tensor
     """[T, D]"""
     _memory: PeerMemory
-    _place: Place
+    _buffer: SumBuffer
     _config: SumConfig
 
     def sum(self, norm: RmsNorm, residual: Tensor | None = None) -> Stream:
-        """The sum of all ranks' parts, and of the residual stream [T, D], which is written over and
-        must be the same on all ranks; on its way through `norm`, which is done. All ranks get the
-        same bits.
+        """Return the sum of all ranks' parts and of the residual stream, normed by `norm`.
+
+        residual [T, D] is written over and must be the same on all ranks. All ranks get the same
+        bits.
         """
         from sidestep.kernels.sums.all_reduce_triton import sum_parts
 
         hidden = torch.empty_like(self.mine) if residual is None else residual
         normed = sum_parts(
-            self._memory, self._place, hidden, norm, self._config, add=residual is not None
+            self._memory, self._buffer, hidden, norm, self._config, add=residual is not None
         )
         return Stream(hidden, norm, done=normed)
 
@@ -76,23 +79,26 @@ class PeerSums:
         self._memory = memory
         self._width = width
         self._dtype = dtype
-        self._last: Place | None = None
+        self._last: SumBuffer | None = None
 
     def __repr__(self) -> str:
-        return f"PeerSums({len(self._memory.addresses)} ranks, parts up to {self._memory.place_bytes} bytes)"
+        return (
+            f"PeerSums({len(self._memory.addresses)} ranks, parts up to "
+            f"{self._memory.place_bytes} bytes)"
+        )
 
-    def part(self, place: Place, rows: int) -> Part | None:
-        """None where torch.distributed sums so many rows faster."""
+    def part(self, buffer: SumBuffer, rows: int) -> Part | None:
+        """Return this rank's part of a sum; None where torch.distributed is faster."""
         from sidestep.kernels.sums.all_reduce_triton import choose
 
         row_bytes = self._width * self._dtype.itemsize
         config = choose(len(self._memory.addresses), rows, row_bytes)
         if rows == 0 or config is None or rows * row_bytes > self._memory.place_bytes:
             return None
-        assert place != self._last, "other ranks may still be reading what was there"
-        self._last = place
+        assert buffer != self._last, "other ranks may still be reading what was there"
+        self._last = buffer
         return Part(
-            self._memory.part(place, rows, self._width, self._dtype), self._memory, place, config
+            self._memory.part(buffer, rows, self._width, self._dtype), self._memory, buffer, config
         )
 
 
@@ -106,11 +112,13 @@ def open_peer_memory(
     device: torch.device,
     minimum: Callable[[int], int],
 ) -> PeerMemory | None:
-    """Memory that the GPUs of a group share, tried out with rows of this width and type; None, with
-    one line in the log, where it cannot be had. All ranks call this, and all get the same.
+    """Return memory that the GPUs of a group share, tried out with rows of this width and type.
 
-    minimum: of the ranks' values; it returns when all have come. No rank goes on to what all must
-    do before it is known that all can.
+    Returns None, with one line in the log, where such memory cannot be had. All ranks call this,
+    and all get the same answer. Raises EngineStartError if the first sums do not end.
+
+    minimum: returns the smallest of the ranks' values, when all ranks have called it. No rank goes
+    on to an action that all ranks must take before it knows that all of them can.
     """
     from sidestep.kernels.launch import num_processors
     from sidestep.kernels.sums.peer_memory_triton import (
@@ -153,26 +161,32 @@ def open_peer_memory(
             raise RuntimeError("it gives wrong sums")
 
     for act in (lambda: _require_access(rank, size, device), allocate, exchange, try_out):
-        reason = None
-        try:
-            act()
-        except EngineStartError:
-            raise
-        except Exception as error:  # the library raises its own and the driver's
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-        failed = minimum(size if reason is None else rank)
-        if failed < size:
-            if failed == rank and reason is not None:  # not of the same number in another stage
-                logger.warning(
-                    "ranks sum through torch.distributed, not through one another's memory: %s",
-                    reason,
-                )
+        if not _all_can(act, rank, size, minimum):
             return None
     return memory
 
 
+def _all_can(act: Callable[[], None], rank: int, size: int, minimum: Callable[[int], int]) -> bool:
+    """Act, and return whether all ranks could; the first rank that could not logs its reason."""
+    reason = None
+    try:
+        act()
+    except EngineStartError:
+        raise
+    except Exception as error:  # the library raises its own and the driver's
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    failed = minimum(size if reason is None else rank)
+    if failed < size:
+        if failed == rank and reason is not None:  # not the rank of this number in another stage
+            logger.warning(
+                "ranks sum through torch.distributed, not through one another's memory: %s", reason
+            )
+        return False
+    return True
+
+
 def _require_access(rank: int, size: int, device: torch.device) -> None:
-    """Raises RuntimeError if this rank's GPU cannot read the others'."""
+    """Raise RuntimeError if this rank's GPU cannot read the others'."""
     first = device.index - rank
     for other in range(first, first + size):
         if other != device.index and not torch.cuda.can_device_access_peer(device, other):
@@ -180,19 +194,21 @@ def _require_access(rank: int, size: int, device: torch.device) -> None:
 
 
 def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocate memory that the group's other GPUs can map."""
     # Multicast is not used, and setting it up may do harm where GPUs are shared with other
     # machines.
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    # An allocation of its own: `symmetric_memory.empty` takes it from a pool, at an offset that
-    # handles do not tell in all versions.
+    # An allocation of its own: `symmetric_memory.empty` takes memory from a pool, at an offset that
+    # handles do not report in all versions.
     return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
 
 
 def _exchange(space: Tensor, rank: int, size: int, group: Any) -> tuple[int, ...]:
-    """The address of each rank's space in this process. They stay mapped as long as `space`
-    lives.
+    """Return the address of each rank's space in this process.
+
+    The spaces stay mapped as long as `space` lives.
     """
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric_memory
@@ -209,13 +225,11 @@ def _exchange(space: Tensor, rank: int, size: int, group: Any) -> tuple[int, ...
 
 
 _handles: list[Any] = []
-"""Kept for the life of the process: kernels hold bare addresses."""
+"""Handles of mapped memory, kept for the life of the process: kernels hold bare addresses."""
 
 
 def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
-    """Compiles the kernels, and lets the ranks sum rows [.., width] that they know; whether all was
-    right, bool [].
-    """
+    """Compile the kernels and sum known rows [.., width]; return whether all was right, bool []."""
     from sidestep.kernels.sums.all_reduce_triton import SumConfig, sum_parts
     from sidestep.kernels.sums.pushed_sum_triton import can_push
 
@@ -224,24 +238,24 @@ def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
     most = min(2 * ranks + 1, memory.place_bytes // row_bytes)
     most_pushed = next((rows for rows in range(most, 0, -1) if can_push(ranks, rows, row_bytes)), 0)
     norm = RmsNorm(torch.ones(width, dtype=dtype, device=device), _EPS)
-    # Whole numbers, so that any order gives the same sum; neighbours, rows and ranks have different
-    # ones.
+    # Whole numbers, so that any order gives the same sum. Neighbours, rows and ranks have different
+    # numbers.
     right = torch.ones((), dtype=torch.bool, device=device)
-    trials: tuple[tuple[Place, Kind, bool, int], ...] = (
-        (Place.EMBEDDING, "one_shot", False, most),
-        (Place.ATTENTION, "one_shot", True, most),
-        (Place.EMBEDDING, "pushed", False, most_pushed),
-        (Place.ATTENTION, "pushed", True, most_pushed),
-        (Place.EMBEDDING, "two_shot", False, most),
-        (Place.MLP, "two_shot", True, most),
+    trials: tuple[tuple[SumBuffer, Kind, bool, int], ...] = (
+        (SumBuffer.EMBEDDING, "one_shot", False, most),
+        (SumBuffer.ATTENTION, "one_shot", True, most),
+        (SumBuffer.EMBEDDING, "pushed", False, most_pushed),
+        (SumBuffer.ATTENTION, "pushed", True, most_pushed),
+        (SumBuffer.EMBEDDING, "two_shot", False, most),
+        (SumBuffer.MLP, "two_shot", True, most),
     )
-    for place, kind, add, rows in trials:
+    for buffer, kind, add, rows in trials:
         if rows == 0:
             continue
         base = (torch.arange(rows * width, device=device) % 61).view(rows, width)
-        memory.part(place, rows, width, dtype).copy_(base + memory.rank)
+        memory.part(buffer, rows, width, dtype).copy_(base + memory.rank)
         hidden = base.to(dtype)
-        normed = sum_parts(memory, place, hidden, norm, SumConfig(kind, memory.programs), add=add)
+        normed = sum_parts(memory, buffer, hidden, norm, SumConfig(kind, memory.programs), add=add)
         expected = ((ranks + add) * base + ranks * (ranks - 1) // 2).to(dtype)
         assert normed is not None
         wide = expected.float()
@@ -251,7 +265,7 @@ def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _await_end() -> None:
-    """Raises EngineStartError if what was launched does not end."""
+    """Raise EngineStartError if the launched kernels do not end."""
     done = torch.cuda.Event()
     done.record()
     until = time.monotonic() + _TRIAL_TIMEOUT_S

@@ -1,9 +1,9 @@
-"""Worker processes, one a rank: steps are broadcast over one ring, each rank answers on its own.
+"""Worker processes, one a rank, which take steps from one ring and reply on one ring each.
 
-The first rank that samples returns the outputs; the other ranks' rings carry only "ready" and
+The first rank that samples returns the outputs. The other ranks' rings carry only "ready" and
 failures. A worker that dies makes its doorbell readable (its end of the pipe closes), so the core
-wakes at once and `poll` says which one died and how. Ranks wait for each other, so one that dies
-makes others fail: see `_cause`.
+wakes at once and `poll` says which rank died and how. Ranks wait for each other, so a rank that
+dies makes others fail: see `_cause`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THREAD_WIDTH = 256
 """Values of a hidden state for each thread: waking a thread for fewer takes longer than it
 saves."""
 _PATIENCE_S = 0.5
-"""How long it is looked for a rank that died when another one says that it fails."""
+"""Seconds to look for a silently dead rank after another rank reports a failure."""
 
 
 class MultiprocExecutor(Executor):
@@ -54,10 +54,11 @@ class MultiprocExecutor(Executor):
         self._ready: dict[int, WorkerReady] = {}
         self._failures: dict[int, Failure] = {}
         self._gone: list[int] = []
-        """Ranks that have ended without a word."""
+        """Ranks that have ended without reporting a failure."""
         self._compiler: Child | None = None
 
     def launch(self) -> None:
+        """Spawn the workers, and the process that compiles kernels ahead."""
         # The last stage of a pipeline reads a step long after the first one has.
         steps = create_ring(
             self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size
@@ -74,6 +75,10 @@ class MultiprocExecutor(Executor):
         self._steps = RingWriter(steps)
 
     def start(self) -> WorkerReady:
+        """Wait until all workers are ready.
+
+        The rank with the fewest KV blocks decides how many all of them use.
+        """
         with self._folder:
             self._wait_ready()
         ready = [self._ready[rank] for rank in range(self._world)]
@@ -85,9 +90,11 @@ class MultiprocExecutor(Executor):
         )
 
     def submit(self, step: StepInput) -> None:
+        """Send a step to all ranks."""
         self._send(step, Order.STEP)
 
     def submit_masks(self, masks: StepMasks) -> None:
+        """Send masks to all ranks."""
         self._send(masks, Order.MASKS)
 
     def _send(self, message: Columns, kind: Order) -> None:
@@ -98,18 +105,22 @@ class MultiprocExecutor(Executor):
             raise EngineDeadError(self._cause() or f"the workers take no steps: {closed}") from None
 
     def poll(self) -> StepOutput | None:
+        """Return the next output if it is there."""
         output = self._hear_all()
         if output is None and self._has_failed:
             raise EngineDeadError(self._cause())
         return output
 
     def fileno(self) -> int:
+        """Return the descriptor of a selector over the ranks' doorbells."""
         return int(self._selector.fileno())
 
     def worker_pids(self) -> list[int]:
+        """Return one process id for each rank."""
         return [child.pid for child in self._children]
 
     def shutdown(self) -> None:
+        """End all workers, and the process that compiles kernels ahead."""
         children = [*self._children, *([self._compiler] if self._compiler is not None else [])]
         for child in children:
             child.let_go()
@@ -134,14 +145,15 @@ class MultiprocExecutor(Executor):
             pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled),
         )
         for bell in replies.bells_out:
-            os.close(bell)  # so that the last writer's end closes with the worker
+            os.close(bell)  # so that the last end for writing closes with the worker
         self._children.append(child)
         self._replies.append(RingReader(replies, 0))
         self._selector.register(replies.bells_in[0], selectors.EVENT_READ)
 
     def _spawn_compiler(self, compiling: int) -> None:
-        """Beside the workers, where there may be a GPU. The end of the process closes this end of
-        the pipe.
+        """Spawn the process that compiles kernels ahead, if the machine may have a GPU.
+
+        When the process ends, this end of the pipe closes.
         """
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
             args = CompilerArgs(
@@ -178,7 +190,7 @@ class MultiprocExecutor(Executor):
         return max(1, min(available_cores() // ranks, worth_sharing))
 
     def _wait_ready(self) -> None:
-        """Until all ranks have loaded, or one cannot."""
+        """Wait until all ranks have loaded, or one cannot."""
         while len(self._ready) < self._world:
             self._selector.select()
             self._hear_all()
@@ -186,7 +198,7 @@ class MultiprocExecutor(Executor):
                 raise EngineStartError(self._cause())
 
     def _hear_all(self) -> StepOutput | None:
-        """The next output; takes note of whatever else ranks have to say until then."""
+        """Return the next output; handle the ranks' other messages that come before it."""
         for rank in range(len(self._replies)):
             if (output := self._hear(rank)) is not None:
                 return output
@@ -214,8 +226,9 @@ class MultiprocExecutor(Executor):
         return bool(self._failures or self._gone)
 
     def _cause(self) -> str:
-        """How it began: with a rank that ended without a word, else with the one that spoke first.
-        Empty if nobody knows, after some time.
+        """Return how the failure began; empty if that is not known after some time.
+
+        A rank that ended without a word comes first; otherwise it is the rank that reported first.
         """
         until = time.monotonic() + _PATIENCE_S
         while (

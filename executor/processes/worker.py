@@ -1,9 +1,9 @@
 """A worker process: one rank's runner between two rings.
 
-Order of side effects: a step is decoded, its differences applied and its work launched before the
-next is read, so steps reach the device in the order they were sent. Outputs go back in that order
-too: from this thread when it finds them ready, else from the drain thread. The main thread never
-waits for the device.
+Order of side effects: a step is decoded, its differences are applied and its work is launched
+before the next step is read. So steps reach the device in the order they were sent. Outputs go back
+in that order too: from this thread when it finds them ready, otherwise from the drain thread. The
+main thread never waits for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, Ring
 from sidestep.ipc.transport.step import StepInput, StepMasks
 
 _IDLE_S = 1.0
-"""Seconds without a message after which there is time to tidy up."""
+"""Seconds without a message after which the runner settles."""
 
 
 class Order(enum.IntEnum):
@@ -47,22 +47,22 @@ class Reply(enum.IntEnum):
     OUTPUT = 1
     """Columns of StepOutput."""
     FAILED = 2
-    """JSON of Failure: it could not start, or a step raised."""
+    """JSON of Failure: the worker could not start, or a step raised."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A worker's last words."""
+    """A worker's report of why it ends."""
 
     text: str
-    """For people. One line, if it is the user who can do something."""
+    """The reason, for people. One line, if the user can do something about it."""
     at_ns: int
-    """When, on the monotonic clock that the machine's processes share: who waits for a rank that
-    fails may fail too."""
+    """When it failed, on the monotonic clock that the machine's processes share: a rank that waits
+    for a failed rank may fail too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerProcArgs:
-    """What the process gets as JSON."""
+    """Arguments of the process, sent as JSON."""
 
     worker: WorkerArgs
     steps: RingSpec
@@ -73,9 +73,7 @@ class WorkerProcArgs:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way through the device, and when the host had its message and had launched
-    it.
-    """
+    """A step that has been launched, and when the host had received and launched it."""
 
     pending: PendingOutput
     received_ns: int
@@ -83,14 +81,15 @@ class Launched:
 
 
 class OutputDrain:
-    """Sends outputs in order: from the main thread as long as it has time to look, else from a
-    thread that waits.
+    """Sends outputs in order: from the main thread as long as it has time, else from a thread.
+
+    That thread may wait for the device.
     """
 
     def __init__(self, replies: RingWriter) -> None:
         self._replies = replies
         self._looked_at: deque[Launched] = deque()
-        """Those the main thread looks at; none of them is the waiting thread's."""
+        """Steps that the main thread looks at; none of them belongs to the waiting thread."""
         self._queue: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         # Two counts, each changed by one thread alone.
         self._num_left = 0
@@ -98,12 +97,12 @@ class OutputDrain:
         threading.Thread(target=self._run, name="drain", daemon=True).start()
 
     def put(self, step: Launched) -> None:
-        """The next step."""
+        """Add the next step."""
         self._looked_at.append(step)
         self.send_ready()
 
     def send_ready(self) -> bool:
-        """Sends what can be sent without waiting; whether there was anything."""
+        """Send the outputs that can be sent without waiting; return whether there were any."""
         sent = False
         while (
             self._looked_at
@@ -115,7 +114,7 @@ class OutputDrain:
         return sent
 
     def wait_for_rest(self) -> None:
-        """Leaves the rest to the thread, since the main thread is about to block."""
+        """Leave the rest to the thread, since the main thread is about to block."""
         while self._looked_at:
             self._num_left += 1
             self._queue.put(self._looked_at.popleft())
@@ -138,18 +137,18 @@ class OutputDrain:
 
 
 def failure_text() -> str:
-    """The exception being handled, for people: its last line first, then the trace."""
+    """Return the exception being handled, for people: its last line first, then the trace."""
     trace = traceback.format_exc().strip()
     return f"{trace.splitlines()[-1]}\n{trace}"
 
 
 def report(replies: RingWriter, text: str) -> None:
-    """Says why it fails."""
+    """Report to the core why this worker fails."""
     replies.send([msgspec.json.encode(Failure(text, time.monotonic_ns()))], Reply.FAILED)
 
 
 def load_runner(args: WorkerProcArgs) -> Runner:
-    """The runner of the device asked for, or found."""
+    """Return the runner of the device that was asked for, or that was found."""
     device = args.worker.parallel.device
     if device != "fake":
         if device != "cpu" and has_driver():
@@ -165,7 +164,7 @@ def load_runner(args: WorkerProcArgs) -> Runner:
 
 
 def begin_beside_torch(gpu_index: int) -> None:
-    """What takes long in C, begun in threads while this one imports torch."""
+    """Begin slow work in C, in threads beside this thread's import of torch."""
     threading.Thread(target=begin_context, args=(gpu_index,), daemon=True).start()
     threading.Thread(target=_know_triton, daemon=True).start()
 
@@ -177,7 +176,7 @@ def _know_triton() -> None:
 
 
 def main(raw: bytes) -> None:
-    """Entry point of the process."""
+    """Run the process."""
     args = decode_args(raw, WorkerProcArgs)
     replies = RingWriter(args.replies)
     try:
@@ -201,8 +200,9 @@ def main(raw: bytes) -> None:
 
 
 def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
-    """The loop. Only one rank answers. Masks that the runner does not ask for are those of a stage
-    before the last.
+    """Run steps until the core closes the ring. Only one rank sends outputs.
+
+    Masks that the runner does not ask for are dropped: this stage comes before the last.
     """
     drain = OutputDrain(replies)
     while True:
@@ -212,7 +212,7 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
             continue
         received = time.monotonic_ns()
         step = StepInput.decode(message[1])
-        if step.awaits_masks:  # the step's bytes must outlive the next message's coming
+        if step.awaits_masks:  # the step's bytes must outlive the arrival of the next message
             step = StepInput.decode(bytes(message[1]))
         pending = runner.execute(step, lambda: receive_masks(runner, steps, drain))
         if answers:
@@ -220,8 +220,9 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
 
 
 def receive_masks(runner: Runner, steps: RingReader, drain: OutputDrain) -> StepMasks:
-    """The masks of the step that is being launched. They cannot come before the output of the step
-    before has left.
+    """Return the masks of the step that is being launched.
+
+    They cannot come before the output of the step before has left.
     """
     while (message := steps.receive()) is None:
         wait_for_step(runner, steps, drain)
@@ -230,9 +231,10 @@ def receive_masks(runner: Runner, steps: RingReader, drain: OutputDrain) -> Step
 
 
 def wait_for_step(runner: Runner, steps: RingReader, drain: OutputDrain) -> None:
-    """Looks for a step and for outputs in turn, for a bounded time; then blocks. Looking answers in
-    microseconds, where waking a thread that waits takes tens of them, several times on the way from
-    one step to the next.
+    """Look for a step and for outputs in turn, for a bounded time; then block.
+
+    Looking answers in microseconds. Waking a thread that waits takes tens of microseconds, several
+    times on the way from one step to the next.
     """
     until = time.perf_counter() + SPIN_S
     while SPIN_S and not steps.has_message:

@@ -1,5 +1,6 @@
-"""A device without a model: scripted tokens, scripted step times, no torch. For tests, and to
-stress the overlap.
+"""A device without a model: scripted tokens, scripted step times, no torch.
+
+It is for tests, and to stress the overlap of steps.
 
 The script depends on the whole context as read through the block table: each position of the fake
 KV cache holds a hash of all tokens up to it, made from the hash at the position before. So a
@@ -28,23 +29,29 @@ from sidestep.ipc.transport.step import (
 )
 
 _MASK = (1 << 61) - 1
+"""The bits that a hash keeps."""
 DEFAULT_BLOCKS = 8192
 DEFAULT_BLOCK_SIZE = 16
+"""Tokens in a KV block."""
 
 
 def chain(previous: int, token: int) -> int:
-    """The hash of a context that ends with `token`, given the hash of what is before it."""
+    """Return the hash of a context that ends with `token`.
+
+    previous: the hash of the context before that token.
+    """
     return (previous * 1_000_003 + token * 8_191 + 12_345) & _MASK
 
 
 def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
-    """The token that follows a context."""
+    """Return the token that follows a context."""
     return ((context_hash ^ (seed * 0x9E3779B97F4A7C15)) & _MASK) % 1_000_000_007 % vocab_size
 
 
 def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[float, int]]:
-    """The best tokens to follow a context, for a search: what stands for their logprobs, and the
-    tokens.
+    """Return the best tokens to follow a context, for a search.
+
+    Each entry has a number that stands for the token's logprob, and the token.
     """
     rated = (
         (-(chain(context_hash, token) % 1_000_003) / 100_000, token) for token in range(vocab_size)
@@ -53,7 +60,7 @@ def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[flo
 
 
 def expected_tokens(prompt: Sequence[int], count: int, seed: int, vocab_size: int) -> list[int]:
-    """What a request must give, whatever ran beside it."""
+    """Return the tokens that a request must give, whatever ran beside it."""
     state, tokens = 0, []
     for token in prompt:
         state = chain(state, token)
@@ -71,27 +78,28 @@ class FakeMasks:
         self._table: dict[int, Int64] = {}
 
     def take(self, step: StepInput, masks: StepMasks) -> dict[int, Int64]:
-        """What the slots that have a mask may sample in a step."""
+        """Store new masks; return for each slot that has a mask the tokens that it may sample."""
         assert masks.step_id == step.step_id, (
             f"masks of step {masks.step_id} came for step {step.step_id}"
         )
-        for place, words in enumerate(masks.words.reshape(-1, self._num_words), masks.first_new):
-            self._table[place] = np.flatnonzero(
+        for index, words in enumerate(masks.words.reshape(-1, self._num_words), masks.first_new):
+            self._table[index] = np.flatnonzero(
                 np.unpackbits(words.view(np.uint8), bitorder="little")
             )
         return {
-            slot: self._table[place]
-            for slot, place in zip(
+            slot: self._table[index]
+            for slot, index in zip(
                 step.slots[masks.rows].tolist(), masks.places.tolist(), strict=True
             )
         }
 
 
 class FakeDevice:
-    """One stream for each stage of a pipeline: a step begins in a stage when it is launched, the
-    stage has done the one before and the stage before has done this one; it takes `step_s` seconds
-    in each. The first stage also waits for the tokens that the step may need, as said in
-    ipc.step.
+    """A device with one stream for each stage of a pipeline.
+
+    A step begins in a stage when it is launched, the stage has done the step before, and the stage
+    before has done this step. It takes `step_s` seconds in each stage. The first stage also waits
+    for the tokens that the step may need, as ipc.transport.step says.
     """
 
     def __init__(self, step_s: float, num_stages: int = 1) -> None:
@@ -102,8 +110,9 @@ class FakeDevice:
         them."""
 
     def launch(self, beat: int) -> tuple[float, float]:
-        """Start and end, in the last stage, of a step launched now, in seconds of
-        time.monotonic().
+        """Return start and end, in the last stage, of a step launched now.
+
+        Both are seconds of time.monotonic().
         """
         start = end = time.monotonic()
         while self._ends and self._ends[0][0] <= beat - len(self._free_at):
@@ -115,7 +124,10 @@ class FakeDevice:
         return start, end
 
     def sample_late(self) -> float:
-        """The end of the last step, which has all that it needs for its sampling by now."""
+        """Return the end of the last step, whose masks have come now.
+
+        It is now, or when the step's layers are done, whichever is later.
+        """
         beat, end = self._ends.pop()
         end = self._free_at[-1] = max(time.monotonic(), end)
         self._ends.append((beat, end))
@@ -123,16 +135,18 @@ class FakeDevice:
 
 
 class TimedOutput(PendingOutput):
-    """Ready when the device's clock says so."""
+    """An output that is ready when the device's clock says so."""
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
 
     @property
     def ready(self) -> bool:
+        """Whether the step's end has passed."""
         return time.monotonic_ns() >= self._output.end_ns
 
     def wait(self) -> StepOutput:
+        """Sleep until the step's end, and return its output."""
         while (left := self._output.end_ns - time.monotonic_ns()) > 0:
             time.sleep(left / 1e9)
         return self._output
@@ -161,6 +175,7 @@ class FakeRunner(Runner):
         self._masks = FakeMasks(self._vocab_size)
 
     def load(self) -> WorkerReady:
+        """Return the sizes that were asked for, or the defaults."""
         return WorkerReady(
             num_kv_blocks=self._num_blocks,
             block_size=self._block_size,
@@ -171,6 +186,7 @@ class FakeRunner(Runner):
     def execute(
         self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
     ) -> PendingOutput:
+        """Compute a step at once; its output is ready when the fake device would have ended it."""
         for source, target in zip(
             step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True
         ):
@@ -213,8 +229,9 @@ class FakeRunner(Runner):
             self._blocks[slot] = []
 
     def _logprobs(self, states: dict[int, int]) -> UInt8:
-        """Of those that ask for the most probable tokens; states: slots that sample, and the hashes
-        of contexts.
+        """Return the logprobs of rows that ask for the most probable tokens.
+
+        states: slots that sample, and the hashes of their contexts.
         """
         rows = [
             (
@@ -240,13 +257,13 @@ class FakeRunner(Runner):
         ).pack()
 
     def _run_rows(self, step: StepInput, allowed: dict[int, Int64]) -> dict[int, int]:
-        """For each slot that samples, in the order of rows, the hash of its context."""
+        """Return, for each slot that samples, in the order of rows, the hash of its context."""
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used : used + new_blocks]
             used += new_blocks
         # A row may read a block that another row of the same step writes. A model computes all rows
-        # layer by layer; here the one that begins at the lower position goes first, since the other
+        # layer by layer. Here the row that begins at the lower position goes first, since the other
         # begins after what it writes.
         rows = sorted(
             zip(slots, step.num_tokens.tolist(), strict=True),
@@ -266,7 +283,7 @@ class FakeRunner(Runner):
         return {slot: sampled[slot] for slot in slots if slot in sampled}
 
     def _compute(self, slot: int, count: int, beat: int) -> int:
-        """Runs `count` positions of a slot and returns the hash at the last one."""
+        """Compute `count` positions of a slot and return the hash at the last one."""
         known, blocks, size = self._known[slot], self._blocks[slot], self._block_size
         first = self._num_computed[slot]
         state = self._cache[blocks[(first - 1) // size]][(first - 1) % size] if first else 0

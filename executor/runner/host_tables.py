@@ -1,7 +1,8 @@
 """A worker's tables: one row for each slot, changed only by the differences that a step brings.
 
-All that can be known without the sampled tokens, and so without waiting for the device: how many
-tokens a row has computed advances by the step's own numbers. What was sampled is the runner's.
+They hold everything that can be known without the sampled tokens, and so without waiting for the
+device: the count of tokens that a row has computed advances by the step's own numbers. Sampled
+tokens are kept by the runner.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class HostTables:
         ] * num_slots
 
     def apply(self, step: StepInput) -> None:
-        """Lets new requests in and appends new blocks."""
+        """Enter new requests and append new blocks."""
         if len(step.new_slots):
             self._enter(step)
         if len(step.block_ids):

@@ -15,11 +15,10 @@ from sidestep.ipc.transport.step import Int32, Int64, StepInput
 
 @dataclass(frozen=True, kw_only=True)
 class HostBatch:
-    """What the host knows of a step: everything but the ids of tokens that were sampled. R rows, T
-    tokens.
+    """A step as the host knows it: all but the ids of sampled tokens. R rows, T tokens.
 
-    What only some devices need is made when asked for, from the state's tables: so before the next
-    step is applied.
+    Values that only some devices need are made from the state's tables when they are first read. So
+    they must be read before the next step is applied.
     """
 
     state: HostTables
@@ -31,7 +30,7 @@ class HostBatch:
     seq_lens: Int32
     """[R] Tokens in the cache after this step."""
     query_starts: Int64
-    """[R + 1] Where each row's tokens begin in T; the last entry is T."""
+    """[R + 1] Index in T of each row's first token; the last entry is T."""
     num_decode_rows: int
     """Leading rows of one token."""
     row_slots: Int32
@@ -50,19 +49,21 @@ class HostBatch:
 
     @cached_property
     def entries(self) -> Int64:
-        """[R] A number for each stay of a request in a slot, never used again: what is kept from
-        step to step goes by it, since a slot is taken by one request after another.
+        """[R] A number for each stay of a request in a slot, never used again.
+
+        State that is kept from step to step goes by this number, since one request after another
+        takes a slot.
         """
         return self.state.entries[self.slots]
 
     @cached_property
     def block_tables(self) -> Int32:
-        """[R, max_blocks]"""
+        """[R, max_blocks]."""
         return self.state.block_table[self.slots]
 
     @cached_property
     def slot_mapping(self) -> Int64:
-        """[T] Block id * block size + offset of each token's place in the cache."""
+        """[T] Block id * block size + offset of each token in the cache."""
         blocks = self.state.block_table[self.row_slots, self.positions // self.block_size].astype(
             np.int64
         )
@@ -75,12 +76,12 @@ class HostBatch:
 
     @cached_property
     def sampling_rows(self) -> Int64:
-        """Rows that sample."""
+        """Indices of rows that sample."""
         return np.flatnonzero(self.samples)
 
     @cached_property
     def logits_tokens(self) -> Int64:
-        """For each of them, the index into T of its last token."""
+        """For each row that samples, the index in T of its last token."""
         return self.query_starts[1:][self.sampling_rows] - 1
 
     @cached_property
@@ -91,16 +92,16 @@ class HostBatch:
 
 
 class Apart(NamedTuple):
-    """Rows that sample, but not with the others: their numbers in the step."""
+    """Indices of rows that sample in a step, but apart from the others."""
 
     special: Int64
-    """Those of executor/sampling/special_rows.py."""
+    """Special rows; see executor/sampling/special_rows.py."""
     masked: Int64
-    """Those that are sampled like plain ones when their masks have come."""
+    """Rows that are sampled as plain rows are, when their masks have come."""
 
 
 def make_batch(state: HostTables, step: StepInput, block_size: int) -> HostBatch:
-    """Lays a step out and advances the rows' counts. The differences have been applied already."""
+    """Lay a step out and advance the rows' counts. Its differences must have been applied."""
     slots, counts = step.slots, step.num_tokens
     first = state.num_computed[slots]
     seq_lens = first + counts

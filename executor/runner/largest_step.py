@@ -1,4 +1,4 @@
-"""The step that takes most memory, which is run once before the KV cache gets what is left."""
+"""The step that takes most memory, which is run once before the KV cache gets the rest."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ ALL_CONTROLS = Controls(
     logprobs=MAX_LOGPROBS,
     prompt_logprobs=MAX_LOGPROBS,
 )
-"""What takes memory while a step runs. The counts of penalties stay from step to step, and grow
-with those who ask."""
+"""Controls that take memory while a step runs. The counts of penalties are not among them: they
+stay from step to step, and grow with the number of requests that ask for penalties."""
 
 
 def largest_step(
     limits: StepLimits, max_model_len: int, block_size: int, controls: Controls
 ) -> StepInput:
-    """A step with as many rows and tokens as any may have, all of them of new requests with these
-    controls; it lies in block 0.
+    """Return a step with as many rows and tokens as any step may have.
+
+    All rows are new requests with these controls, and all their blocks are block 0.
     """
     rows = limits.max_num_seqs
     counts = np.ones(rows, np.int32)

@@ -1,4 +1,7 @@
-"""What a worker process runs its steps on. No torch here: the fake runner must start without it."""
+"""The interface of the device that a worker process runs its steps on.
+
+No torch here: the fake runner must start without it.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,16 @@ class WorkerArgs:
     scheduler: SchedulerConfig
     max_model_len: int
     replica: int = 0
-    """Which data-parallel replica; its GPUs follow those of the replicas before it."""
+    """Index of the data-parallel replica; its GPUs follow those of the replicas before it."""
     rendezvous: str | None = None
-    """A file for torch.distributed to meet in; None with one rank."""
+    """A file where torch.distributed's ranks meet; None with one rank."""
     compiled: int | None = None
-    """Reads end-of-file when the process that compiles kernels ahead has ended
+    """A descriptor that reads end-of-file when the process that compiles kernels ahead has ended
     (executor/gpu/kernel_compiler.py)."""
 
     @property
     def gpu_index(self) -> int:
-        """Which of the GPUs that this process sees is the rank's, if it has one."""
+        """Index of the rank's GPU among those that this process sees, if it has one."""
         return self.replica * self.parallel.num_ranks + self.rank
 
     @property
@@ -45,13 +48,14 @@ class WorkerArgs:
 
     @property
     def rank_in_stage(self) -> int:
-        """Among those that share these layers."""
+        """Index of the rank among those that share its layers."""
         return self.rank % self.parallel.tensor_parallel_size
 
     @property
     def answers(self) -> bool:
-        """Whether this rank sends the outputs: the first of those that sample, which all sample the
-        same tokens.
+        """Whether this rank sends the outputs.
+
+        It is the first of the ranks that sample, which all sample the same tokens.
         """
         return self.stage.is_last and self.rank_in_stage == 0
 
@@ -66,7 +70,7 @@ class PendingOutput(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> StepOutput:
-        """Blocks until the device has ended the step. Called from another thread than `execute`."""
+        """Block until the device has ended the step. Called from another thread than `execute`."""
 
 
 class DoneOutput(PendingOutput):
@@ -77,37 +81,43 @@ class DoneOutput(PendingOutput):
 
     @property
     def ready(self) -> bool:
+        """True: the output is there."""
         return True
 
     def wait(self) -> StepOutput:
+        """Return the output."""
         return self._output
 
 
 class Runner(abc.ABC):
-    """One rank's model and its tables: a row for each slot, changed only by the differences in a
-    step.
+    """One rank's model and its tables.
+
+    The tables have a row for each slot, and change only by the differences in a step.
     """
 
     @abc.abstractmethod
     def __init__(self, args: WorkerArgs) -> None:
-        """Cheap; the work is in `load`."""
+        """Set fields only; the work is in `load`."""
 
     @abc.abstractmethod
     def load(self) -> WorkerReady:
-        """Loads the weights and allocates the KV cache. Raises EngineStartError with one line for
-        the user.
+        """Load the weights and allocate the KV cache.
+
+        Raises EngineStartError with one line for the user.
         """
 
     @abc.abstractmethod
     def execute(
         self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
     ) -> PendingOutput:
-        """Launches a step. Its columns may be used until this returns. receive_masks: waits for the
-        masks of a step that awaits some; called when the model has been launched, since they depend
-        on the step before.
+        """Launch a step. Its columns may be used until this returns.
+
+        receive_masks: waits for the masks of a step that awaits some. It is called when the model
+        has been launched, since the masks depend on the step before.
         """
 
     def settle(self) -> None:  # noqa: B027
-        """No step has come for a while: ends what is under way between ranks and waits for the next
-        one.
+        """End what is under way between ranks.
+
+        It is called when no step has come for a while, before the wait for the next step.
         """

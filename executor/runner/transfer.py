@@ -1,4 +1,4 @@
-"""Small arrays on their way to a device, without waiting for it."""
+"""Copies of small arrays between host and device that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array as a tensor there; on a CPU it may share the array's memory. A copy from memory
-    that is not pinned would wait until the device has done all that was queued before.
+    """Return the array as a tensor on the device; on a CPU it may share the array's memory.
+
+    A copy from memory that is not pinned would wait until the device has done everything that was
+    queued before.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return (
@@ -23,7 +25,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, which is whole when the device has done what was queued before."""
+    """Return a copy in pinned memory, complete when the device has done what was queued before."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(

@@ -1,9 +1,11 @@
-"""What rows with a grammar may sample: the core sends it while the model computes.
+"""Masks of the tokens that rows with a grammar may sample.
 
-Masks repeat, so they are kept in a table on the device, and a row names its place there (see
-ipc.step.StepMasks). A row that asks for nothing else is sampled like a plain one, once its logits
-have been masked in place. One with other controls is a special row, for which the grammar is the
-last of the processors.
+The core sends the masks while the model computes.
+
+Masks repeat, so they are kept in a table on the device, and a row names its mask's index there (see
+ipc.transport.step.StepMasks). A row that asks for nothing else is sampled like a plain row, once
+its logits have been masked in place. A row with other controls is a special row, for which the
+grammar is the last of the processors.
 """
 
 from __future__ import annotations
@@ -24,26 +26,30 @@ from sidestep.kernels.ops.token_masks import mask_tokens
 
 
 class GrammarMasks(LogitsProcessor):
-    """Comes last, so that nothing brings back what the grammar forbids."""
+    """The processor of grammars. It comes last, so that no other brings back a forbidden token."""
 
     def __init__(self, setup: ProcessorSetup, num_masks: int) -> None:
         super().__init__(setup)
         words = -(-setup.vocab_size // 32)
         self._table = torch.zeros(num_masks, words, dtype=torch.int32, device=setup.device)
         self._marks = np.zeros(setup.num_slots, np.int32)
-        """By slot: 1 + the place of its mask in the step that is to be sampled, 0 if it has
+        """By slot: 1 + the index of its mask in the step that is to be sampled, 0 if it has
         none."""
 
     def enter(self, request: EnteringRequest) -> bool:
+        """Accept requests with a grammar."""
         return request.controls.has_grammar
 
     def take(self, step: StepInput, masks: StepMasks) -> None:
-        """The masks of the step that is to be sampled, the new ones in one copy to the device."""
+        """Take in the masks of the step that is to be sampled.
+
+        New masks go to the device in one copy.
+        """
         assert masks.step_id == step.step_id, (
             f"masks of step {masks.step_id} came for step {step.step_id}"
         )
-        # The token of a row that gets no mask will be dropped: its request has ended, or it comes
-        # again.
+        # The token of a row that gets no mask will be dropped: its request has ended, or will be
+        # computed again.
         self._marks.fill(0)
         self._marks[step.slots[masks.rows]] = masks.places + 1
         if len(masks.words):
@@ -58,14 +64,16 @@ class GrammarMasks(LogitsProcessor):
             self._table[masks.first_new : masks.first_new + len(new)].copy_(new, non_blocking=True)
 
     def marks(self, slots: Int32) -> Int32:
-        """For `mask`, of the requests in these slots."""
+        """Return the marks, which `mask` takes, of the requests in these slots."""
         return self._marks[slots]
 
     def mask(self, logits: Tensor, marks: Tensor) -> None:
-        """Minus infinity for what each row may not sample: logits [R, V] of any type, marks int32
-        [R] on the device, where 0 leaves a row as it is.
+        """Set the logits to minus infinity that each row may not sample.
+
+        logits [R, V] of any type; marks int32 [R] on the device, where 0 leaves a row as it is.
         """
         mask_tokens(logits, marks, self._table)
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
+        """Mask the logits of special rows."""
         self.mask(logits, to_device(self._marks[list(slots)], self.setup.device))

@@ -23,6 +23,7 @@ class LogitBias(LogitsProcessor):
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
 
     def enter(self, request: EnteringRequest) -> bool:
+        """Copy the request's biases to the device."""
         bias = request.controls.logit_bias
         if not bias:
             return False
@@ -34,9 +35,11 @@ class LogitBias(LogitsProcessor):
         return True
 
     def leave(self, slot: int) -> None:
+        """Forget the biases of a slot."""
         del self._biases[slot]
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
+        """Add the biases."""
         of_rows = [self._biases[slot] for slot in slots]
         rows = np.repeat(np.arange(len(slots)), [len(tokens) for tokens, _ in of_rows])
         index = (to_device(rows, self.setup.device), torch.cat([tokens for tokens, _ in of_rows]))

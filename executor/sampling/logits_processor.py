@@ -1,4 +1,4 @@
-"""The interface of what changes logits, for all rows that ask for it at once."""
+"""The interface of code that changes logits, for all rows that ask for it at once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sidestep.ipc.transport.step import Int32
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSetup:
-    """What a processor is made with."""
+    """Arguments of a logits processor."""
 
     device: torch.device
     vocab_size: int
     num_slots: int
-    """Requests are known by a slot, a number below this."""
+    """Number of slots. A request's slot is a number below this."""
 
     def to_device(self, values: Sequence[int] | Sequence[float]) -> Tensor:
-        """int64 or float32 [n] on the device, without waiting for it."""
+        """Return int64 or float32 [n] on the device, without waiting for it."""
         array = np.array(values)
         return to_device(
             array.astype(np.float32 if array.dtype.kind == "f" else np.int64), self.device
@@ -35,58 +35,66 @@ class ProcessorSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class EnteringRequest:
-    """A request with controls that takes a slot: a new one, or one that was preempted and comes
-    again.
+    """A request with controls that takes a slot.
+
+    It is a new request, or one that was preempted and comes again.
     """
 
     slot: int
     controls: Controls
     prompt_token_ids: Int32
     output_token_ids: Int32
-    """What it had produced before it was preempted. With the prompt this is all there is to rebuild
-    its state from."""
+    """Tokens that it had produced before it was preempted. Its state is rebuilt from these and the
+    prompt alone."""
 
 
 class Slots(tuple[int, ...]):
-    """The slots of some rows. `on_device` has them as a tensor, int64 [n], for tables by slot."""
+    """The slots of some rows.
+
+    `on_device` has them as a tensor, int64 [n], for tables by slot.
+    """
 
     on_device: Tensor
 
     @classmethod
     def of(cls, slots: Iterable[int], on_device: Tensor) -> Self:
-        """The same slots in both forms."""
+        """Return the same slots in both forms."""
         made = cls(slots)
         made.on_device = on_device
         return made
 
 
 class LogitsProcessor(abc.ABC):
-    """One instance lives in each worker that samples and sees all requests; what it keeps, it keeps
-    by slot.
+    """Changes logits of rows whose requests ask for it.
 
-    All ranks must do alike. Nothing here may wait for the device: the next step is launched before
-    this one's tokens are known to the host. So what depends on sampled tokens belongs into tensors,
-    which `sampled` brings up to date.
+    One instance lives in each worker that samples and sees all requests; its state is kept by slot.
+
+    All ranks must do the same. Nothing here may wait for the device: the next step is launched
+    before this step's tokens are known to the host. So state that depends on sampled tokens belongs
+    in tensors, which `sampled` updates.
     """
 
     def __init__(self, setup: ProcessorSetup) -> None:
+        """Keep the setup."""
         self.setup = setup
 
     @abc.abstractmethod
     def enter(self, request: EnteringRequest) -> bool:
-        """A request takes its slot. Returns whether its rows shall be given to `apply`. It leaves
-        without a word: what was kept for its slot is overwritten when the next one is accepted
-        there, or dropped in `leave`.
+        """Take in a request, and return whether its rows shall be given to `apply`.
+
+        There is no call when the request leaves its slot. The state of the slot is overwritten when
+        the next request is accepted there, or dropped in `leave`.
         """
 
     def leave(self, slot: int) -> None:  # noqa: B027
-        """Another request is about to take the slot of one that was accepted."""
+        """Drop the state of a request that was accepted: another is about to take its slot."""
 
     @abc.abstractmethod
     def apply(self, logits: Tensor, slots: Slots) -> None:
-        """Changes logits, float32 [n, V], in place: one row for each of `slots`, which were all
-        accepted. They come before temperature and filters.
+        """Change logits, float32 [n, V], in place: one row for each of `slots`.
+
+        All these slots were accepted. The changes come before temperature and filters.
         """
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:  # noqa: B027
-        """The tokens that were then sampled, int64 [n] on the device."""
+        """Take in the tokens that were then sampled, int64 [n] on the device."""

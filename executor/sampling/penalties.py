@@ -1,4 +1,4 @@
-"""Presence, frequency and repetition penalties: logits made lower by what is there already."""
+"""Presence, frequency and repetition penalties: logits lowered for tokens that occurred before."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from sidestep.executor.sampling.logits_processor import (
 )
 
 _PROMPT = 1 << 30
-"""In a count: the prompt has the token."""
+"""Bit of a count that says that the prompt has the token."""
 _FIRST_ROWS = 8
+"""Rows of the table when it is first made."""
 
 
 class Penalties(LogitsProcessor):
-    """Counts each token of the requests that ask, in a table whose rows go only to those, and which
-    grows by half and more when it is full. Sampled tokens are counted on the device, so no earlier
-    token is missed with steps in flight.
+    """Counts each token of the requests that ask for penalties, in a table.
+
+    Only those requests get a row. The table grows by half or more when it is full. Sampled tokens
+    are counted on the device, so no earlier token is missed with steps in flight.
     """
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
-        # One row per request: how often each token is in the output, plus _PROMPT if the prompt has
-        # it.
+        # One row a request: how often each token is in the output, plus _PROMPT if the prompt has
+        # the token.
         self._counts = torch.zeros(0, setup.vocab_size, dtype=torch.int32, device=setup.device)
         self._free: list[int] = []
         self._row_of: dict[int, int] = {}
         self._rows = torch.zeros(setup.num_slots, dtype=torch.int64, device=setup.device)
-        """The same on the device."""
+        """The table's row of each slot, on the device."""
         self._penalties = torch.zeros(3, setup.num_slots, device=setup.device)
-        """Presence, frequency and repetition, by slot."""
+        """Presence, frequency and repetition penalty, by slot."""
 
     def enter(self, request: EnteringRequest) -> bool:
+        """Give a request with penalties a row, and count its tokens."""
         controls = request.controls
         penalties = (
             controls.presence_penalty,
@@ -60,9 +63,11 @@ class Penalties(LogitsProcessor):
         return True
 
     def leave(self, slot: int) -> None:
+        """Free the slot's row."""
         self._free.append(self._row_of.pop(slot))
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
+        """Apply the penalties."""
         counts = self._counts.index_select(0, self._rows.index_select(0, slots.on_device))
         presence, frequency, repetition = self._penalties.index_select(1, slots.on_device)[
             :, :, None
@@ -74,7 +79,8 @@ class Penalties(LogitsProcessor):
         logits -= (outputs > 0) * presence
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:
-        # Each row once: nothing is added twice to one place.
+        """Count the sampled tokens."""
+        # Each row occurs once: nothing is added twice to one count.
         one = torch.ones(1, dtype=torch.int32, device=self.setup.device)
         self._counts.index_put_(
             (self._rows.index_select(0, slots.on_device), token_ids), one, accumulate=True
@@ -86,7 +92,7 @@ class Penalties(LogitsProcessor):
         tokens: np.ndarray[tuple[int], np.dtype[np.int32]],
         numbers: np.ndarray[tuple[int], np.dtype[np.int64]],
     ) -> None:
-        """tokens: each of them once."""
+        """Add numbers to the counts of a row. tokens: each of them once."""
         if not len(tokens):
             return
         device = self.setup.device

@@ -1,6 +1,7 @@
-"""Log-probabilities of a prompt's own tokens. The logits of one token tell of the next, so in a
-step that computes a chunk of such a prompt the last layer goes on with all of the chunk's tokens,
-not only with those that sample.
+"""Log-probabilities of a prompt's own tokens.
+
+The logits of one token give those of the next token. So in a step that computes a chunk of such a
+prompt, the last layer goes on with all of the chunk's tokens, not only with those that sample.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ class PromptTokens:
     """Tokens of a step that have a next one in their prompt; n of them."""
 
     tokens: Int64
-    """[n] Among the tokens of the step."""
+    """[n] Indices among the tokens of the step."""
     rows: Int64
-    """[n] Among the rows of the step."""
+    """[n] Indices among the rows of the step."""
     positions: Int64
-    """[n] Of the next token in its prompt."""
+    """[n] Position of the next token in its prompt."""
     next_ids: Int64
     """[n] The next token."""
     numbers: Int32
-    """[n] How many of the most probable tokens are asked for."""
+    """[n] Numbers of most probable tokens that are asked for."""
 
 
 def find_prompt_tokens(batch: HostBatch, numbers: Int32) -> PromptTokens | None:
-    """numbers: by slot, how many are asked for; -1 where none. None if there is no such token."""
+    """Return the tokens of prompts whose log-probabilities are asked for; None if there is none.
+
+    numbers: by slot, how many most probable tokens are asked for; -1 where none.
+    """
     if not (numbers[batch.slots] >= 0).any():
         return None
     wanted = numbers[batch.row_slots] >= 0
@@ -62,8 +66,9 @@ def find_prompt_tokens(batch: HostBatch, numbers: Int32) -> PromptTokens | None:
 
 
 def with_prompt_tokens(rows: Tensor, prompts: PromptTokens) -> Tensor:
-    """Tokens that the last layer must go on with: `rows`, int [R] on the device, and then those of
-    prompts.
+    """Return the tokens that the last layer must go on with.
+
+    They are `rows`, int [R] on the device, and then the prompts' tokens.
     """
     return torch.cat((rows, to_device(prompts.tokens, rows.device).to(rows.dtype)))
 
@@ -71,7 +76,9 @@ def with_prompt_tokens(rows: Tensor, prompts: PromptTokens) -> Tensor:
 def prompt_logprobs(
     model: DecoderForCausalLM, stream: Stream, first: int, prompts: PromptTokens
 ) -> list[Logprobs]:
-    """stream: what the model's last layer gave; the prompts' tokens begin at row `first`. Logits
+    """Return the log-probabilities of the prompts' tokens.
+
+    stream: the model's last layer's output, where the prompts' tokens begin at row `first`. Logits
     are made for a few tokens at a time: those of a whole prompt would take gigabytes.
     """
     most, next_ids = int(prompts.numbers.max()), to_device(prompts.next_ids, stream.hidden.device)

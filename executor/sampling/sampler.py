@@ -1,4 +1,4 @@
-"""Sampling a batch on the CPU: each row pays only for what it asks for."""
+"""Sampling of a batch on the CPU, where a row pays only for the filters that it asks for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, sample
 
 
 class Sampler:
-    """Chooses one token for each row that samples. All ranks choose alike: there is no random
-    state.
+    """Chooses one token for each row that samples.
+
+    All ranks choose the same token: there is no random state.
     """
 
     def __init__(self, state: HostTables) -> None:
         self._state = state
 
     def __call__(self, logits: Tensor, slots: Int32, seq_lens: Int32) -> Tensor:
-        """int64 [R] from logits [R, V] of requests in these slots, [R], with so many tokens,
-        [R].
+        """Return int64 [R] from logits [R, V].
+
+        slots: of the rows' requests, [R]. seq_lens: their numbers of tokens, [R].
         """
         state = self._state
         if state.min_tokens[slots].any():
@@ -44,7 +46,7 @@ class Sampler:
         )
 
     def _mask_stops(self, logits: Tensor, slots: Int32, seq_lens: Int32) -> Tensor:
-        """-inf for stop tokens of rows that have fewer than min_tokens outputs."""
+        """Mask, by -inf, the stop tokens of rows that have fewer than min_tokens outputs."""
         state = self._state
         num_outputs = seq_lens - state.num_prompt[slots]
         early = np.flatnonzero(num_outputs < state.min_tokens[slots])

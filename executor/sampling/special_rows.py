@@ -1,15 +1,16 @@
-"""Rows whose requests ask for more than every row has: left out when a step's plain rows are
-sampled, and sampled after those, on a float32 copy of their logits.
+"""Rows whose requests ask for more than temperature, filters and seed.
 
-So plain rows pay nothing, and see nothing; a captured step stays one graph; penalties are not
-rounded to the model's type; and the model's own logits are still there when a row has been sampled.
-`before_sampling` and `after_sampling` are called only in steps that have such rows.
+They are left out when a step's plain rows are sampled, and sampled after those, on a float32 copy
+of their logits. So plain rows pay nothing for them, and do not change; a captured step stays one
+graph; penalties are not rounded to the model's type; and the model's own logits are still there
+when a row has been sampled. `before_sampling` and `after_sampling` are called only in steps that
+have such rows.
 
-A row that a grammar holds, and that asks for nothing else, is not one of them: its logits are
-masked in place, and it is sampled as plain rows are, but later, when the masks have come.
+A row with a grammar and no other control is not a special row. Its logits are masked in place, and
+it is sampled as plain rows are, but later, when the masks have come.
 
-Order of side effects: `enter` comes with the step that brings a request, before the step's rows are
-looked for. State that depends on sampled tokens lives on the device and advances in
+Order of side effects: `enter` is called with the step that brings a request, before the step's rows
+are looked for. State that depends on sampled tokens lives on the device and advances in
 `after_sampling`, in the order of the steps, so that it is complete with steps in flight too.
 """
 
@@ -45,15 +46,15 @@ from sidestep.ipc.params.logits_controls import decode_controls
 from sidestep.ipc.transport.step import Int32, Int64, StepInput
 
 MOST_ROWS = 64
-"""Rows that are copied to float32 at a time: what bounds the memory."""
+"""Rows that are copied to float32 at a time, which bounds the memory."""
 
 
 class Share(NamedTuple):
     """The rows of a SpecialBatch that one processor has accepted."""
 
     processor: LogitsProcessor
-    places: Tensor | None
-    """int64 on the device: their places in the batch; None for all."""
+    indices: Tensor | None
+    """int64 on the device: their indices in the batch; None for all."""
     slots: Slots
 
 
@@ -62,31 +63,32 @@ class SpecialBatch:
     """Some special rows that sample in a step; n of them, at most MOST_ROWS."""
 
     first: int
-    """How many special rows of the step come before these; a multiple of MOST_ROWS."""
+    """Number of the step's special rows before these; a multiple of MOST_ROWS."""
     rows: Int64
-    """[n] Among the rows of the step."""
+    """[n] Indices among the rows of the step."""
     samples: Int64
-    """[n] Among the rows that sample."""
+    """[n] Indices among the rows that sample."""
     slots: Int32
     """[n]"""
     seq_lens: Int32
     """[n] Tokens before the one that is sampled, which is its position."""
-    places: Tensor
-    """int64 [n] on the device: among the rows of the step's logits."""
+    logits_rows: Tensor
+    """int64 [n] on the device: indices among the rows of the step's logits."""
     slot_index: Tensor
     """int64 [n] on the device: `slots`."""
     shares: Sequence[Share] = ()
-    """What concerns each processor."""
+    """The rows of each processor that has any."""
 
 
 Sample = Callable[[Tensor, SpecialBatch], Tensor]
-"""Samples from logits float32 [n, V], which it may change; returns int64 [n], after it has set
+"""Sample from logits float32 [n, V], which it may change; returns int64 [n], after it has set
 `last_sampled`."""
 
 
 def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device) -> SpecialRows:
-    """With everything that changes logits, in its order. Raises EngineStartError for a class of the
-    user's that cannot be made.
+    """Return SpecialRows with everything that changes logits, in its order.
+
+    Raises EngineStartError for a class of the user's that cannot be made.
     """
     setup = ProcessorSetup(
         device=device, vocab_size=args.spec.vocab_size, num_slots=limits.num_slots
@@ -97,7 +99,7 @@ def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device
 
 
 def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
-    """An instance of the class that 'module:Class' names."""
+    """Return an instance of the class that 'module:Class' names."""
     try:
         processor = registry.load(target)(setup)
     except Exception as error:
@@ -109,7 +111,7 @@ def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
 
 
 class SpecialRows:
-    """Knows which slots hold such requests, and what is to be done for them."""
+    """Knows which slots hold requests with controls, and runs their processors."""
 
     def __init__(
         self,
@@ -118,19 +120,21 @@ class SpecialRows:
         num_slots: int,
         device: torch.device,
     ) -> None:
-        """processors: in the order in which they change logits; masks: after them, given what rows
-        with a grammar may sample before any of these is sampled.
+        """Start without requests.
+
+        processors: in the order in which they change logits. masks: applied after them; they are
+        given what rows with a grammar may sample before any of these rows is sampled.
         """
         self._processors = [*processors, masks]
         self.masks = masks
         self._device = device
         self._accepted = np.zeros((len(self._processors), num_slots), np.bool_)
         self._known = np.zeros(num_slots, np.bool_)
-        """Slots of requests with controls; of them, those whose rows are special, and those that
-        wait for masks alone.
-        """
+        """Slots of requests with controls."""
         self._special = np.zeros(num_slots, np.bool_)
+        """Slots among those whose rows are special."""
         self._masked = np.zeros(num_slots, np.bool_)
+        """Slots among those whose rows only wait for masks."""
         self._num_logprobs = np.full(num_slots, -1, np.int32)
         self._num_prompt_logprobs = np.full(num_slots, -1, np.int32)
         self._count = 0
@@ -139,7 +143,7 @@ class SpecialRows:
         return f"SpecialRows(slots {np.flatnonzero(self._known).tolist()})"
 
     def enter(self, step: StepInput) -> None:
-        """Takes in the requests of a step, and forgets those that had their slots before."""
+        """Take in the requests of a step, and forget those that had their slots before."""
         if not (self._count or len(step.new_controls)):
             return
         sent, sizes = np.cumsum(step.new_num_sent), np.cumsum(step.new_control_sizes)
@@ -161,7 +165,7 @@ class SpecialRows:
         self._count = int(self._known.sum())
 
     def find(self, batch: HostBatch) -> Apart | None:
-        """Rows that sample in this step, but are no plain ones; None if there is none."""
+        """Return rows that sample in this step, but are not plain; None if there is none."""
         if not self._count or not self._known[batch.slots].any():
             return None
         special, masked = (
@@ -171,22 +175,24 @@ class SpecialRows:
         return Apart(special, masked) if len(special) or len(masked) else None
 
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
-        """Prompts' tokens in this step whose logits tell of the token after them, if that is asked
-        for.
+        """Return this step's prompt tokens whose next token's log-probability is asked for.
+
+        None if there is none.
         """
         if not self._count:
             return None
         return find_prompt_tokens(batch, self._num_prompt_logprobs)
 
     def run(
-        self, logits: Tensor, batch: HostBatch, rows: Int64, places: Int64, sample: Sample
+        self, logits: Tensor, batch: HostBatch, rows: Int64, logits_rows: Int64, sample: Sample
     ) -> list[Logprobs]:
-        """Samples these rows of a step, whose logits [R, V], of any type, lie at `places`; returns
-        what they ask to know.
+        """Sample these rows of a step, and return the log-probabilities that they ask for.
+
+        logits: [R, V] of any type. logits_rows: the rows' indices in it.
         """
         logprobs = []
-        for part in self._parts(batch, rows, places):
-            wide = logits.index_select(0, part.places).float()
+        for part in self._parts(batch, rows, logits_rows):
+            wide = logits.index_select(0, part.logits_rows).float()
             self.before_sampling(wide, part)
             tokens = sample(wide, part)
             found = self.after_sampling(logits, tokens, part)
@@ -195,34 +201,37 @@ class SpecialRows:
         return logprobs
 
     def before_sampling(self, wide: Tensor, part: SpecialBatch) -> None:
-        """Changes logits, float32 [n, V], in place."""
-        for processor, index, slots in part.shares:
-            if index is None:
+        """Change logits, float32 [n, V], in place."""
+        for processor, indices, slots in part.shares:
+            if indices is None:
                 processor.apply(wide, slots)
                 continue
-            own = wide.index_select(0, index)
+            own = wide.index_select(0, indices)
             processor.apply(own, slots)
-            wide.index_copy_(0, index, own)
+            wide.index_copy_(0, indices, own)
 
     def after_sampling(
         self, logits: Tensor, token_ids: Tensor, part: SpecialBatch
     ) -> Logprobs | None:
-        """token_ids int64 [n]; logits [R, V] as the model gave them, part.places telling which rows
-        are meant.
+        """Tell the processors what was sampled, and return the log-probabilities asked for.
+
+        token_ids int64 [n]; logits [R, V] as the model gave them, where part.logits_rows are the
+        rows meant.
         """
-        for processor, index, slots in part.shares:
+        for processor, indices, slots in part.shares:
             processor.sampled(
-                token_ids if index is None else token_ids.index_select(0, index), slots
+                token_ids if indices is None else token_ids.index_select(0, indices), slots
             )
         numbers = self._num_logprobs[part.slots]
         asking = np.flatnonzero(numbers >= 0)
         if not len(asking):
             return None
-        places, numbers = part.places, numbers[asking]
+        logits_rows, numbers = part.logits_rows, numbers[asking]
         if len(asking) < len(part.slots):
             index = to_device(asking, self._device)
-            places, token_ids = places.index_select(0, index), token_ids.index_select(0, index)
-        packed = logprobs_of(logits.index_select(0, places), token_ids, int(numbers.max()))
+            logits_rows = logits_rows.index_select(0, index)
+            token_ids = token_ids.index_select(0, index)
+        packed = logprobs_of(logits.index_select(0, logits_rows), token_ids, int(numbers.max()))
         return make_logprobs(
             packed, part.samples[asking], part.seq_lens[asking].astype(np.int64), numbers
         )
@@ -247,12 +256,13 @@ class SpecialRows:
                 accepted[slot] = False
                 processor.leave(slot)
 
-    def _parts(self, batch: HostBatch, rows: Int64, places: Int64) -> Iterator[SpecialBatch]:
+    def _parts(self, batch: HostBatch, rows: Int64, logits_rows: Int64) -> Iterator[SpecialBatch]:
         for first in range(0, len(rows), MOST_ROWS):
             some = rows[first : first + MOST_ROWS]
             slots = batch.slots[some]
-            place_index, slot_index = to_device(
-                np.stack((places[first : first + MOST_ROWS], slots.astype(np.int64))), self._device
+            logits_index, slot_index = to_device(
+                np.stack((logits_rows[first : first + MOST_ROWS], slots.astype(np.int64))),
+                self._device,
             )
             yield SpecialBatch(
                 first=first,
@@ -260,13 +270,13 @@ class SpecialRows:
                 samples=np.searchsorted(batch.sampling_rows, some),
                 slots=slots,
                 seq_lens=batch.seq_lens[some],
-                places=place_index,
+                logits_rows=logits_index,
                 slot_index=slot_index,
                 shares=list(self._shares(slots, slot_index)),
             )
 
     def _shares(self, slots: Int32, slot_index: Tensor) -> Iterator[Share]:
-        """Of each processor that has rows here."""
+        """Yield the share of each processor that has rows here."""
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             own = np.flatnonzero(accepted[slots])
             if len(own) == len(slots):

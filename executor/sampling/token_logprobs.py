@@ -1,5 +1,6 @@
-"""Log-probabilities of tokens, as the model gave them: before penalties, masks, temperature and
-filters.
+"""Log-probabilities of tokens, as the model gave them.
+
+They are taken before penalties, masks, temperature and filters.
 """
 
 from __future__ import annotations
@@ -15,29 +16,32 @@ from sidestep.executor.runner.transfer import to_host
 from sidestep.ipc.transport.step import Int32, Int64, LogprobColumns, UInt8
 
 MOST_TOKENS = 64
-"""Tokens whose logits are float32 at a time: what bounds the memory."""
+"""Tokens whose logits are float32 at a time, which bounds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
-    """Of n tokens, on their way to the host: that of the token itself, then those of the most
-    probable ones.
+    """Log-probabilities of n tokens, on their way to the host.
+
+    A token's own comes first, then those of the K most probable tokens.
     """
 
     keys: Int64
-    """[n] Whose they are; see LogprobColumns."""
+    """[n] Key of each token's row; see LogprobColumns."""
     positions: Int64
     """[n]"""
     sizes: Int32
-    """[n] How many of the K + 1 are wanted of each token."""
+    """[n] How many of the K + 1 numbers are wanted for each token."""
     packed: Tensor
     """int32 [n, 1 + 2 (K + 1)] on the host when the step has ended: rank, ids, and the bits of the
     numbers."""
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
-    """What `Logprobs.packed` holds, on the device, from logits [n, V] and int64 [n]; `most`
-    probable ones of each. A token's rank is 1 if no other is more probable.
+    """Return what `Logprobs.packed` holds, on the device, from logits [n, V] and int64 [n].
+
+    most: number of most probable tokens for each. A token's rank is 1 if no other token is more
+    probable.
     """
     values = logits.float().log_softmax(-1)
     own = values.gather(1, token_ids[:, None])
@@ -48,12 +52,12 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
 
 
 def make_logprobs(packed: Tensor, keys: Int64, positions: Int64, numbers: Int32) -> Logprobs:
-    """Sends `packed` on its way. numbers: how many most probable tokens each asks for."""
+    """Begin the copy of `packed` to the host. numbers: most probable tokens that each asks for."""
     return Logprobs(keys=keys, positions=positions, sizes=numbers + 1, packed=to_host(packed))
 
 
 def encode_logprobs(parts: Sequence[Logprobs]) -> UInt8:
-    """For a StepOutput, once the step has ended; empty without any."""
+    """Return the bytes for a StepOutput, once the step has ended; empty without any part."""
     if not parts:
         return np.empty(0, np.uint8)
     ranks, ids, values = [], [], []

@@ -1,5 +1,6 @@
-"""Tokens that must not be sampled: those that a request does not allow, and the last ones of bad
-words.
+"""Tokens that must not be sampled.
+
+They are tokens that a request does not allow, and the last tokens of bad words.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from sidestep.ipc.params.logits_controls import MAX_BAD_WORD_TOKENS
 _BEFORE = MAX_BAD_WORD_TOKENS - 1
 """Tokens that a bad word may have before its last."""
 _ANY, _NONE = -1, -2
+"""Instead of a token id: any token matches, and no token matches."""
 
 
 class AllowedTokens(LogitsProcessor):
-    """All other tokens get minus infinity."""
+    """Sets the logits of all tokens that are not allowed to minus infinity."""
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
@@ -31,6 +33,7 @@ class AllowedTokens(LogitsProcessor):
         """By slot, a bool for each token: of bounded size, however many are allowed."""
 
     def enter(self, request: EnteringRequest) -> bool:
+        """Copy the request's mask to the device."""
         allowed = request.controls.allowed_token_ids
         if not allowed:
             return False
@@ -40,15 +43,19 @@ class AllowedTokens(LogitsProcessor):
         return True
 
     def leave(self, slot: int) -> None:
+        """Forget the mask of a slot."""
         del self._left_out[slot]
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
+        """Mask the logits."""
         logits.masked_fill_(torch.stack([self._left_out[slot] for slot in slots]), -torch.inf)
 
 
 class BadWords(LogitsProcessor):
-    """Keeps the last output tokens of each slot on the device, and compares them with what bad
-    words begin with.
+    """Forbids tokens that would complete a bad word.
+
+    It keeps the last output tokens of each slot on the device, and compares them with the
+    beginnings of bad words.
     """
 
     def __init__(self, setup: ProcessorSetup) -> None:
@@ -61,6 +68,7 @@ class BadWords(LogitsProcessor):
         [words]."""
 
     def enter(self, request: EnteringRequest) -> bool:
+        """Copy the request's words and its last output tokens to the device."""
         words = request.controls.bad_words
         if not words:
             return False
@@ -77,9 +85,11 @@ class BadWords(LogitsProcessor):
         return True
 
     def leave(self, slot: int) -> None:
+        """Forget the words of a slot."""
         del self._words[slot]
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
+        """Mask the last tokens of words whose beginnings stand at the end of the output."""
         device = self.setup.device
         words = [self._words[slot] for slot in slots]
         rows = np.repeat(np.arange(len(slots)), [len(last) for _, last in words])
@@ -92,6 +102,7 @@ class BadWords(LogitsProcessor):
         logits.index_put_((index, last), masks, accumulate=True)
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:
+        """Append the sampled tokens to the last output tokens."""
         recent = self._recent.index_select(0, slots.on_device)
         self._recent.index_copy_(
             0, slots.on_device, torch.cat((recent[:, 1:], token_ids[:, None]), 1)

@@ -15,22 +15,17 @@ import msgspec
 from sidestep.frontend.planning.machine import Machine
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import CacheConfig, SchedulerConfig, check_tensor_parallel
+from sidestep.ipc.model.cache_sizes import (
+    CPU_BLOCK_SIZE,
+    CPU_CACHE_BYTES,
+    GPU_BLOCK_SIZE,
+    GPU_MARGIN_BYTES,
+)
+from sidestep.ipc.model.dense_size import layer_size, num_parameters, table_size
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GPU_BLOCK, _CPU_BLOCK = 64, 16
-"""Tokens of a KV block by default, on a GPU and on a CPU."""
-_MARGIN = 512 << 20
-"""Bytes that the engine leaves free on a GPU beside the largest step.
-
-See executor/gpu/gpu_runner.py.
-"""
-_CPU_CACHE_BYTES = 2 << 30
-"""Most bytes that the engine takes for the cache on a CPU by default.
-
-See executor/runner/kv_cache_size.py.
-"""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,13 +114,13 @@ def _size(
     if not machine.gpus:
         tokens = min(
             tokens,
-            min(_CPU_CACHE_BYTES, machine.memory_bytes // 4) // (stages[0].kv_per_token * item),
+            min(CPU_CACHE_BYTES, machine.memory_bytes // 4) // (stages[0].kv_per_token * item),
         )
     tokens = min(
         tokens,
         SchedulerConfig().limits("cuda" if machine.gpus else "cpu").max_num_seqs * max_model_len,
     )
-    tokens -= tokens % (cache.block_size or (_GPU_BLOCK if machine.gpus else _CPU_BLOCK))
+    tokens -= tokens % (cache.block_size or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE))
     bandwidth = min((gpu.bandwidth or 0.0 for gpu in machine.gpus), default=0.0)
     read, kept = (
         sum(s.read for s in stages) * item,
@@ -149,25 +144,12 @@ class Shard:
     """One rank's part of the model, in counts of numbers, not bytes."""
 
     def __init__(self, spec: ModelSpec, tp: int, stage: Stage) -> None:
-        num_layers, first, last = len(stage.layers), stage.is_first, stage.is_last
-        hidden, dim = spec.hidden_size, spec.head_dim
-        heads, kv_heads, width = (
-            spec.num_heads // tp,
-            max(1, spec.num_kv_heads // tp),
-            spec.intermediate_size // tp,
-        )
-        attention = hidden * dim * (2 * heads + 2 * kv_heads) + 2 * dim * spec.qk_norm
-        attention += (
-            spec.attention_bias * dim * (heads + 2 * kv_heads) + spec.attention_output_bias * hidden
-        )
-        mlp = 3 * hidden * width + spec.mlp_bias * (2 * width + hidden)
-        table = -(-spec.vocab_size // tp) * hidden
-        layers = num_layers * (attention + mlp + 2 * hidden)
-        shares_table = first and last and spec.tie_word_embeddings
-        self.weights = layers + first * table + last * (hidden + (0 if shares_table else table))
-        self.read = layers + last * (hidden + table)
+        first, last, num_layers = stage.is_first, stage.is_last, len(stage.layers)
+        layer = layer_size(spec, tp)
+        self.weights = num_parameters(spec, tp, num_layers, first=first, last=last)
+        self.read = num_layers * layer.parameters + last * (spec.hidden_size + table_size(spec, tp))
         """Numbers that a step reads at least: of the embedding only the rows of its tokens."""
-        self.kv_per_token = 2 * num_layers * kv_heads * dim
+        self.kv_per_token = num_layers * layer.kv_per_token
 
 
 def _room(machine: Machine, cache: CacheConfig) -> int:
@@ -190,4 +172,4 @@ def _working_bytes(spec: ModelSpec, tp: int, item: int) -> int:
         * item
     )
     step += limits.max_num_seqs * spec.vocab_size * item
-    return 2 * step + _MARGIN
+    return 2 * step + GPU_MARGIN_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sidestep.ipc.model.dense_size import layer_size, table_size
 from sidestep.ipc.model.model_spec import ModelSpec
 
 _ROWS, _CONTEXT = 64, 1024
@@ -58,12 +59,11 @@ def stage_of(layers: tuple[int, ...], index: int) -> Stage:
 
 
 def _layer_cost(spec: ModelSpec) -> float:
-    """Values that a layer reads in such a step: its weights, keys and values."""
-    heads = spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    cached = _ROWS * _CONTEXT * 2 * spec.num_kv_heads * spec.head_dim
-    return spec.hidden_size * (heads + 3 * spec.intermediate_size) + cached
+    """Return the values that a layer reads in such a step: its weights, keys and values."""
+    size = layer_size(spec)
+    return size.matrices + _ROWS * _CONTEXT * size.kv_per_token
 
 
 def _head_cost(spec: ModelSpec) -> float:
-    """The same of the output head."""
-    return spec.vocab_size * spec.hidden_size
+    """Return the values that the output head reads in such a step."""
+    return table_size(spec)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import num_processors, pdl
+from sidestep.kernels.launch_order import completes, reads_early
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def _begin_with_new(
     return top, mass, acc
 
 
+@reads_early("tile_ends", "slots", "seq_lens")
 @triton.jit
 def _decode(
     q,
@@ -218,9 +220,8 @@ def _decode(
 ):
     head = tl.program_id(0) % KVH
     part = tl.program_id(0) // KVH
-    # 1. This program's share of the tiles, and where they are. The plan and the tables were written
-    #    several kernels ago
-    # (see kernels.launch).
+    # 1. This program's share of the tiles, and where they are. The plan and the tables, which
+    #    @reads_early names, need no wait (see kernels.launch).
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     total = tl.max(ends, 0)
     quota = tl.maximum(tl.cdiv(total, PARTS), MIN_TILES)
@@ -381,6 +382,7 @@ def _decode(
         )
 
 
+@completes("decode_ends", "prefill_ends")
 @triton.jit
 def _plan(
     seq_lens,

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import reads_early
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def _attend(
     return acc, top, mass
 
 
+@reads_early("tile_ends")
 @triton.jit
 def _prefill(
     q,
@@ -157,7 +159,8 @@ def _prefill(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # 1. Which tile: the last ones, which see most keys, first.
+    # 1. Which tile: the last ones, which see most keys, first. The table that @reads_early names
+    #    needs no wait (see kernels.launch).
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     index = tl.max(ends, 0) - 1 - tl.program_id(1)
     if PDL:

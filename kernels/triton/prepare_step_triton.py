@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.launch_order import completes
+
 HEADER = 16
 """Integers at the start of the message."""
 MASKED, SAMPLING = 3, 8
@@ -92,6 +94,7 @@ _RUNTIME = ("table_stride", "rows", "tokens", "column", "ids", "blocks")
 """Differ from graph to graph: no kernel is compiled for each."""
 
 
+@completes("message", "block_tables", "token_ids", "positions", "places", "last_tokens")
 @triton.jit(do_not_specialize=_RUNTIME)
 def _prepare(
     message,

@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import reads_early
 
 
+@reads_early("positions", "places")
 @triton.jit
 def _qkv_rope(
     qkv,
@@ -37,7 +39,7 @@ def _qkv_rope(
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dims = tl.arange(0, HALF)[None, :]
-    # The step's tables were written several kernels ago, so they need no wait (see kernels.launch).
+    # The tables that @reads_early names need no wait (see kernels.launch).
     position = tl.load(positions + token).to(tl.int64)
     place = tl.load(places + token).to(tl.int64)
     half_dim = dims < D // 2

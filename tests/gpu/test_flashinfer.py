@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from sidestep import LLM, EngineStartError
 from sidestep.executor.attention.flashinfer_backend import FlashInferAttention
-from sidestep.executor.gpu import gpu_runner
+from sidestep.executor.gpu import step_kernels
 from tests.e2e.models import COMMON, FAMILIES, load_reference, random_prompts, write_model
 from tests.gpu.test_gpu_runner import collect, make_runner
 from tests.unit.executor.steps import Request, schedule
@@ -48,13 +48,13 @@ def test_bfloat16_rounds_no_more_than_transformers(
 ) -> None:
     """The distance from float32 arithmetic on the same weights."""
     ours: list[torch.Tensor] = []
-    sample = gpu_runner.sample_tokens
+    sample = step_kernels.sample_tokens
 
     def spy(values: torch.Tensor, **others: Any) -> None:
         ours.append(values.float().clone())
         sample(values, **others)
 
-    monkeypatch.setattr(gpu_runner, "sample_tokens", spy)
+    monkeypatch.setattr(step_kernels, "sample_tokens", spy)
     prompts = random_prompts(12, 331, longest=40)
     theirs, exact = load_reference(path, torch.bfloat16).cuda(), load_reference(path).cuda()
     with torch.no_grad():

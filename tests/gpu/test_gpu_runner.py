@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep.executor.gpu import gpu_runner
+from sidestep.executor.gpu import step_kernels
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -41,13 +41,13 @@ def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
 def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """What each eager step gave to the sampler."""
     seen: list[torch.Tensor] = []
-    sample = gpu_runner.sample_tokens
+    sample = step_kernels.sample_tokens
 
     def spy(values: torch.Tensor, **others: Any) -> None:
         seen.append(values.float().clone())
         sample(values, **others)
 
-    monkeypatch.setattr(gpu_runner, "sample_tokens", spy)
+    monkeypatch.setattr(step_kernels, "sample_tokens", spy)
     yield seen
 
 

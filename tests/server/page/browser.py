@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sy
 from tests.server.live import LiveServer, raw_request
 
 CHROMIUM = shutil.which("chromium")
+expect.set_options(timeout=30_000)  # milliseconds: other work may hold the cores
 LONG: dict[str, Any] = {
     "prompt": "def get_name(",
     "max_tokens": 1000,

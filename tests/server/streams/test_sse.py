@@ -85,6 +85,14 @@ def test_a_stream_is_events_and_nothing_else(
         assert chunks[-1].usage.completion_tokens == 60 * n
 
 
+def has_text(event: dict[str, Any], index: int) -> bool:
+    """Return whether an event has text of a choice."""
+    return any(
+        choice["index"] == index and (choice.get("text") or choice.get("delta", {}).get("content"))
+        for choice in event["choices"]
+    )
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "hi"})]
@@ -108,7 +116,10 @@ def test_counts_so_far_are_those_of_the_event_s_choice(
             for event in found
             if event["choices"][0]["index"] == index
         ]
-        assert counts == sorted(counts) and counts[-1] == 30 and len(set(counts)) > 1
+        assert counts == sorted(counts) and counts[-1] == 30
+        # Outputs merge while the server is busy elsewhere: then one event has all of the text.
+        texts = [event for event in found if has_text(event, index)]
+        assert len(set(counts)) > 1 or len(texts) == 1
     assert last["usage"]["completion_tokens"] == 30 * n and last["choices"] == []
     assert {event["usage"]["prompt_tokens"] for event in found} == {last["usage"]["prompt_tokens"]}
 

@@ -69,7 +69,7 @@ def test_special_rows_get_the_sampler_s_tokens(first: int) -> None:
         samples=np.arange(5),
         slots=slots,
         seq_lens=seq_lens,
-        places=torch.arange(5, device=DEVICE),
+        logits_rows=torch.arange(5, device=DEVICE),
         slot_index=torch.tensor(chosen, device=DEVICE),
     )
     got = runner._sample_special(logits.to(DEVICE), part, 2)

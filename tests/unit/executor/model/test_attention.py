@@ -194,7 +194,7 @@ class Sequences:
         rows, decodes = len(batch.slots), batch.num_decode_rows
         return StepBatch(
             positions=tensor(batch.positions),
-            places=tensor(batch.slot_mapping),
+            slot_mapping=tensor(batch.slot_mapping),
             host=batch,
             rows=DeviceRows(
                 header=tensor([rows, decodes]),

@@ -1,0 +1,302 @@
+"""The kernels of a GPU's step, and the memory on the device that they read and write.
+
+Nothing here needs a GPU. So the process that compiles kernels ahead
+(executor/gpu/kernel_compiler.py) launches them from here too, with tensors that stand for those on
+a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, StepBatch
+from sidestep.executor.gpu.cuda_graphs import StepSizes, decode_ladder
+from sidestep.executor.gpu.step_packer import message_size
+from sidestep.executor.models.decoder import attention_shape
+from sidestep.executor.models.model_loading import (
+    load_model,
+    load_rotary,
+    pick_attention,
+    pick_dtype,
+)
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.runner.input_batch import HostBatch
+from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.executor.sampling.prompt_logprobs import (
+    PromptTokens,
+    prompt_logprobs,
+    with_prompt_tokens,
+)
+from sidestep.executor.sampling.token_logprobs import Logprobs
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
+from sidestep.kernels.launch import has_pdl
+from sidestep.kernels.launch_order import checked_order
+from sidestep.kernels.ops.token_masks import mask_tokens
+from sidestep.kernels.triton.mask_logits_triton import mask_logits
+from sidestep.kernels.triton.prepare_step_triton import (
+    HEADER,
+    MASKED,
+    SAMPLING,
+    SlotTables,
+    StepLayout,
+    prepare_step,
+)
+from sidestep.kernels.triton.sampling_triton import sample_tokens, scratch_size
+
+
+class StepKernels:
+    """The part of a GPU's runner that allocates device memory and launches kernels."""
+
+    _parallel: Parallel
+    _attention: AttentionBackend
+
+    def _prepare(self, args: WorkerArgs, device: torch.device) -> None:
+        """Set what needs no GPU."""
+        self._args = args
+        self._stage = args.stage
+        self._device = device
+        self._dtype = pick_dtype(args, device)
+        self._block_size = args.cache.block_size or GPU_BLOCK_SIZE
+        if self._block_size % 16:
+            raise EngineStartError(
+                f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}"
+            )
+        self._limits = args.scheduler.limits("cuda", self._stage.count)
+        self._rotation = self._limits.max_steps_in_flight + 2
+
+    def _open_peer_sums(self) -> None:
+        if not self._args.parallel.disable_custom_all_reduce:
+            self._parallel.open_peer_sums(
+                self._args.spec.hidden_size,
+                self._dtype,
+                self._limits.max_num_batched_tokens,
+                self._device,
+            )
+
+    def _load_model(self) -> None:
+        self._model = load_model(self._args, self._parallel, self._dtype, self._device)
+        self._rotary = load_rotary(self._args, self._device)
+        if self._stage.is_last:
+            self._logits = self._model.new_logits(self._limits.max_num_seqs)
+
+    def _make_tables(self) -> None:
+        """Allocate the message and the tables on the device."""
+        args, limits, device = self._args, self._limits, self._device
+        slots = limits.num_slots
+        max_blocks = -(-args.max_model_len // self._block_size)
+        self._layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._message = torch.zeros(
+            message_size(self._layout, max_blocks), dtype=torch.int32, device=device
+        )
+        self._tables = SlotTables(
+            block_tables=torch.zeros(slots, max_blocks, dtype=torch.int32, device=device),
+            last_sampled=torch.zeros(slots, dtype=torch.int32, device=device),
+            temperature=torch.zeros(slots, device=device),
+            top_p=torch.ones(slots, device=device),
+            min_p=torch.zeros(slots, device=device),
+            top_k=torch.zeros(slots, dtype=torch.int32, device=device),
+            seed=torch.zeros(slots, dtype=torch.int64, device=device),
+        )
+        tokens = limits.max_num_batched_tokens if self._stage.count > 1 else 0
+        self._hidden = torch.zeros(tokens, args.spec.hidden_size, dtype=self._dtype, device=device)
+        """The residual stream, as it comes from the stage before and goes to the next stage."""
+        if self._stage.is_last:
+            self._make_sampler()
+
+    def _make_sampler(self) -> None:
+        """Allocate the sampler's scratch memory and its pinned outputs."""
+        args, limits, device = self._args, self._limits, self._device
+        self._scratch = torch.empty(
+            scratch_size(limits.max_num_seqs, args.spec.vocab_size),
+            dtype=torch.int32,
+            device=device,
+        )
+        self._out_ids, self._special_ids, self._pinned_marks = (
+            self._pinned(limits.max_num_seqs) for _ in range(3)
+        )
+
+    def _pinned(self, count: int) -> Tensor:
+        """Return int32 [rotation, count] in host memory that the GPU reads and writes too."""
+        where: dict[str, Any] = (
+            {"pin_memory": True} if self._device.type == "cuda" else {"device": self._device}
+        )
+        return torch.zeros(self._rotation, count, dtype=torch.int32, **where)
+
+    def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
+        """Make the attention backend with a cache of this many blocks."""
+        return backend(
+            AttentionSetup(
+                shape=attention_shape(self._args.spec, self._parallel, self._stage),
+                num_blocks=num_blocks,
+                block_size=self._block_size,
+                dtype=self._dtype,
+                device=self._device,
+                rotary=self._rotary,
+                norm_eps=self._args.spec.rms_norm_eps,
+                max_rows=self._limits.max_num_seqs,
+            )
+        )
+
+    @classmethod
+    @torch.inference_mode()
+    def launch_without_gpu(
+        cls, args: WorkerArgs, parallel: Parallel, *, device: str = "meta", num_blocks: int = 1
+    ) -> None:
+        """Launch what `load` compiles, on any machine, within kernels.compiling.compiling_only.
+
+        The tensors are on a device where they stand for those on a GPU (see
+        kernels.compiling.compile_for), and the cache may have any size. Raises EngineStartError
+        where `load` would.
+        """
+        runner = cls.__new__(cls)
+        runner._prepare(args, torch.device(device))
+        runner._parallel = parallel
+        backend = pick_attention(args, runner._device)
+        if backend.graph_safe:
+            runner._make_tables()
+            if runner._stage.is_last:
+                runner._launch_samplers()  # first: they take longest to compile
+            runner._open_peer_sums()
+            runner._load_model()
+            runner._attention = runner._make_attention(backend, num_blocks)
+            runner._launch_all()
+
+    def _launch_all(self) -> None:
+        """Launch whatever any step may need, so that it is compiled."""
+        most, tokens = self._limits.max_num_seqs, self._limits.max_num_batched_tokens
+        # The kernels that take longest to compile come first: the samplers, then attention.
+        kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
+        kinds += [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
+        with self._model.kinds_of_layers():
+            if self._stage.is_last:
+                self._launch_samplers()
+            with checked_order():
+                for sizes in kinds:
+                    self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
+            # A step may have any number of prompt tokens whose logits are asked for.
+            self._model.warm_up((1, 2, 16, 32, 64), with_head=self._stage.is_last)
+            self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
+            if self._stage.is_last:
+                self._launch_masks()
+
+    def _launch_masks(self) -> None:
+        """Launch the masking of the model's own logits, and of those of special rows."""
+        vocab, device = self._args.spec.vocab_size, self._device
+        mark, words = (
+            torch.zeros(1, n, dtype=torch.int32, device=device) for n in (4, -(-vocab // 32))
+        )
+        for logits in (self._logits[:1, :vocab], torch.zeros(1, vocab, device=device)):
+            mask_tokens(logits, mark[0], words)
+
+    def _launch_samplers(self) -> None:
+        """Launch the sampler of special rows, which are float32, and that of all other rows."""
+        vocab, size = self._args.spec.vocab_size, self._parallel.size
+        column = torch.zeros(4, dtype=torch.int32, device=self._device)
+        for width, dtype in ((vocab, torch.float32), (-(-vocab // size) * size, self._dtype)):
+            logits = torch.zeros(1, width, dtype=dtype, device=self._device)[:, :vocab]
+            self._sample(logits, column, column, column, column, self._special_ids)
+
+    def _decode_sizes(self) -> list[int]:
+        """Return the batch sizes of decode graphs."""
+        return decode_ladder(self._limits.max_num_seqs)
+
+    def _launch(
+        self,
+        sizes: StepSizes,
+        layout: StepLayout,
+        host: HostBatch | None = None,
+        prompts: PromptTokens | None = None,
+        *,
+        empty: Callable[..., Tensor] = torch.empty,
+    ) -> list[Logprobs]:
+        """Launch every kernel of a step whose message is on the device.
+
+        prompts: prompt tokens whose log-probabilities are asked for; returns those
+        log-probabilities. empty: allocates what the first kernel writes.
+        """
+        message, tables, device = self._message, self._tables, self._device
+
+        def column(name: str, extra: int = 0) -> Tensor:
+            return message[layout.at(name) : layout.at(name) + sizes.rows + extra]
+
+        token_ids, positions, slot_mapping = (
+            empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3)
+        )
+        last_tokens = empty(sizes.rows, dtype=torch.int32, device=device)
+        prepare_step(
+            message,
+            layout,
+            tables,
+            token_ids,
+            positions,
+            slot_mapping,
+            last_tokens,
+            self._block_size,
+        )
+        slots, seq_lens = column("slots"), column("seq_lens")
+        self._attention.begin_step(
+            StepBatch(
+                positions=positions,
+                slot_mapping=slot_mapping,
+                host=host,
+                rows=DeviceRows(
+                    header=message[:HEADER],
+                    slots=slots,
+                    seq_lens=seq_lens,
+                    query_starts=column("query_starts", 1),
+                    block_tables=tables.block_tables,
+                    max_decode_rows=sizes.max_decode_rows,
+                    max_prompt_rows=sizes.max_prompt_rows,
+                ),
+            )
+        )
+        inputs = token_ids if self._stage.is_first else self._hidden[: sizes.tokens]
+        if not self._stage.is_last:
+            hidden = self._model.states(inputs, self._attention, None).hidden
+            if hidden.data_ptr() != self._hidden.data_ptr():  # added to in place
+                self._hidden[: sizes.tokens].copy_(hidden)
+            return []
+        rows = None if sizes.decode_only else last_tokens
+        if prompts is not None:
+            rows = with_prompt_tokens(last_tokens, prompts)
+        stream = self._model.states(inputs, self._attention, rows)
+        logits = self._model.logits(
+            stream if prompts is None else stream.part(0, sizes.rows), self._logits[: sizes.rows]
+        )
+        mask_logits(logits, message, message[MASKED:])
+        self._sample(logits, message[SAMPLING:], slots, seq_lens, column("samples"), self._out_ids)
+        return [] if prompts is None else prompt_logprobs(self._model, stream, sizes.rows, prompts)
+
+    def _sample(
+        self,
+        logits: Tensor,
+        header: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        samples: Tensor,
+        out_ids: Tensor,
+    ) -> None:
+        """Sample rows with the slots' parameters; see sample_tokens."""
+        tables = self._tables
+        sample_tokens(
+            logits,
+            header=header,
+            slots=slots,
+            seq_lens=seq_lens,
+            samples=samples,
+            temperature=tables.temperature,
+            top_k=tables.top_k,
+            top_p=tables.top_p,
+            min_p=tables.min_p,
+            seed=tables.seed,
+            scratch=self._scratch,
+            last_sampled=tables.last_sampled,
+            out_ids=out_ids,
+            pdl=has_pdl(self._device),
+        )

@@ -1,0 +1,47 @@
+"""The size formula of dense decoders counts the parameters that real small models have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from sidestep.executor.gpu.cuda_graphs import worthwhile_tokens
+from sidestep.executor.models.decoder import attention_shape
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.ipc.model.dense_size import layer_size, num_parameters, table_size
+from sidestep.ipc.model.layer_split import stage_of
+from sidestep.ipc.model.model_spec import load_model_spec
+from tests.e2e.models import FAMILIES, write_model
+
+
+def sizes_in(folder: str) -> dict[str, tuple[int, int]]:
+    """By name, the dimensions and the number of parameters of each tensor of a checkpoint."""
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                tensor = tensors.get_tensor(name)
+                found[name] = tensor.dim(), tensor.numel()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_equal_those_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+    path = write_model(family, tmp_path)
+    spec, tensors = load_model_spec(path), sizes_in(path)
+    assert num_parameters(spec, first=True, last=True) == sum(n for _, n in tensors.values())
+    layer, of_layer = layer_size(spec), "model.layers.1."
+    for dimensions, expected in ((2, layer.matrices), (1, layer.vectors)):
+        assert expected == sum(
+            n
+            for name, (dims, n) in tensors.items()
+            if name.startswith(of_layer) and dims == dimensions
+        )
+    assert table_size(spec) == tensors["model.embed_tokens.weight"][1]
+    shape = attention_shape(spec, Parallel(), stage_of((spec.num_layers,), 0))
+    assert shape.bytes_per_token(torch.float32) == 4 * spec.num_layers * layer.kv_per_token
+    # Tokens whose operations take twice the time of launching a layer.
+    assert worthwhile_tokens(spec) == pytest.approx(450e-6 * 5e14 / layer.matrices, abs=1)
