@@ -1,35 +1,36 @@
-"""Choosing the next token on a GPU, without sorting and without the host: `kernels.sampling` in
-Triton.
+"""Sampling of the next token on a GPU, without sorting and without the host.
 
-Two kernels, whose grids follow from the padded shapes alone, so that a CUDA graph can hold them:
+It is kernels/ops/sampling.py in Triton. There are two kernels, whose grids follow from the padded
+shapes alone, so that a CUDA graph can hold them:
 
-1. `_score_tiles`, a program for each row and tile of the vocabulary, leaves two numbers a tile: its
-   best score and that token (greedy rows, and rows that draw from all tokens), or, for a row with a
-   filter, its best logit and how much probability it holds.
+1. `_score_tiles`, a program for each row and tile of the vocabulary, stores two numbers a tile. For
+   greedy rows, and rows that draw from all tokens, they are its best score and that token. For a
+   row with a filter, they are its best logit and its probability mass.
 2. `_choose_tokens`, a program for each row, takes the best tile, or applies the filter and draws.
 
 Draws are exponential races: argmax(logits / T - log E), E standard exponential, is argmin(E *
-exp((best - logit) / T)), which needs one exponential function and one logarithm a token instead of
+exp((best - logit) / T)). This needs one exponential function and one logarithm a token instead of
 two logarithms.
 
-What a filtered row costs. A pass of one program over a row of 152k bf16 logits takes it 10 us or so
-(300 KB from L2 at 64 bytes a clock are 3 us; the rest are some 15 instructions a logit), and
-finding a threshold takes several: no sort, but a bisection of the floats, as ordered integers, with
-four counts or sums of probabilities in each pass, which makes 7 of them for bf16 and twice that for
-float32. (A histogram of digits would take fewer passes of far more instructions: its counters lie
-in shared memory, and nearly all logits hit the same few.) So the row as a whole is searched only
-where it must be. Mostly, what the first kernel knows of each tile bounds the threshold from below:
+The cost of a filtered row: one program's pass over a row of 152k bf16 logits takes 10 us or so (300
+KB from L2 at 64 bytes a clock are 3 us; the rest are some 15 instructions a logit). Finding a
+threshold takes several passes. There is no sort, but a bisection of the floats, as ordered
+integers, with four counts or sums of probabilities in each pass. That makes 7 passes for bf16 and
+twice that for float32. (A histogram of digits would take fewer passes of far more instructions: its
+counters lie in shared memory, and nearly all logits hit the same few.) So a whole row is searched
+only where it must be. Mostly, the first kernel's numbers of each tile bound the threshold from
+below:
 
 - top_k: k tiles hold a logit that is no less than the k-th best of the tiles' best ones;
-- top_p: the tiles bound what lies below any value, so what is surely left out is known;
-- min_p is itself a threshold,
+- top_p: the tiles bound the mass below any value, so some tokens are left out for sure;
+- min_p is itself a threshold.
 
-and the tokens above that bound, some tens or hundreds, lie in few tiles and are gathered in a few
-steps. Up to _FEW are then compared each with each, which settles their order, and all filters, at
-once; up to _CAPACITY are searched like a row. Only rows with more of them (flat distributions; a
-top_k larger than the number of tiles) take the long way.
+The tokens above that bound, some tens or hundreds, lie in few tiles and are gathered in a few
+steps. Up to _FEW of them are compared each with each, which settles their order, and all filters,
+at once. Up to _CAPACITY are searched like a row. Only rows with more of them (flat distributions; a
+top_k larger than the number of tiles) are searched as a whole.
 
-All sums are taken in a fixed order and no float is added atomically: the same row gives the same
+All sums are computed in a fixed order and no float is added atomically: the same row gives the same
 token every time.
 """
 
@@ -41,16 +42,15 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 1024
-"""Tokens that a program of the first kernel scores."""
+"""Number of tokens that a program of the first kernel scores."""
 _STEP = 8192
-"""Tokens that the second kernel reads at a time; a multiple of _TILE."""
+"""Number of tokens that the second kernel reads at a time; a multiple of _TILE."""
 _CAPACITY = 8192
-"""Tokens of a filtered row that are gathered at most."""
+"""Largest number of tokens of a filtered row that are gathered."""
 _FEW = 512
-"""Tokens that are compared each with each at most."""
+"""Largest number of tokens that are compared each with each."""
 
-# bf16 and fp16 leave the low bits of their float32 form zero: a search among them has as many steps
-# less.
+# The low bits of bf16 and fp16 in float32 form are zero, so a search among them has fewer steps.
 _LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 _NONE = tl.constexpr(2**31 - 1)
@@ -61,7 +61,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def scratch_size(rows: int, vocab: int) -> int:
-    """int32 elements of scratch that sample_tokens needs for logits [rows, vocab]."""
+    """Return the int32 elements of scratch that sample_tokens needs for logits [rows, vocab]."""
     return rows * (3 * triton.next_power_of_2(triton.cdiv(vocab, _TILE)) + 2 * _CAPACITY)
 
 
@@ -82,9 +82,9 @@ def sample_tokens(
     out_ids: Tensor,
     pdl: bool = False,
 ) -> None:
-    """Chooses a token for each row that samples, as `sample` over `mask_top_k_top_p_min_p` of
-    kernels.sampling do.
+    """Choose a token for each row that samples.
 
+    It is the token that `sample` over `mask_top_k_top_p_min_p` of kernels/ops/sampling.py chooses.
     It is written to last_sampled[slot] and to out_ids[header[1], row]. Ties go to the lower id. NaN
     counts as minus infinity; a row without any finite logit gives some id of the vocabulary.
 
@@ -92,8 +92,8 @@ def sample_tokens(
     count, and the row of out_ids to write. int32 [R]: slots; seq_lens, the positions of the noise;
     samples, 0 where a row samples nothing. Tables by slot, [S]: temperature (0: greedy), top_p and
     min_p float32; top_k (0: all) and last_sampled int32; seed int64. scratch int32 [scratch_size(R,
-    V)] or more, its content of no matter before or after. out_ids int32 [_, R] or wider, in any
-    memory that the device can write. `pdl`: launch both kernels programmatically dependent.
+    V)] or more, of any content before and after. out_ids int32 [_, R] or wider, in any memory that
+    the device can write. `pdl`: launch both kernels with programmatic dependent launch.
 
     Raises ValueError if scratch is too small and KeyError if logits are of another type.
     """
@@ -129,12 +129,11 @@ def sample_tokens(
 
 
 # --- Noise
-# -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _mix(x):
-    """The finaliser of SplitMix64, of a uint64."""
+    """Return the SplitMix64 finaliser of a uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -142,7 +141,7 @@ def _mix(x):
 
 @triton.jit
 def _noise_keys(seed, position):
-    """A row's two uint32 keys, from its int64 seed and int32 position."""
+    """Return a row's two uint32 keys, from its int64 seed and int32 position."""
     keys = _mix(
         _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
     )
@@ -151,7 +150,7 @@ def _noise_keys(seed, position):
 
 @triton.jit
 def _noise_bits(first_key, second_key, ids):
-    """uint32, the same as kernels.sampling.noise_bits."""
+    """Return uint32 bits, the same as kernels.ops.sampling.noise_bits."""
     x = ids.to(tl.uint32) ^ first_key
     x = (x ^ (x >> 17)) * 0xED5AD4BB
     x = (x ^ (x >> 11) ^ second_key) * 0xAC4C1B51
@@ -161,12 +160,13 @@ def _noise_bits(first_key, second_key, ids):
 
 @triton.jit
 def _exponential(first_key, second_key, ids):
-    """-log(1 - u), a standard exponential variate for each token, with a relative error of 2e-7.
+    """Return -log(1 - u), a standard exponential variate for each token.
 
-    The library's logarithm of 1 + x has no form in Triton, and the noise that wins comes from small
-    u, where 1 - u has no precision left. So: 1 - u = 2^e (1 + m) with m in [-1/4, 1/2], where m,
-    like u, is exact if u is small (e = 0), and log(1 + m) = m + m^2 q(m) with the minimax
-    polynomial q. If u rounds to 1 the result is 88, not infinity.
+    Its relative error is 2e-7. The library's logarithm of 1 + x has no form in Triton, and the
+    noise that wins comes from small u, where 1 - u has no precision left. So 1 - u is written as
+    2^e (1 + m) with m in [-1/4, 1/2], where m, like u, is exact if u is small (e = 0). Then log(1 +
+    m) = m + m^2 q(m) with the minimax polynomial q. If u rounds to 1 the result is 88, not
+    infinity.
     """
     u = (_noise_bits(first_key, second_key, ids).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = 1.0 - u
@@ -184,12 +184,11 @@ def _exponential(first_key, second_key, ids):
 
 
 # --- Logits
-# ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _load(values, offsets, inside):
-    """As float32; NaN, and what is not inside, as minus infinity."""
+    """Return values as float32, with minus infinity for NaN and for elements outside."""
     x = tl.load(values + offsets, mask=inside, other=-_INFINITY).to(tl.float32)
     return tl.maximum(x, -_INFINITY)
 
@@ -201,20 +200,20 @@ def _finite(x):
 
 @triton.jit
 def _weight(x, best, scale):
-    """exp((x - best) / T), at most 1. `scale` is log2(e) / T here and below; best is finite."""
+    """Return exp((x - best) / T), at most 1; `scale` is log2(e) / T and best is finite."""
     return tl.exp2(tl.minimum((x - best) * scale, 0.0))
 
 
 @triton.jit
 def _to_key(value, LOW_BITS: tl.constexpr):
-    """An int64 in the order of the floats, without the low bits that the logits' type has not."""
+    """Return an int64 in the order of the floats, without low bits that the logits' type lacks."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS).to(tl.int64)
 
 
 @triton.jit
 def _from_key(key, LOW_BITS: tl.constexpr):
-    """The float32 of a key."""
+    """Return the float32 of a key."""
     bits = (key << LOW_BITS).to(tl.int32)
     bits = tl.where(bits < 0, bits | ((1 << LOW_BITS) - 1), bits)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -222,7 +221,7 @@ def _from_key(key, LOW_BITS: tl.constexpr):
 
 @triton.jit
 def _parameters(row, slots, temperature, top_k, top_p, min_p):
-    """A row's slot, and what its request asks for."""
+    """Return a row's slot, and the sampling parameters of its request."""
     slot = tl.load(slots + row).to(tl.int64)
     return (
         slot,
@@ -239,7 +238,6 @@ def _is_filtered(t, k, p, min_p, vocab):
 
 
 # --- The first kernel
-# ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -295,20 +293,21 @@ def _score_tiles(
 
 
 # --- Filters: what may stay
-# -------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
-    """For each of x, found at `place` in `values`: how many of these are higher, or as high and
-    before it; what they weigh. Nothing of what is not in `values` has a meaning.
+def _before(values, count, x, index, best, scale, CHUNK: tl.constexpr):
+    """Return the number of `values` before each of x, and their weight.
+
+    x is found at `index` in `values`. A value is before x if it is higher, or as high and at a
+    lower index. The results for an x that is not in `values` have no meaning.
     """
     number = tl.zeros(x.shape, tl.int32)
     mass = tl.zeros(x.shape, tl.float32)
     for start in tl.range(0, count, CHUNK):
         other = start + tl.arange(0, CHUNK)[:, None]
         y = _load(values, other, other < count)
-        first = (y > x[None, :]) | ((y == x[None, :]) & (other < place[None, :]))
+        first = (y > x[None, :]) | ((y == x[None, :]) & (other < index[None, :]))
         number += tl.sum(first.to(tl.int32), 0)
         mass += tl.sum(tl.where(first, _weight(y, best, scale), 0.0), 0)
     return number, mass
@@ -318,12 +317,11 @@ def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
 def _nucleus_floor(
     scores, masses, tiles, budget, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """A value of which it is sure that the tokens below it weigh no more than `budget`, or minus
-    infinity.
+    """Return a value below which the tokens surely weigh no more than `budget`, or minus infinity.
 
-    Below a value lies all of a tile whose best logit is below it, and of another tile at most all
-    but its best token, and at most as much as if all its tokens were just below the value. Tried
-    for 256 values, e^(1/8) apart in weight.
+    A tile whose best logit is below the value lies below it as a whole. Any other tile has at most
+    the mass of all but its best token below it, and at most as much as if all its tokens were just
+    below the value. 256 values are tried, e^(1/8) apart in weight.
     """
     floors = best - tl.arange(0, 256) * (0.125 * _LOG2_E / scale)
     most = TILE * _weight(floors, best, scale)
@@ -351,8 +349,9 @@ def _gather(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Writes the first CAPACITY logits of the listed tiles that are not below `floor`, and their
-    ids, both in the order of the ids. Returns how many there are in all.
+    """Write the first CAPACITY logits of the listed tiles that reach `floor`, and their ids.
+
+    Both are written in the order of the ids. Return how many such logits there are in all.
     """
     number = 0
     for start in tl.range(0, count, GROUP):
@@ -371,16 +370,13 @@ def _gather(
 
 
 # --- Filters: the search for a threshold
-# ------------------------------------------------------------------------------
 
 
 @triton.jit
 def _measures(
     values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.constexpr, STEP: tl.constexpr
 ):
-    """For each of [WAYS] finite floors, how many logits are not below it, or how much these
-    weigh.
-    """
+    """Return for each of [WAYS] finite floors the number, or weight, of the logits not below it."""
     sums = tl.zeros([WAYS, STEP], tl.float32)
     for start in tl.range(0, count, STEP):
         offsets = start + tl.arange(0, STEP)[None, :]
@@ -403,15 +399,15 @@ def _threshold(
     LOW_BITS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The largest key in [low, high) from which up there is a measure of `target`, or low; and the
-    measure above it.
+    """Return the largest key in [low, high) at or above which the measure is `target`, or low.
 
-    Nothing is as high as `high`. A sum of fewer of the same floats, in the same order, is never
-    larger, so that the measures fall from one cut to the next in spite of rounding.
+    Also return the measure above it. No logit is as high as `high`. A sum of fewer of the same
+    floats, in the same order, is never larger, so the measures fall from one cut to the next in
+    spite of rounding.
     """
     above = 0.0
     while high - low > 1:
-        # Four cuts, some of them equal if there are not as many keys.
+        # There are four cuts, some of them equal if there are fewer keys.
         cuts = low + tl.maximum((high - low) * (1 + tl.arange(0, 4)) // 5, 1)
         measures = _measures(values, count, _from_key(cuts, LOW_BITS), best, scale, MASS, 4, STEP)
         reached = measures >= target
@@ -436,8 +432,9 @@ def _race(
     GATHERED: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Draws among the logits above `threshold`, the first `room` of those that equal it, none of
-    them below `minimum`.
+    """Draw a token among the logits above `threshold` and the first `room` of those that equal it.
+
+    None of them is below `minimum`.
     """
     shortest = tl.full([STEP], _INFINITY, tl.float32)
     winner = tl.full([STEP], _NONE, tl.int32)
@@ -481,11 +478,10 @@ def _filter_and_race(
     LOW_BITS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Draws what the filters keep of `count` logits, outside of which there is nothing that they
-    keep.
+    """Draw a token among those that the filters keep of `count` logits.
 
-    low, high: keys between which the logits lie (high is above all). mass: the weight of all of the
-    row.
+    The filters keep no token outside of these. low, high: keys between which the logits lie (high
+    is above all). mass: the weight of the whole row.
     """
     room = tl.full((), _INFINITY, tl.float32)
     if k > 0:
@@ -495,11 +491,11 @@ def _filter_and_race(
         mass = tl.sum(_measures(values, count, next_up, best, scale, True, 1, STEP), 0)
         mass += room * _weight(_from_key(low, LOW_BITS), best, scale)
     if p < 1:
-        # Never 0, so that the best token stays.
+        # The target is never 0, so that the best token stays.
         target = tl.maximum(p * mass, _SOME)
         cut, above = _threshold(values, count, target, low, high, best, scale, True, LOW_BITS, STEP)
-        # Of the tokens that weigh as much as this one, those stay before which there is less than
-        # the target.
+        # Among the tokens that weigh as much as this one, those stay whose preceding weight is less
+        # than the target.
         fitting = tl.ceil((target - above) / _weight(_from_key(cut, LOW_BITS), best, scale))
         room = tl.where(cut > low, fitting, tl.minimum(fitting, room))
         low = cut
@@ -523,7 +519,7 @@ def _filter_and_race(
 def _filter_few(
     values, ids, count, k, p, minimum, mass, best, scale, first_key, second_key, FEW: tl.constexpr
 ):
-    """The same for no more than FEW logits, all at once."""
+    """Do the same as _filter_and_race for no more than FEW logits, all at once."""
     place = tl.arange(0, FEW)
     kept = place < count
     x = _load(values, place, kept)
@@ -541,7 +537,6 @@ def _filter_few(
 
 
 # --- The second kernel
-# -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -578,7 +573,7 @@ def _choose_tokens(
         return
     if tl.load(samples + row) == 0:
         return
-    # 1. The row's parameters, and what the first kernel left.
+    # 1. Load the row's parameters and the first kernel's results.
     slot, t, k, p, m = _parameters(row, slots, temperature, top_k, top_p, min_p)
     tiles = tl.cdiv(vocab, TILE)
     tile = tl.arange(0, TILES)
@@ -589,7 +584,7 @@ def _choose_tokens(
     second = tl.load(known + TILES + tile, mask=present, other=0)
     top = tl.max(score, 0)
     if _is_filtered(t, k, p, m, vocab):
-        # 2. A row with a filter: a floor below which nothing stays, as far as one is known.
+        # 2. For a row with a filter, find a floor below which no token stays, if one is known.
         k = tl.where(k < vocab, k, 0)
         best = _finite(top)
         scale = _LOG2_E / t
@@ -601,13 +596,13 @@ def _choose_tokens(
                 better, _ = _before(scores, tiles, score, tile, best, scale, 32)
                 floor = tl.max(tl.where(better == k - 1, score, -_INFINITY), 0)
         elif p < 1:
-            # The margin is for what sums in float32 leave uncertain.
+            # The margin covers the rounding of float32 sums.
             budget = tl.maximum(1 - p - 4e-6, 0.0) * mass
             floor = _nucleus_floor(scores, scores + TILES, tiles, budget, best, scale, TILE, 32)
-        # Where top_p follows top_k, what min_p leaves out still counts among the k.
+        # Where top_p follows top_k, the tokens that min_p leaves out still count among the k.
         if (k == 0) | (p >= 1):
             floor = tl.maximum(floor, minimum)
-        # 3. What is not below it, out of the tiles that hold some of it.
+        # 3. Gather the tokens that are not below it, from the tiles that hold some of them.
         first_key, second_key = _noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
         logits += row.to(tl.int64) * row_stride
         ids = scratch + tl.num_programs(0) * 3 * TILES + row.to(tl.int64) * 2 * CAPACITY
@@ -616,7 +611,7 @@ def _choose_tokens(
         if floor > -_INFINITY:
             listed = (score >= floor).to(tl.int32)
             tl.store(known + 2 * TILES + tl.cumsum(listed, 0) - 1, tile, mask=listed != 0)
-            # The next steps read what other threads of this program wrote.
+            # The next steps read values that other threads of this program wrote.
             tl.debug_barrier()
             number = _gather(
                 logits,
@@ -631,7 +626,7 @@ def _choose_tokens(
                 STEP // TILE,
             )
             tl.debug_barrier()
-        # 4. The filters, and the token.
+        # 4. Apply the filters and choose the token.
         low = _to_key(floor, LOW_BITS)
         high = _to_key(best, LOW_BITS) + 1
         if number <= FEW:

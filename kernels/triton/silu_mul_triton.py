@@ -1,4 +1,4 @@
-"""The gated activation in Triton. The reference is kernels.silu_mul."""
+"""Gated activation in Triton. The reference is in kernels/ops/silu_mul.py."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _silu_mul(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
     inside = columns < F
     gate = tl.load(gate_up + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
-    # Rounded between the two steps, as the models were trained.
+    # Rounded between the two steps, as in the models' training.
     activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * F + columns, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for contiguous gate_up [T, 2 F]; returns [T, F]."""
+    """Return silu(gate) * up, [T, F], for contiguous gate_up [T, 2 F]."""
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
     block = min(1024, triton.next_power_of_2(width // 2))
