@@ -67,6 +67,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to a component."""
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start

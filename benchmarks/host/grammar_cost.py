@@ -70,6 +70,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
+        """Time one part of a step."""
         start = time.thread_time()
         yield
         self.times[part].append((time.thread_time() - start) * 1e3)
