@@ -1,5 +1,6 @@
-"""Write docs/options.md from the fields that declare the options: `python -m
-scripts.options_page`.
+"""Write docs/options.md from the fields that declare the options.
+
+python -m scripts.options_page
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 INTRODUCTION = """# Options
 
-<!-- Written by `python -m scripts.options_page` from the fields that declare the options; a test compares. -->
+<!-- Written by `python -m scripts.options_page` from the options' fields; a test compares. -->
 
-Each option of the engine and the server has one name. It is a flag of the commands (`--max-num-seqs 8`), a variable of
-the environment (`SIDESTEP_MAX_NUM_SEQS=8`), a key of a YAML file (`max_num_seqs: 8`) and, for the engine, an argument
-in Python (`EngineArgs(max_num_seqs=8)`, `LLM(max_num_seqs=8)`). A flag overrides the environment, the environment
-overrides the file, and the file overrides the default. Python reads neither the environment nor a file.
+Each option of the engine and the server has one name. It is a flag of the commands
+(`--max-num-seqs 8`), a variable of the environment (`SIDESTEP_MAX_NUM_SEQS=8`), a key of a YAML
+file (`max_num_seqs: 8`) and, for the engine, an argument in Python (`EngineArgs(max_num_seqs=8)`,
+`LLM(max_num_seqs=8)`). A flag overrides the environment, the environment overrides the file, and
+the file overrides the default. Python reads neither the environment nor a file.
 
 ```
 SIDESTEP_MAX_NUM_SEQS=8 sidestep generate --max-model-len 1k 'def get_name('
@@ -30,20 +32,26 @@ sidestep generate --config examples/engine.yaml 'def get_name('
 sidestep serve --config examples/engine.yaml --access-log
 ```
 
-[examples/engine.yaml](../examples/engine.yaml) is such a file. `SIDESTEP_CONFIG` names one for every command.
+[examples/engine.yaml](../examples/engine.yaml) is such a file. `SIDESTEP_CONFIG` names one for
+every command.
 
-- An unknown flag, key, variable or value is an error that names it, and says which known one is alike.
-- Lists have commas between their values, in a flag or a variable, or are lists in YAML and Python. Switches are
-  `--enforce-eager` and `--no-enforce-eager` as flags, `true` and `false` elsewhere, `True` and `False` in Python.
-- Lengths may be written as `32k` (times 1024), sizes as `512M` or `4G` (powers of 1024), in Python too.
-- An empty variable and a key that is `null` set nothing. The environment is shared by all commands, so a command
-  ignores the variables of options that it does not have. A file must hold options of the command alone.
-- Variables that Kubernetes makes for services whose names begin with `sidestep` are not options, `SIDESTEP_PORT` with
-  a `tcp://` address among them.
-- `SIDESTEP_API_KEYS` and `SIDESTEP_OPERATOR_KEYS` hold the keys that a server takes, with commas between them.
-  `SIDESTEP_API_KEY` is the key that `chat`, `generate` and `bench serve` show to the server of `--url`.
-- `--json` prints the result of `bench` and `topology` as JSON on standard output, instead of a table. Progress,
-  headings and log lines go to standard error.
+- An unknown flag, key, variable or value is an error that names it, and says which known one is
+  alike.
+- Lists have commas between their values, in a flag or a variable, or are lists in YAML and Python.
+  Switches are `--enforce-eager` and `--no-enforce-eager` as flags, `true` and `false` elsewhere,
+  `True` and `False` in Python.
+- Lengths may be written as `32k` (times 1024), sizes as `512M` or `4G` (powers of 1024), in Python
+  too.
+- An empty variable and a key that is `null` set nothing. The environment is shared by all commands,
+  so a command ignores the variables of options that it does not have. A file must hold options of
+  the command alone.
+- Variables that Kubernetes makes for services whose names begin with `sidestep` are not options,
+  `SIDESTEP_PORT` with a `tcp://` address among them.
+- `SIDESTEP_API_KEYS` and `SIDESTEP_OPERATOR_KEYS` hold the keys that a server takes, with commas
+  between them. `SIDESTEP_API_KEY` is the key that `chat`, `generate` and `bench serve` show to the
+  server of `--url`.
+- `--json` prints the result of `bench` and `topology` as JSON on standard output, instead of a
+  table. Progress, headings and log lines go to standard error.
 
 `sidestep COMMAND --help` lists the options of a command, those of sampling and of loads among them.
 [sampling.md](sampling.md) describes sampling parameters.
@@ -66,7 +74,8 @@ def _parts() -> Iterator[str]:
 
 def _section(cls: type[Any]) -> Iterator[str]:
     title = cls.__name__.removesuffix("Config").removesuffix("Args")
-    yield f"\n## {title}\n\n{(cls.__doc__ or '').splitlines()[0]}\n\n| option | default | |\n|---|---|---|\n"
+    yield f"\n## {title}\n\n{(cls.__doc__ or '').splitlines()[0]}\n\n"
+    yield "| option | default | |\n|---|---|---|\n"
     for field in fields(cls):
         names = ", ".join(f"`{flag}`" for flag in flag_names(field.name))
         text = field.metadata["doc"]
