@@ -30,7 +30,7 @@ from sidestep.kernels.triton.prefill_attention_triton import PrefillConfig, pref
 
 
 class Paged:
-    """Batch over a paged cache, with so many copies that they are together larger than L2."""
+    """Batch over a paged cache, with copies that are together larger than L2."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Parts of a decode step that the kernels of a trace belong to, and their times beside floors.
 
-A trace has names only, and one name serves several products. So products are told apart by their
+A trace has names only, and one name serves several products. So products are distinguished by their
 order: between the attention of one layer and that of the next come o, gate_up, down and qkv. The
 kernels between them, which depend on the number of rows, have names of their own. Nothing here
 needs a GPU.

@@ -74,8 +74,8 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 def mask_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the logits with -inf for the tokens that each row's filters leave out.
 
-    The filters keep the top_k most probable tokens (0: all), then the smallest set of those whose
-    probability reaches top_p, then those at least min_p times as probable as the most probable one.
+    The filters keep the top_k most probable tokens (0: all), then the smallest set of these tokens
+    whose probability reaches top_p, then those at least min_p times as probable as the best one.
     At least one token stays. Among equally probable tokens the lower ids stay.
 
     logits float32 [R, V], already divided by the temperature; top_k int64 [R]; top_p, min_p float32

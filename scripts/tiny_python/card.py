@@ -86,7 +86,7 @@ last digits on another device.
 
 ## Evaluation
 
-Of the saved files, by `python scripts/train_tiny_python.py --evaluate`:
+Scores of the saved files, by `python scripts/train_tiny_python.py --evaluate`:
 
 * {parsed} of {samples} samples of `{prompt}` at temperature {temperature} ({new_tokens} new tokens)
   have {leading_lines} leading lines that parse. A sample counts when some prefix of its whole
