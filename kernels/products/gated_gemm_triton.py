@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestep.kernels.launch import has_pdl, num_processors, pdl
 from sidestep.kernels.products.tuned_gated import GATED
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,6 @@ def _operands(
     return value, w
 
 
-@triton.jit
-def _activate(gate, up, dtype):
-    # Rounded where the kernels that this one replaces write their results.
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return (activated * up.to(dtype).to(tl.float32)).to(dtype)
-
-
 # If the compiler knew that there is one row of tiles, it would keep the addresses of all results
 # over the loop.
 @triton.jit(do_not_specialize=["T", "row_tiles", "tiles"])
@@ -168,7 +161,7 @@ def _gated_gemm(
             columns = column + tl.arange(0, N)
             tl.store(
                 out + rows[:, None].to(tl.int64) * out_stride + columns[None, :],
-                _activate(gate, up, out.dtype.element_ty),
+                gated_silu(gate, up, out.dtype.element_ty).to(out.dtype.element_ty),
                 mask=(rows < T)[:, None] & (columns < F)[None, :],
             )
             acc = tl.zeros([M, 2 * N], tl.float32)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 MAX_ROWS = 16
 
@@ -30,13 +31,6 @@ class SkinnyConfig:
     block_k: int
     num_warps: int
     tensor_cores: bool = True
-
-
-@triton.jit
-def _activate(gate, up, dtype):
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return activated * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -132,7 +126,7 @@ def _gemv(
         up = tl.sum(acc_up, 1)
         if PARTS:
             up *= scale
-        result = _activate(result, up, out.dtype.element_ty)
+        result = gated_silu(result, up, out.dtype.element_ty)
     if ADD:
         result += before
     rounded = result.to(out.dtype.element_ty)
@@ -287,7 +281,7 @@ def _skinny(
         )
         if PARTS:
             up *= scale
-        result = _activate(result, up, out.dtype.element_ty)
+        result = gated_silu(result, up, out.dtype.element_ty)
     if ADD:
         result += before.to(tl.float32)
     rounded = result.to(out.dtype.element_ty)

@@ -42,17 +42,11 @@ from sidestep.kernels.products.streamed_config import (
     StreamedConfig,
     padded,
 )
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 # Triton 3.9 has these by other names than 3.6.
 _bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
-@gluon.jit
-def _activate(gate, up, dtype):
-    gate = gate.to(dtype).to(gl.float32)
-    activated = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
-    return activated * up.to(dtype).to(gl.float32)
 
 
 @gluon.jit
@@ -247,7 +241,7 @@ def _streamed(
         if GATED:
             if PARTS:
                 up *= scale[None, :]
-            result = _activate(result, up, dtype)
+            result = gated_silu(result, up, dtype)
         if ADD:
             result += before.to(gl.float32)
         rounded = result.to(dtype)
