@@ -67,15 +67,15 @@ class Rank:
     def microseconds(self, call: Callable[[int], object]) -> float:
         """Return the time of one call among many on the slowest rank, in microseconds.
 
-        call: gets the index of the place that is free.
+        call: gets the index of the buffer that is free.
         """
-        for place in (0, 1):
-            call(place)
+        for buffer in (0, 1):
+            call(buffer)
         torch.cuda.synchronize()
         self.parallel.minimum(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            # The number of calls is even, so that places alternate between replays too.
+            # The number of calls is even, so that buffers alternate between replays too.
             for number in range(CALLS):
                 call(number % 2)
         times = []
@@ -95,8 +95,8 @@ class Rank:
         x = torch.zeros(rows, width, dtype=DTYPE, device=self.device)  # sums leave zeros unchanged
         norm = RmsNorm(torch.ones(width, dtype=DTYPE, device=self.device), 1e-6)
         row = {
-            "nccl": self.microseconds(lambda place: self.parallel.all_reduce(x)),
-            "nccl norm": self.microseconds(lambda place: norm(self.parallel.all_reduce(x))),
+            "nccl": self.microseconds(lambda buffer: self.parallel.all_reduce(x)),
+            "nccl norm": self.microseconds(lambda buffer: norm(self.parallel.all_reduce(x))),
         }
         hidden = torch.zeros_like(x)
         for kind in KINDS:
@@ -105,15 +105,15 @@ class Rank:
             for programs in PROGRAMS:
                 config = SumConfig(kind, programs)
                 for name, then in ((f"{kind} {programs}", None), (f"{kind} {programs} norm", norm)):
-                    for place in (0, 1):
-                        self.memory.part(place, rows, width, DTYPE).zero_()
+                    for buffer in (0, 1):
+                        self.memory.part(buffer, rows, width, DTYPE).zero_()
                     self.parallel.minimum(0)
 
                     def call(
-                        place: int, config: SumConfig = config, then: RmsNorm | None = then
+                        buffer: int, config: SumConfig = config, then: RmsNorm | None = then
                     ) -> object:
                         return sum_parts(
-                            self.memory, place, hidden, then, config, add=then is not None
+                            self.memory, buffer, hidden, then, config, add=then is not None
                         )
 
                     row[name] = self.microseconds(call)

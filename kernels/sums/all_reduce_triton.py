@@ -1,14 +1,14 @@
 """All-reduce of a row-parallel product, the addition to the residual stream and the next norm.
 
 One kernel does all three. Each rank has a *space*: memory of the same layout that all ranks can
-read and write. The product before writes this rank's part into a *place* of its own space, and a
+read and write. The product before writes this rank's part into a *buffer* of its own space, and a
 kernel here sums the parts of all ranks. It adds them in the order of the ranks, in float32, and
 rounds once. So every rank gets the same sum to the bit, and so do all three kinds of kernels:
 
 - Pushed, for few rows: each rank writes its part to all others, and there is no barrier
   (kernels/sums/pushed_sum_triton.py).
 - One shot: each rank reads all parts of all rows. There is one barrier between the ranks.
-- Two shots, for many rows: each rank sums its own rows, leaves the sums in its place, and reads
+- Two shots, for many rows: each rank sums its own rows, leaves the sums in its buffer, and reads
   the sums of the other ranks. There are two barriers, and each rank reads two parts' worth instead
   of as many parts as there are ranks.
 
@@ -29,8 +29,8 @@ threads' reads after it. `gdc_wait` comes before all of this.
 others in it. They had begun sum n by then, so they had ended sum n - 1: kernels of a stream end in
 order, and `gdc_wait` comes before the flags. So a rank that has ended sum n may write any part but
 that of sum n itself, which others may still be reading. Hence the rule that callers keep: **two
-sums, one after the other on the device, never use the same place.** In the second shot a rank
-writes only rows of its place that no other rank has read before.
+sums, one after the other on the device, never use the same buffer.** In the second shot a rank
+writes only rows of its buffer that no other rank has read before.
 
 **No deadlock, if all ranks launch the same sums.** All of a kernel's programs fit on the device at
 once, one a processor. Other kernels that run beside them end by themselves. A kernel that is
@@ -49,7 +49,7 @@ from torch import Tensor
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import RmsNorm
-from sidestep.kernels.sums.peer_memory_triton import PLACES, PeerMemory, aligned, space_of
+from sidestep.kernels.sums.peer_memory_triton import NUM_BUFFERS, PeerMemory, aligned, space_of
 from sidestep.kernels.sums.pushed_sum_triton import _pushed, can_push
 from sidestep.kernels.sums.tuned_all_reduce import SUMS
 
@@ -77,8 +77,8 @@ def choose(ranks: int, rows: int, row_bytes: int) -> SumConfig | None:
     return None
 
 
-def most_place_bytes(ranks: int, num_bytes: int) -> int:
-    """Return the bytes of a place for parts of up to num_bytes; 0 where `choose` has no kernel."""
+def most_buffer_bytes(ranks: int, num_bytes: int) -> int:
+    """Return the bytes of a buffer for parts of up to num_bytes; 0 where `choose` has no kernel."""
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
     most = 0 if known is None or not SUMS[known] else SUMS[known][-1][0]
     return aligned(min(most, num_bytes))
@@ -264,23 +264,23 @@ _KERNELS: dict[Kind, Any] = {"pushed": _pushed, "one_shot": _one_shot, "two_shot
 
 def sum_parts(
     memory: PeerMemory,
-    place: int,
+    buffer: int,
     hidden: Tensor,
     norm: RmsNorm | None,
     config: SumConfig,
     *,
     add: bool,
 ) -> Tensor | None:
-    """Write the sum of all ranks' parts at this place to hidden, and return its norm [T, D].
+    """Write the sum of all ranks' parts in this buffer to hidden, and return its norm [T, D].
 
     hidden is [T, D], contiguous and of the parts' type. With `add`, hidden is a part too, which
     must be the same on all ranks. The result is None without a norm.
 
     All ranks call this with the same arguments, in the same order. The rule in the module's
-    docstring says which place may be used.
+    docstring says which buffer may be used.
     """
     rows, width = hidden.shape
-    assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.place_bytes, (
+    assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.buffer_bytes, (
         f"{hidden.shape}"
     )
     ranks = len(memory.addresses)
@@ -292,7 +292,7 @@ def sum_parts(
         most = triton.cdiv(rows, ranks)
     elif config.kind == "pushed":
         assert can_push(ranks, rows, width * hidden.element_size()), f"{hidden.shape} among {ranks}"
-        areas = (memory.offset(PLACES), memory.area_bytes)
+        areas = (memory.offset(NUM_BUFFERS), memory.area_bytes)
     kernel[(min(most, config.programs, memory.programs),)](
         memory.addresses,
         memory.counters,
@@ -301,7 +301,7 @@ def sum_parts(
         normed,
         rows,
         memory.rank,
-        memory.offset(place),
+        memory.offset(buffer),
         0.0 if norm is None else norm.eps,
         *areas,
         width,

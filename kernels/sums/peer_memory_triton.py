@@ -1,6 +1,6 @@
 """Memory that ranks share: each rank has a *space* that all of them can read and write.
 
-All spaces have the same layout: flags, then places for the parts that a rank adds
+All spaces have the same layout: flags, then buffers for the parts that a rank adds
 (kernels/sums/all_reduce_triton.py), then areas for the words that other ranks push
 (kernels/sums/pushed_sum_triton.py). There is one area for each rank and turn, in which every 4
 bytes of data take 8.
@@ -18,7 +18,7 @@ from torch import Tensor
 MAX_PROGRAMS = 128
 NUM_COUNTERS = 2 * MAX_PROGRAMS
 """Number of counters: for each program one for barriers and one for pushed sums."""
-PLACES = 3
+NUM_BUFFERS = 3
 TURNS = 2
 MOST_PUSHED_BYTES = 1 << 16
 """Largest part that is pushed, in bytes. Areas take 4 times as much of each space for each rank."""
@@ -33,39 +33,41 @@ class PeerMemory:
     addresses: tuple[int, ...]
     """Address of each rank's space, as this rank sees it."""
     own: Tensor
-    """uint8 [space_bytes(ranks, place_bytes)]: this rank's space."""
+    """uint8 [space_bytes(ranks, buffer_bytes)]: this rank's space."""
     counters: Tensor
     """int64 [NUM_COUNTERS], zeros at first; only this rank uses them."""
-    place_bytes: int
+    buffer_bytes: int
     programs: int
     """Number of programs that fit on every rank's device at once; at most MAX_PROGRAMS."""
 
-    def part(self, place: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return the part [rows, width] that this rank adds, at this place of its own space."""
-        first, size = self.offset(place), rows * width * dtype.itemsize
-        assert 0 <= place < PLACES and size <= self.place_bytes, (
-            f"{rows} x {width} of {dtype} in place {place}"
+    def part(self, buffer: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return the part [rows, width] that this rank adds, in this buffer of its own space."""
+        first, size = self.offset(buffer), rows * width * dtype.itemsize
+        assert 0 <= buffer < NUM_BUFFERS and size <= self.buffer_bytes, (
+            f"{rows} x {width} of {dtype} in buffer {buffer}"
         )
         return self.own[first : first + size].view(dtype).view(rows, width)
 
-    def offset(self, place: int) -> int:
-        """Return a place's offset in a space, in bytes; the areas begin behind the last place."""
-        return _flag_bytes(len(self.addresses)) + place * self.place_bytes
+    def offset(self, buffer: int) -> int:
+        """Return a buffer's offset in a space, in bytes; the areas begin behind the last buffer."""
+        return _flag_bytes(len(self.addresses)) + buffer * self.buffer_bytes
 
     @property
     def area_bytes(self) -> int:
         """Bytes of the area into which one rank pushes one turn's part."""
-        return _area_bytes(self.place_bytes)
+        return _area_bytes(self.buffer_bytes)
 
 
-def space_bytes(ranks: int, place_bytes: int) -> int:
-    """Return the bytes of a space. place_bytes must be a multiple of 256."""
-    assert place_bytes % _ALIGNED == 0, f"{place_bytes} bytes"
-    return _flag_bytes(ranks) + PLACES * place_bytes + TURNS * ranks * _area_bytes(place_bytes)
+def space_bytes(ranks: int, buffer_bytes: int) -> int:
+    """Return the bytes of a space. buffer_bytes must be a multiple of 256."""
+    assert buffer_bytes % _ALIGNED == 0, f"{buffer_bytes} bytes"
+    return (
+        _flag_bytes(ranks) + NUM_BUFFERS * buffer_bytes + TURNS * ranks * _area_bytes(buffer_bytes)
+    )
 
 
 def aligned(num_bytes: int) -> int:
-    """Return num_bytes rounded up to a size that a place can have, in bytes."""
+    """Return num_bytes rounded up to a size that a buffer can have, in bytes."""
     return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
@@ -73,8 +75,8 @@ def _flag_bytes(ranks: int) -> int:
     return aligned(8 * MAX_PROGRAMS * ranks)
 
 
-def _area_bytes(place_bytes: int) -> int:
-    return 2 * min(place_bytes, MOST_PUSHED_BYTES)
+def _area_bytes(buffer_bytes: int) -> int:
+    return 2 * min(buffer_bytes, MOST_PUSHED_BYTES)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ has ended n + 1, for which it needed words of every other rank. They pushed thos
 behind `gdc_wait`, so they had ended n and read all of it. Other sums in between make no difference,
 of any kind and size, nor does a graph's replay: the count is on the device.
 
-**Places.** Only this rank reads its own part, in its place. The rule for places in
+**Buffers.** Only this rank reads its own part, in its buffer. The rule for buffers in
 kernels/sums/all_reduce_triton.py holds when its sums and these alternate: a rank that has ended a
 sum has received data from all others that had begun it.
 
