@@ -2,9 +2,9 @@
 
     python benchmarks/host/cpu_linear.py [--threads 2]
 
-The engine's layouts (layers/linear.py) are based on these figures. They are microseconds per
-product in float32: torch's plain product, the same with the weight stored transposed, and oneDNN's
-packed form. Each shape has six weights that alternate, as layers do.
+The engine's layouts (executor/layers/linear.py) are based on these figures. They are microseconds
+per product in float32: torch's plain product, the same with the weight stored transposed, and
+oneDNN's packed form. Each shape has six weights that alternate, as layers do.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ of any kind and size, nor does a graph's replay: the count is on the device.
 
 **Buffers.** Only this rank reads its own part, in its buffer. The rule for buffers in
 kernels/sums/all_reduce_triton.py holds when its sums and these alternate: a rank that has ended a
-sum has received data from all others that had begun it.
+sum knows from all others that they had begun it.
 
 **No deadlock.** A program pushes all its rows before it waits for any, and waits only for the
 program of the same index on the other ranks. As there, all programs fit on the device at once.

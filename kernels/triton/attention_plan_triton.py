@@ -1,4 +1,4 @@
-"""Plan of a step's attention: the tiles of its rows, counted on the device once for all layers."""
+"""Plan of a step's attention: the tiles of its rows, counted on the device once a step."""
 
 from __future__ import annotations
 

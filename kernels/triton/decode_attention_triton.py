@@ -98,7 +98,7 @@ def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def _row_at(row, there, tile_ends, seq_lens, slots, block_tables, table_stride):
-    """Return a row's end of its last tile, length and block table; any values without the row."""
+    """Return the end of a row's last tile, its length and table; any values if not `there`."""
     slot = tl.load(slots + row, mask=there, other=0)
     end = tl.load(tile_ends + row, mask=there, other=0)
     length = tl.load(seq_lens + row, mask=there, other=0)
