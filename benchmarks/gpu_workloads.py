@@ -1,11 +1,13 @@
-"""The table of docs/performance.md for one GPU: each workload of each model, beside what vLLM 0.26
-gave on an H200.
+"""Measure the table of docs/performance.md for one GPU: each workload of each model.
 
-    python benchmarks/gpu_workloads.py [--models qwen3-0.6b ...] [--option max_num_seqs=512 ...] [--json FILE] [--steps]
+Each figure is printed beside that of vLLM 0.26 on an H200.
 
-Random weights, bf16. Each model runs in a process of its own; the start is timed from the creation
-of that process to a ready engine, first with an empty kernel cache, then with the cache that left
-behind. --steps also says in which steps the device's time went.
+    python benchmarks/gpu_workloads.py [--models qwen3-0.6b ...] [--option max_num_seqs=512 ...]
+        [--json FILE] [--steps]
+
+The weights are random, in bf16. Each model runs in a process of its own. The start is timed from
+the creation of that process to a ready engine, first with an empty kernel cache, then with the
+cache that the first start left behind. --steps also prints the device's time by kind of step.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 WORKLOADS = ("single", "single8", "mixed256", "fixed512")
-# With the same workloads: (vLLM 0.26, what we mean to reach). A single request in ms a token, else
+# The same workloads as (vLLM 0.26, our target). A single request is in ms a token, the others in
 # tokens/s.
 TARGETS = {
     "qwen3-0.6b": {
@@ -48,7 +50,7 @@ START_TARGETS = {"cold": 15.0, "warm": 8.0}
 
 
 def measure(llm: Any, name: str, vocab_size: int) -> tuple[float, float]:
-    """Seconds of a workload, and tokens it gave."""
+    """Return the seconds of a workload, and the number of its output tokens."""
     from benchmarks.workloads import offline
     from sidestep import SamplingParams
 
@@ -72,8 +74,9 @@ ROWS_OF_KINDS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
 def kinds_of_steps(records: Sequence[StepRecord]) -> dict[str, tuple[int, float, float]]:
-    """By kind of step: how many, the device's seconds in all, and its milliseconds a step, or a
-    thousand tokens where there are prompts.
+    """Return the number of steps, their device seconds and their mean cost, by kind of step.
+
+    The mean cost is in milliseconds a step, or a thousand tokens where there are prompts.
     """
     kinds: dict[str, list[StepRecord]] = {}
     for record in records:
@@ -89,7 +92,7 @@ def kinds_of_steps(records: Sequence[StepRecord]) -> dict[str, tuple[int, float,
 
 
 def child(model: str, born: float, workloads: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that one process measures."""
+    """Return everything that one process measures."""
     from benchmarks.workloads import MODELS, write_model
     from sidestep import DEFAULT_MODEL, LLM
 
@@ -116,6 +119,7 @@ def child(model: str, born: float, workloads: list[str], options: dict[str, Any]
 def run_child(
     model: str, cache: str, workloads: tuple[str, ...], options: list[str]
 ) -> dict[str, Any]:
+    """Measure a model in a process of its own, with its kernels in the folder `cache`."""
     command = [
         sys.executable,
         __file__,
@@ -137,32 +141,37 @@ def run_child(
 
 
 def print_steps(model: str, result: dict[str, Any]) -> None:
+    """Print the kinds of steps of each workload, the longest first."""
     for name in WORKLOADS:
         for kind, (number, seconds, each) in sorted(
             result.get(f"{name} steps", {}).items(), key=lambda e: -e[1][1]
         ):
             unit = "ms a thousand tokens" if kind == "with prompts" else "ms each"
             print(
-                f"{model:14} {name:10} {number:6} steps {kind:14} {seconds:7.3f} s  {each:8.3f} {unit}"
+                f"{model:14} {name:10} {number:6} steps {kind:14} {seconds:7.3f} s  "
+                f"{each:8.3f} {unit}"
             )
 
 
 def print_table(model: str, result: dict[str, Any]) -> None:
+    """Print a model's figures beside those of vLLM and the targets."""
     for kind in ("cold", "warm"):
         print(
-            f"{model:14} start, {kind:9} {result[kind]:9.1f} s           reach {START_TARGETS[kind]:8.1f}"
+            f"{model:14} start, {kind:9} {result[kind]:9.1f} s           "
+            f"reach {START_TARGETS[kind]:8.1f}"
         )
     for name in WORKLOADS:
         if name in result:
             peer, reach = TARGETS[model][name]
             unit = "ms/token" if name == "single" else "tokens/s"
             print(
-                f"{model:14} {name:16} {result[name]:9.4g} {unit}    vLLM {peer:8g}    reach {reach:8g}    "
-                f"GPU idle {result[name + ' idle']:5.1%}"
+                f"{model:14} {name:16} {result[name]:9.4g} {unit}    vLLM {peer:8g}    "
+                f"reach {reach:8g}    GPU idle {result[name + ' idle']:5.1%}"
             )
 
 
 def main() -> None:
+    """Measure the chosen models, and print and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,12 @@
-"""What the CPU spends on one request in one decode step, component by component.
+"""Measure the CPU time of one request in one decode step, component by component.
 
     python benchmarks/host_costs.py [--requests 1 64 256 1024] [--steps 200]
 
-Everything in one process and without a device: the scheduler decides and takes tokens back, the
-flight recorder notes it, the step is encoded, crosses a ring in shared memory and is decoded, a
-frontend detokenises and delivers to one reader a request. Microseconds per request-step, the mean
-over the steps; all of it happens beside the device's step, not in its way.
+Everything runs in one process and without a device. The scheduler decides and takes tokens back,
+and the flight recorder records it. The step is encoded, crosses a ring in shared memory and is
+decoded. A frontend detokenises and delivers to one reader a request. The output is microseconds per
+request-step, the mean over the steps. In an engine all of it happens beside the device's step and
+does not delay it.
 """
 
 from __future__ import annotations
@@ -66,13 +67,14 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to a component."""
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start
 
 
 def params(max_tokens: int) -> SamplingParams:
-    """What every request asks for."""
+    """Return the sampling parameters of every request."""
     return SamplingParams(
         temperature=0,
         max_tokens=max_tokens,
@@ -83,7 +85,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 
 def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
-    """The core's and the worker's part; returns the messages for the frontend."""
+    """Run the core's and the worker's part, and return the messages for the frontend."""
     config = SchedulerConfig(
         max_num_seqs=requests, max_num_batched_tokens=max(2048, PROMPT * requests)
     )
@@ -153,7 +155,7 @@ def engine_side(requests: int, steps: int, watch: Stopwatch) -> list[bytes]:
 
 
 async def frontend_side(requests: int, messages: list[bytes], watch: Stopwatch) -> None:
-    """One reader a request, each taking what has come after every step."""
+    """Run one reader a request; each takes the new tokens after every step."""
     tokenizer = Tokenizer(DEFAULT_MODEL)
     processor = OutputProcessor(lambda handles: None)
     states = []
@@ -183,7 +185,7 @@ async def frontend_side(requests: int, messages: list[bytes], watch: Stopwatch) 
     for task in readers:
         task.cancel()
     await asyncio.gather(*readers, return_exceptions=True)
-    # Detokenising alone, to be shown apart from what surrounds it.
+    # Detokenising runs once more alone, to be shown apart from the rest of the delivery.
     detokenizers = [Detokenizer(tokenizer, [1] * PROMPT) for _ in range(requests)]
     rng = random.Random(0)
     for _ in messages[2:]:
@@ -194,12 +196,12 @@ async def frontend_side(requests: int, messages: list[bytes], watch: Stopwatch) 
 
 
 async def read(state: RequestState, steps: int) -> list[RequestOutput]:
-    """A user's `async for`."""
+    """Read a request's outputs, like a user's `async for`."""
     return [await state.next_output() for _ in range(steps + 99)]
 
 
 def main() -> None:
-    """Prints a line for each number of requests."""
+    """Print a line for each number of requests."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

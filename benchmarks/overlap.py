@@ -1,14 +1,16 @@
-"""What each mechanism that keeps the device busy is worth: the same load with one after the other
-switched off.
+"""Measure the effect of each mechanism that keeps the device busy, by switching it off.
 
-    python benchmarks/overlap.py [--device fake --step-ms 10] [--streams 64] [--tokens 200] [--json FILE]
-    python benchmarks/overlap.py --device cuda --model DIR [--load-format dummy] [--streams 64] [--tokens 200]
+    python benchmarks/overlap.py [--device fake --step-ms 10] [--streams 64] [--tokens 200]
+        [--json FILE]
+    python benchmarks/overlap.py --device cuda --model DIR [--load-format dummy] [--streams 64]
+        [--tokens 200]
 
-The fake device takes exactly --step-ms for a step, so busy / (busy + idle while there was work) is
-the engine's doing alone. Switched off in turn: overlapped scheduling; on a GPU, graphs; and merged
-outputs, where each token is taken by its reader in an output of its own however late that is.
-Prints a table; with --check exits with 1 when overlap keeps the device less than 97% busy, when it
-makes no difference, or when any switch changes a token.
+The load is the same for all. The fake device takes exactly --step-ms for a step, so busy / (busy +
+idle while there was work) depends on the engine alone. These are switched off in turn: overlapped
+scheduling; on a GPU, graphs; and merged outputs, so that each reader takes every token in an output
+of its own, however late that is. The script prints a table. With --check it exits with 1 when
+overlap keeps the device less than 97% busy, when it makes no difference, or when any switch changes
+a token.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from sidestep.frontend.output.request_state import RequestState
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run."""
+    """One way to run the load."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -53,20 +55,20 @@ NOT_MERGED = Variant("outputs not merged", merged=False)
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table."""
+    """One row of the table."""
 
     variant: str
     device_busy: float
     """Share of the time with work during which the device ran."""
     tokens_per_s: float
     step_ms: float
-    """Wall time of a step, the device's time included."""
+    """Wall-clock time of a step, the device's time included, in milliseconds."""
     itl_ms_p99: float
 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Readers get each token in an output of its own."""
+    """Give readers each token in an output of its own."""
     take = RequestState.take
 
     def take_one(state: RequestState) -> RequestOutput:
@@ -88,7 +90,7 @@ def one_by_one() -> Iterator[None]:
 
 
 async def run_load(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[int]]]:
-    """All streams at once, each of the same length."""
+    """Run all streams at once, each of the same length."""
     fake = {"fake_step_ms": args.step_ms} if args.device == "fake" else {}
     engine_args = EngineArgs(
         **{
@@ -138,7 +140,7 @@ async def run_load(args: argparse.Namespace, variant: Variant) -> tuple[Result, 
 
 
 def run(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[int]]]:
-    """One variant on an engine of its own."""
+    """Run one variant on an engine of its own."""
     if variant.merged:
         return asyncio.run(run_load(args, variant))
     with one_by_one():
@@ -146,7 +148,7 @@ def run(args: argparse.Namespace, variant: Variant) -> tuple[Result, list[list[i
 
 
 def main() -> int:
-    """Runs all, prints the table."""
+    """Run all variants and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -171,8 +173,8 @@ def main() -> int:
     print(f"{'':>20} {'device busy':>12} {'tokens/s':>10} {'step ms':>9} {'p99 ITL ms':>11}")
     for result, _ in runs.values():
         print(
-            f"{result.variant:>20} {result.device_busy:>12.1%} {result.tokens_per_s:>10.0f} {result.step_ms:>9.2f} "
-            f"{result.itl_ms_p99:>11.2f}"
+            f"{result.variant:>20} {result.device_busy:>12.1%} {result.tokens_per_s:>10.0f} "
+            f"{result.step_ms:>9.2f} {result.itl_ms_p99:>11.2f}"
         )
     same = all(tokens == runs[ALL.name][1] for _, tokens in runs.values())
     print(f"tokens equal in all: {same}")

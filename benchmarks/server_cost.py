@@ -1,13 +1,14 @@
-"""CPU that `sidestep serve` spends on a streamed token: all of its process, from the engine's
-message to the socket.
+"""Measure the CPU time that `sidestep serve` spends on a streamed token.
 
-    python benchmarks/server_cost.py [--clients 1 16 64 192] [--step-ms 2 20] [--tokens 400] [--bare]
+    python benchmarks/server_cost.py [--clients 1 16 64 192] [--step-ms 2 20] [--tokens 400]
+        [--bare]
 
-The fake device gives every client a token each step. Each client reads its stream from a connection
-of its own, in this process. Microseconds of CPU time (user and system) of the server's process per
-token; where it cannot keep up with the steps, tokens of one request go out together, so events are
-counted too. With --bare the server is a loop that does nothing but send each client an event of the
-same size a step: what the system takes of the figure.
+It covers the server's whole process, from the engine's message to the socket. The fake device gives
+every client a token each step. Each client reads its stream from a connection of its own, in this
+process. The output is microseconds of CPU time (user and system) of the server's process per token.
+If the server cannot keep up with the steps, tokens of one request go out together, so events are
+counted too. With --bare the server is a loop that only sends each client an event of the same size
+each step, which shows the operating system's share of the figure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import psutil
 
 
 async def read_stream(port: int, number: int, tokens: int) -> int:
-    """One client; the number of events it got."""
+    """Read one client's stream, and return the number of its events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(
         {"prompt": [number + 1, 2, 3], "max_tokens": tokens, "ignore_eos": True, "stream": True}
@@ -46,7 +47,7 @@ EVENT = b"fa\r\ndata: " + b"x" * 242 + b"\n\n\r\n"
 
 
 def serve_bare(step_ms: float) -> None:
-    """The loop; each client gets as many events as it asks for."""
+    """Run the bare loop, which sends each client the number of events that it asks for."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
     print(f"serving events at :{listener.getsockname()[1]}", file=sys.stderr, flush=True)
     listener.setblocking(False)
@@ -68,7 +69,7 @@ def serve_bare(step_ms: float) -> None:
 async def measure(
     clients: int, step_ms: float, tokens: int, bare: bool = False
 ) -> dict[str, float]:
-    """One load on a fresh server."""
+    """Measure one load on a fresh server."""
     words = (
         [__file__, "--serve-bare"]
         if bare
@@ -105,7 +106,7 @@ async def measure(
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,14 +119,15 @@ def main() -> None:
     if args.serve_bare is not None:
         serve_bare(args.serve_bare)
     print(
-        f"{'clients':>8}{'step ms':>9}{'tokens/s':>10}{'tokens/event':>14}{'us/token':>10}{'of it system':>14}"
+        f"{'clients':>8}{'step ms':>9}{'tokens/s':>10}{'tokens/event':>14}{'us/token':>10}"
+        f"{'of it system':>14}"
     )
     for step_ms in args.step_ms:
         for clients in args.clients:
             row = asyncio.run(measure(clients, step_ms, args.tokens, args.bare))
             print(
-                f"{clients:8}{step_ms:9.1f}{row['tokens/s']:10.0f}{row['tokens/event']:14.2f}{row['us/token']:10.1f}"
-                f"{row['system']:14.1f}"
+                f"{clients:8}{step_ms:9.1f}{row['tokens/s']:10.0f}{row['tokens/event']:14.2f}"
+                f"{row['us/token']:10.1f}{row['system']:14.1f}"
             )
 
 

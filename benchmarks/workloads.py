@@ -1,5 +1,4 @@
-"""Workloads for comparing engines: the same seeds, token ids and lengths for every engine that is
-measured.
+"""Workloads for comparing engines, with the same seeds, token ids and lengths for every engine.
 
 All requests of an offline workload are submitted at once, with ignore_eos and without
 detokenisation. An online one has Poisson arrivals.
@@ -78,7 +77,7 @@ class Workload:
 
 
 def write_model(name: str, root: str) -> str:
-    """A folder with the model's config.json, for random weights."""
+    """Write the model's config.json, for random weights, and return its folder."""
     path = os.path.join(root, name)
     os.makedirs(path, exist_ok=True)
     with open(os.path.join(path, "config.json"), "w") as file:
@@ -89,7 +88,7 @@ def write_model(name: str, root: str) -> str:
 def prompts(
     count: int, length: Callable[[random.Random], int], vocab_size: int, seed: int
 ) -> list[list[int]]:
-    """Random token ids."""
+    """Return prompts of random token ids."""
     rng = random.Random(seed)
     return [
         [rng.randrange(10, min(vocab_size, 100000)) for _ in range(length(rng))]
@@ -98,9 +97,9 @@ def prompts(
 
 
 def offline(name: str, vocab_size: int) -> Workload:
-    """The named workload."""
+    """Return the named workload. Raises KeyError if there is none of this name."""
     rng = random.Random(7)
-    if name == "mixed256":  # 100 to 1024 tokens in, as many out
+    if name == "mixed256":  # 100 to 1024 tokens of input, and of output
         return Workload(
             prompts(256, lambda r: r.randint(100, 1024), vocab_size, 0),
             [rng.randint(100, 1024) for _ in range(256)],
@@ -118,7 +117,7 @@ def offline(name: str, vocab_size: int) -> Workload:
 def online(
     rate: float, count: int, vocab_size: int, seed: int = 11
 ) -> list[tuple[float, list[int], int]]:
-    """Poisson arrivals: (seconds, prompt, max_tokens)."""
+    """Return Poisson arrivals: (seconds, prompt, max_tokens)."""
     rng = random.Random(seed)
     now, arrivals = 0.0, []
     for prompt in prompts(count, lambda r: r.randint(64, 1024), vocab_size, seed + 1):

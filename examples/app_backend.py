@@ -1,8 +1,10 @@
-"""An application's backend with the engine inside, in FastAPI (pip install fastapi): python
-app_backend.py [PORT], then
+r"""An application's backend with the engine inside, in FastAPI.
 
-curl -N http://127.0.0.1:8001/complete -H 'Content-Type: application/json' -d '{"prompt": "def
-get_name("}'
+It needs FastAPI (`pip install fastapi`). Start it, and ask for a completion:
+
+    python app_backend.py [PORT]
+    curl -N http://127.0.0.1:8001/complete -H 'Content-Type: application/json' \
+        -d '{"prompt": "def get_name("}'
 """
 
 import sys
@@ -18,12 +20,15 @@ from sidestep import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams, Va
 
 
 class Completion(BaseModel):
+    """Body of a request."""
+
     prompt: str
     max_tokens: int = 48
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Run the engine as long as the application."""
     async with AsyncLLM.from_engine_args(EngineArgs()) as app.state.llm:
         yield
 
@@ -33,12 +38,13 @@ app = FastAPI(lifespan=lifespan)
 
 @app.post("/complete")
 async def complete(wanted: Completion) -> StreamingResponse:
+    """Stream the completion of a prompt."""
     try:
         params = SamplingParams(
             temperature=0.3, max_tokens=wanted.max_tokens, output_kind=RequestOutputKind.DELTA
         )
         outputs = app.state.llm.generate(wanted.prompt, params)
-        first = await anext(outputs)  # a prompt that is refused is an answer of its own
+        first = await anext(outputs)  # a refused prompt raises here, before the answer begins
     except ValidationError as error:
         raise HTTPException(400, str(error)) from None
 

@@ -1,4 +1,4 @@
-"""A chat with a server of the OpenAI API: python chat_client.py [URL]"""
+"""Chat with a server of the OpenAI API: python chat_client.py [URL]."""
 
 import os
 import sys

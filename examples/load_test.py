@@ -1,8 +1,10 @@
-"""A load on a server of the OpenAI API: python load_test.py [URL] [REQUESTS] [REQUESTS_PER_SECOND]
+"""Put load on a server of the OpenAI API.
 
-Requests come at random times, as those of users do; each streams its answer. Prints how many
-failed, and how long users waited: for the first piece of an answer, and between two pieces.
-`sidestep bench serve --url` has more of the kind.
+    python load_test.py [URL] [REQUESTS] [REQUESTS_PER_SECOND]
+
+Requests come at random times, like those of users, and each streams its answer. The script prints
+how many failed, and how long users waited: for the first piece of an answer, and between two
+pieces. `sidestep bench serve --url` has more options.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ PROMPTS = [
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str) -> list[float]:
-    """When each piece of the answer came, in seconds after the request."""
+    """Return the seconds from the request to each piece of the answer."""
     begin, times = time.perf_counter(), []
     messages = [{"role": "user", "content": prompt}]
     async with await client.chat.completions.create(
@@ -35,6 +37,7 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str) -> list[float]:
 
 
 def describe(name: str, seconds: list[float]) -> str:
+    """Return a line with the median and the 99th percentile."""
     cuts = (
         statistics.quantiles(seconds, n=100, method="inclusive")
         if len(seconds) > 1
@@ -44,7 +47,8 @@ def describe(name: str, seconds: list[float]) -> str:
 
 
 async def main(url: str, count: int, rate: float) -> int:
-    # Sent once: a request that is tried again would count as one that waited.
+    """Send the load, print the figures, and return the exit status."""
+    # Each request is sent once: a retried request would count as one that waited.
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=0
     ) as client:
@@ -54,9 +58,8 @@ async def main(url: str, count: int, rate: float) -> int:
             asking.append(asyncio.create_task(ask(client, model, PROMPTS[number % len(PROMPTS)])))
             await asyncio.sleep(random.expovariate(rate))
         answers = await asyncio.gather(*asking, return_exceptions=True)
-    failures = [
-        answer for answer in answers if isinstance(answer, BaseException)
-    ]  # refused, or broken off
+    # A failed request was refused, or its answer broke off.
+    failures = [answer for answer in answers if isinstance(answer, BaseException)]
     times = [answer for answer in answers if isinstance(answer, list) and answer]
     print(f"{count} requests, {len(failures)} failed")
     for failure in failures[:3]:

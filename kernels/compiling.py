@@ -1,10 +1,10 @@
-"""Compiling what launches need, without running anything.
+"""Compilation of the kernels that launches need, without running them.
 
-Triton compiles a kernel when it is first launched with arguments of new kinds, and for some of its
-versions a C compiler then makes the function that launches it. Here both are done ahead: by threads
-beside each other, or, since most of a compilation holds the interpreter's lock, by processes
-(executor/gpu/kernel_compiler.py), whose results lie in Triton's cache for whoever launches the same
-kernel.
+Triton compiles a kernel when it is first launched with arguments of new kinds. For some versions of
+Triton a C compiler then builds the launcher, the function that launches the kernel. This module
+does both ahead of time. Threads can compile side by side, but most of a compilation holds the
+interpreter's lock, so processes can do it too (executor/gpu/kernel_compiler.py). Their results lie
+in Triton's cache for every process that launches the same kernel.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from sidestep.kernels.gpu import Gpu, stand_for
 _knowing = threading.Lock()
 
 Compilation = Callable[[], Any]
-"""Compiles a kernel, or finds it in Triton's cache, and returns it."""
+"""Function that compiles a kernel, or finds it in Triton's cache, and returns it."""
 
 
 @contextmanager
 def compiling_only(compiler: Executor) -> Iterator[None]:
-    """Within it a launch of a Triton kernel runs nothing, but what it needs is given to `compiler`;
-    at its end all is done. For this thread's launches, while no other thread has any.
+    """Compile the kernels launched inside this context with `compiler`, and run none of them.
+
+    All compilations are done when the context ends. It applies to launches by this thread, and no
+    other thread may launch a kernel meanwhile.
     """
     run = JITFunction.run
 
@@ -52,39 +54,45 @@ def compiling_only(compiler: Executor) -> Iterator[None]:
 
 
 class CompilerThreads(ThreadPoolExecutor):
-    """Compiles in threads."""
+    """Executor that compiles kernels in threads."""
 
     def submit(self, compilation: Compilation, /, *_: Any, **__: Any) -> Future[Any]:
+        """Compile a kernel and its launcher in one of the threads."""
         return super().submit(lambda: with_launcher(compilation()))
 
 
 def with_launcher(kernel: Any) -> Any:
-    """The kernel, once the function that launches it is made too."""
-    if hasattr(nvidia, "make_launcher"):  # others have one function for all kernels
+    """Return the kernel after building its launcher too."""
+    if hasattr(nvidia, "make_launcher"):  # other versions of Triton have one launcher for all
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
 
 class Locks:
-    """Keeps processes that were forked after it was made from making the same launcher at the same
-    time.
+    """File locks that keep forked processes from building the same launcher at the same time.
+
+    The processes must be forked after this object was made.
     """
 
     def __init__(self) -> None:
         self._file = os.memfd_create("launchers")
 
     def with_launcher(self, kernel: Any) -> Any:
-        """As `with_launcher`. A launcher depends on the types of a kernel's arguments alone."""
-        place = zlib.crc32(repr(list(kernel.src.signature.values())).encode())
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, place)
+        """Build a kernel's launcher as the function `with_launcher` does, under a lock.
+
+        A launcher depends on the types of the kernel's arguments alone, so their hash selects the
+        byte that is locked.
+        """
+        byte = zlib.crc32(repr(list(kernel.src.signature.values())).encode())
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, byte)
         try:
             return with_launcher(kernel)
         finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
 
 
 class _Driver:
-    """What Triton asks of a driver before it launches."""
+    """Stand-in for Triton's driver that answers what Triton asks before a launch."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._target = GPUTarget("cuda", gpu.capability, 32)
@@ -101,17 +109,19 @@ class _Driver:
 
 
 def compile_for(gpu: Gpu, device_type: str = "meta") -> None:
-    """From now on launches within `compiling_only`, with tensors on such a device, are for this
-    GPU.
+    """Compile later launches within `compiling_only` for this GPU.
+
+    This applies to launches with tensors on a device of type `device_type`.
     """
     stand_for(gpu, device_type)
     triton.runtime.driver.set_active(_Driver(gpu))
 
 
 def know_triton() -> None:
-    """What Triton does once in a process before it looks into its cache: it reads all of its own
-    code, hundreds of megabytes. Most of that leaves the interpreter's lock alone, so it can be done
-    in a thread, ahead.
+    """Make Triton hash its own code, which it does once in a process before it uses its cache.
+
+    Triton reads hundreds of megabytes for that. Most of the work does not hold the interpreter's
+    lock, so a thread can do it ahead of time.
     """
     with _knowing:
         triton_key()

@@ -1,7 +1,8 @@
-"""Which GPU a tensor is on, or stands for.
+"""The GPU that a tensor is on, or stands for.
 
-Kernels are launched for tensors on a GPU, and compiled for tensors that stand for such (see
-`stand_for`). No torch at import: who only wants to know what a GPU is need not wait for it.
+Kernels are launched for tensors on a GPU, and compiled for tensors that stand for such tensors (see
+`stand_for`). This module does not import torch when it is imported, so that a process which only
+needs the description of a GPU does not wait for torch.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a kernel is compiled for."""
+    """GPU properties that a kernel is compiled for."""
 
     capability: int
-    """Compute capability, ten times: 90 for Hopper; 0 if it is not of NVIDIA."""
+    """Compute capability times ten: 90 for Hopper; 0 if the GPU is not an NVIDIA GPU."""
     processors: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
 
 
 _stand_ins: dict[str, Gpu] = {}
-"""By type of device."""
+"""Stand-in GPUs by device type."""
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether our own kernels take this tensor."""
+    """Return whether the project's own kernels take this tensor."""
     return x.is_cuda or x.device.type in _stand_ins
 
 
 @functools.cache
 def gpu_of(on: device) -> Gpu | None:
-    """None for what is no GPU and stands for none."""
+    """Return the GPU that a device is or stands for, or None if there is none."""
     import torch
 
     if on.type != "cuda":
@@ -48,8 +49,9 @@ def gpu_of(on: device) -> Gpu | None:
 
 
 def stand_for(gpu: Gpu, device_type: str = "meta") -> None:
-    """From now on tensors on such a device stand for tensors on this GPU, which need not be
-    there.
+    """Let tensors on devices of this type stand for tensors on this GPU from now on.
+
+    The GPU need not be present.
     """
     _stand_ins[device_type] = gpu
     gpu_of.cache_clear()

@@ -1,7 +1,7 @@
-"""How kernels are launched: programmatic dependent launch where the GPU has it.
+"""Launch options of kernels: programmatic dependent launch (PDL) where the GPU has it.
 
-With it (Hopper and later) a kernel's blocks may start while the kernel before it still runs. Every
-Triton kernel here keeps these rules, so that this changes no result:
+With PDL (Hopper and later) a kernel's blocks may start while the kernel before it still runs. Every
+Triton kernel here keeps these rules, so that PDL changes no result:
 
 - `gdc_wait` comes before the first access to memory that another kernel wrote or still reads.
   Weights, which no kernel writes, may be loaded before it.
@@ -28,7 +28,7 @@ from sidestep.kernels.gpu import gpu_of
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether kernels on this device may be launched programmatically dependent."""
+    """Return whether kernels on this device may be launched with programmatic dependent launch."""
     gpu = gpu_of(device)
     return gpu is not None and gpu.capability >= 90
 
@@ -38,16 +38,15 @@ _ON: dict[str, bool] = {"PDL": True, "launch_pdl": True}
 
 
 def pdl(x: Tensor) -> dict[str, bool]:
-    """Keyword arguments of a launch on x's device: the kernel's own PDL flag, and the
-    launcher's.
+    """Return the keyword arguments of a launch on x's device that switch PDL on or off.
+
+    They are the kernel's own PDL flag and, where PDL is on, the launcher's.
     """
     return _ON if has_pdl(x.device) else _OFF
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors; a small number where there is no GPU and kernels are
-    interpreted.
-    """
+    """Return the number of streaming multiprocessors, or 2 if kernels are interpreted on a CPU."""
     gpu = gpu_of(device)
     return gpu.processors if gpu is not None else 2

@@ -1,8 +1,7 @@
-"""Print pip's arguments for torch's CPU build, on one line; print nothing where pip's own choice is
-right.
+"""Print pip's arguments for torch's CPU build, on one line, or nothing.
 
-From PyPI, torch on Linux brings several gigabytes of CUDA's libraries, which a machine without an
-NVIDIA GPU cannot use.
+The output is empty where pip's own choice is right. From PyPI, torch on Linux brings several
+gigabytes of CUDA's libraries, which a machine without an NVIDIA GPU cannot use.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ TIMEOUT_S = 5.0
 
 
 def pip_arguments(index: str = INDEX) -> list[str]:
-    """Return the arguments of `pip install`. Return none where torch is installed, where there is a
-    GPU, on systems whose torch has no CUDA, and where the index cannot be reached.
+    """Return the arguments of `pip install`, or none where pip's own choice is right.
+
+    There are none where torch is installed, where there is a GPU, on systems whose torch has no
+    CUDA, and where the index cannot be reached.
     """
     if (
         importlib.util.find_spec("torch")

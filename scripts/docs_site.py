@@ -41,7 +41,8 @@ class BrokenDocs(Exception):
 def copy_docs(docs: Path = ROOT / "docs", to: Path = COPY) -> None:
     """Copy `docs` to `to`, with a page under sources/ for each file outside that a page links to.
 
-    Raises BrokenDocs where a link names a file that does not exist."""
+    Raises BrokenDocs where a link names a file that does not exist.
+    """
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(docs, to)
     problems: list[str] = []
@@ -75,7 +76,8 @@ def check_site(site: Path = SITE) -> None:
     """Check each page of a built site.
 
     Raises BrokenDocs with each link, picture and anchor that leads nowhere, each file that a
-    browser would load from another host, and each list or table that became text."""
+    browser would load from another host, and each list or table that became text.
+    """
     pages = {path: _Page.read(path) for path in sorted(site.rglob("*.html"))}
     problems = [
         f"{path.relative_to(site)}: {problem}"

@@ -1,4 +1,7 @@
-"""Write docs/options.md from the declarations of the options: `python -m scripts.options_page`."""
+"""Write docs/options.md from the fields that declare the options.
+
+python -m scripts.options_page
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 INTRODUCTION = """# Options
 
-<!-- Written by `python -m scripts.options_page` from the fields that declare the options. -->
+<!-- Written by `python -m scripts.options_page` from the options' fields; a test compares. -->
 
-Each option of the engine and the server has one name. It is a flag of the commands (`--max-num-seqs
-8`), a variable of the environment (`SIDESTEP_MAX_NUM_SEQS=8`), a key of a YAML file (`max_num_seqs:
-8`) and, for the engine, an argument in Python (`EngineArgs(max_num_seqs=8)`,
+Each option of the engine and the server has one name. It is a flag of the commands
+(`--max-num-seqs 8`), a variable of the environment (`SIDESTEP_MAX_NUM_SEQS=8`), a key of a YAML
+file (`max_num_seqs: 8`) and, for the engine, an argument in Python (`EngineArgs(max_num_seqs=8)`,
 `LLM(max_num_seqs=8)`). A flag overrides the environment, the environment overrides the file, and
 the file overrides the default. Python reads neither the environment nor a file.
 
@@ -71,7 +74,8 @@ def _parts() -> Iterator[str]:
 
 def _section(cls: type[Any]) -> Iterator[str]:
     title = cls.__name__.removesuffix("Config").removesuffix("Args")
-    yield f"\n## {title}\n\n{(cls.__doc__ or '').splitlines()[0]}\n\n| option | default | |\n|---|---|---|\n"
+    yield f"\n## {title}\n\n{(cls.__doc__ or '').splitlines()[0]}\n\n"
+    yield "| option | default | |\n|---|---|---|\n"
     for field in fields(cls):
         names = ", ".join(f"`{flag}`" for flag in flag_names(field.name))
         text = field.metadata["doc"]

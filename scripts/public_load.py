@@ -1,11 +1,13 @@
-"""A load that is not ours against `sidestep serve`: guidellm, from the registry, in an environment
-of its own.
+"""Run a public load generator against `sidestep serve`: guidellm, from the registry.
+
+guidellm is installed in an environment of its own:
 
     python -m venv guidellm-env && guidellm-env/bin/pip install guidellm
-    python scripts/public_load.py --guidellm guidellm-env/bin/guidellm [--requests 200] [--streams 32] [--serve ...]
+    python scripts/public_load.py --guidellm guidellm-env/bin/guidellm [--requests 200]
+        [--streams 32] [--serve ...]
 
-What follows `--serve` goes to `sidestep serve`. Prints guidellm's tables; the exit status is 1 if a
-request has failed or is missing.
+The words after `--serve` go to `sidestep serve`. The script prints guidellm's tables; the exit
+status is 1 if a request has failed or is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ REQUEST_FORMATS = ("/v1/completions", "/v1/chat/completions")
 def run_load(
     guidellm: str, url: str, model: str, path: str, requests: int, streams: int
 ) -> dict[str, int]:
-    """Requests by how they ended: successful, errored, incomplete."""
+    """Run one load, and return the numbers of successful, errored and incomplete requests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         subprocess.run(
@@ -60,7 +62,7 @@ def run_load(
 
 
 def main() -> int:
-    """Runs both kinds of requests against a server of its own."""
+    """Run both kinds of requests against one new server."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

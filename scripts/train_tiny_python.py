@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Train the bundled tiny-python model on Python's own standard library, and evaluate what was
-saved.
+"""Train the bundled tiny-python model on Python's own standard library, and evaluate the result.
 
 python scripts/train_tiny_python.py                  # on a GPU: a few minutes
 python scripts/train_tiny_python.py --seconds 3600   # on a CPU: a much rougher model
@@ -28,6 +27,7 @@ CPU_BATCH_TOKENS = 4096
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +73,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
 
 
 def python_name(stdlib: Path) -> str:
-    """The Python whose library was read, by its folder's usual name."""
+    """Return the name of the Python whose library was read, from its folder's usual name."""
     name = stdlib.name.removeprefix("python")
     return (
         f"Python {name}"
@@ -83,7 +83,7 @@ def python_name(stdlib: Path) -> str:
 
 
 def command_line(arguments: argparse.Namespace, steps_done: int) -> str:
-    """The command that repeats this run; a time limit that was not reached played no part."""
+    """Return the command that repeats this run, without a time limit that was not reached."""
     command = (
         f"python scripts/train_tiny_python.py --steps {arguments.steps} --seed {arguments.seed}"
     )
@@ -93,12 +93,14 @@ def command_line(arguments: argparse.Namespace, steps_done: int) -> str:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the device's name and the arithmetic used on it."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, bfloat16 autocast"
     return f"CPU, {torch.get_num_threads()} threads, float32"
 
 
 def train_and_save(arguments: argparse.Namespace, corpus: Corpus, device: torch.device) -> None:
+    """Train the model, save it, and write its card."""
     texts = corpus.train + [chat_text(messages) for messages in corpus.conversations]
     tokenizer = train_tokenizer(texts)
     tokens = encode(tokenizer, corpus)
@@ -133,22 +135,26 @@ def train_and_save(arguments: argparse.Namespace, corpus: Corpus, device: torch.
 
 
 def validation_bytes(corpus: Corpus) -> int:
+    """Return the size of the held-out text in bytes."""
     return sum(len(text.encode()) for text in corpus.validation)
 
 
 def evaluate_saved(arguments: argparse.Namespace, corpus: Corpus, device: torch.device) -> None:
+    """Evaluate the saved model and print the scores."""
     tokenizer = Tokenizer.from_file(str(arguments.out / "tokenizer.json"))
     tokens = encode(tokenizer, Corpus(validation=corpus.validation))
     print(describe(evaluate(arguments.out, tokens, validation_bytes(corpus), device)))
 
 
 def main() -> None:
+    """Train or evaluate, as the options say."""
     arguments = parse_arguments()
     device = torch.device(arguments.device)
     corpus = load_corpus(arguments.stdlib, arguments.seed)
     print(
-        f"corpus: {corpus.files:,} files, {corpus.bytes / 1e6:.1f} MB, {corpus.validation_files} held out,"
-        f" {len(corpus.conversations):,} conversations, sha256 {corpus.digest[:16]}",
+        f"corpus: {corpus.files:,} files, {corpus.bytes / 1e6:.1f} MB, "
+        f"{corpus.validation_files} held out, {len(corpus.conversations):,} conversations, "
+        f"sha256 {corpus.digest[:16]}",
         flush=True,
     )
     if arguments.evaluate:

@@ -1,5 +1,6 @@
-"""Write the tables of docs/migrate-from-vllm.md from those that the code uses: `python -m
-scripts.vllm_tables`.
+"""Write the tables of docs/migrate-from-vllm.md from those that the code uses.
+
+python -m scripts.vllm_tables
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _with_values(name: str, foreign: Foreign) -> str:
 
 
 def _rows(table: Mapping[str, tuple[str, str]]) -> Iterator[str]:
-    """One row for all names with the same sentence."""
+    """Yield one row for all names with the same sentence."""
     rows: dict[str, list[str]] = {}
     for cell, text in table.values():
         rows.setdefault(text, []).append(cell)

@@ -1,5 +1,4 @@
-"""Sidestep: an LLM serving engine whose CPU work steps aside, always overlapped with the
-accelerator's steps.
+"""Sidestep: an LLM serving engine whose CPU work always overlaps the accelerator's steps.
 
 Names are imported when they are first used, so `import sidestep` costs nothing.
 """
@@ -169,32 +168,31 @@ def _installed_version() -> str:
     try:
         return metadata.version("sidestep")
     except metadata.PackageNotFoundError:
-        return "0+unknown"  # run from a copy of the source
+        return "0+unknown"  # this is a copy of the source that is not installed
 
 
 def _instead_of(name: str) -> str | None:
-    from sidestep.ipc.vllm.imports import instead_of  # costs time only where something is missing
+    from sidestep.ipc.vllm.imports import instead_of  # costs time only if a name is missing
 
     return instead_of(name)
 
 
 class _MissingModules:
-    """Raise an error that names the replacement for a module of vLLM's that this package lacks.
-    Python asks this finder last.
+    """Import finder whose errors name the replacement for a module of vLLM's that is missing here.
 
-    `from sidestep import X` asks it too, when the package has no X. This class does not inherit
-    from importlib.abc.MetaPathFinder: every process of an engine would import that module, which
-    takes 15 ms.
+    Python asks this finder last. `from sidestep import X` asks it too, when the package has no X.
+    This class does not inherit from importlib.abc.MetaPathFinder: every process of an engine would
+    import that module, which takes 15 ms.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """Raises ModuleNotFoundError for a name that vLLM has and sidestep lacks."""
+        """Raise ModuleNotFoundError for a name that vLLM has and sidestep lacks."""
         package, _, name = fullname.partition(".")
         if package == "sidestep" and name and (instead := _instead_of(name)) is not None:
-            # Without `name=`: the import system ignores an error that names X of `from ... import
-            # X`.
+            # The error has no `name=`: the import system ignores an error that names X of `from ...
+            # import X`.
             raise ModuleNotFoundError(f"{fullname}: {instead}")
         return None
 

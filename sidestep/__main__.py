@@ -1,4 +1,4 @@
-"""`python -m sidestep` and the `sidestep` command."""
+"""Entry point of `python -m sidestep` and the `sidestep` command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sidestep
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     from sidestep.frontend.main import main as run
 
     return run(version=sidestep.__version__)

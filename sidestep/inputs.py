@@ -5,6 +5,5 @@ from sidestep.frontend.input.prompts import Prompt as PromptType
 
 __all__ = ["ChatPrompt", "PromptType", "TextPrompt", "TokensPrompt"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

@@ -1,4 +1,4 @@
-"""The function of vLLM's module `logger` that scripts import."""
+"""Function of vLLM's module `logger` that scripts import."""
 
 import logging
 
@@ -10,6 +10,5 @@ def init_logger(name: str) -> logging.Logger:
 
 __all__ = ["init_logger"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

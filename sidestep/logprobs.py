@@ -4,6 +4,5 @@ from sidestep.frontend.output.outputs import Logprob
 
 __all__ = ["Logprob"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

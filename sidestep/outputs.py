@@ -9,6 +9,5 @@ from sidestep.frontend.output.outputs import (
 
 __all__ = ["BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RequestOutput"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

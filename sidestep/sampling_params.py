@@ -16,6 +16,5 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

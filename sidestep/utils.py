@@ -1,4 +1,4 @@
-"""The names of vLLM's module `utils` that scripts import."""
+"""Names of vLLM's module `utils` that scripts import."""
 
 import argparse
 import sys
@@ -15,8 +15,9 @@ def random_uuid() -> str:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes each flag with underscores too: `--max_model_len` is
-    `--max-model-len`.
+    """Argument parser that takes each flag with underscores too.
+
+    For example, `--max_model_len` is `--max-model-len`.
     """
 
     def parse_known_args(  # type: ignore[override]  # as argparse has it
@@ -24,7 +25,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: Any = None,
     ) -> tuple[Any, list[str]]:
-        """See the base class."""
+        """Parse the arguments as the base class does."""
         return super().parse_known_args(
             with_dashes(sys.argv[1:] if args is None else args), namespace
         )
@@ -32,6 +33,5 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 __all__ = ["FlexibleArgumentParser", "random_uuid"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

@@ -1,12 +1,14 @@
-"""What controls of logits add to a decode step, beside the same step without any, in one run.
+"""Measure the time that controls of logits add to a decode step, beside the same step without any.
 
-    python benchmarks/engine/controls.py [--models qwen3-0.6b llama-3.1-8b] [--rows 64 256] [--context 1024]
+    python benchmarks/engine/controls.py [--models qwen3-0.6b llama-3.1-8b] [--rows 64 256]
+        [--context 1024]
     python benchmarks/engine/controls.py --device cpu [--rows 8 32] [--context 64]
 
-For each model (on a CPU the bundled one) and batch, the time of a step without controls; then as
-ratios to it: the same step in a runner without the code for special rows, and after requests with
-controls have run and gone; and, for each kind of control, a step where one row in eight asks for
-it, and where all do. Rounds of all of them take turns, and of each the fastest counts.
+Everything is measured in one run. For each model (on a CPU the bundled one) and batch, print the
+time of a step without controls. The other figures are ratios to it: the same step in a runner
+without the code for special rows, and after requests with controls have run and gone; and, for each
+kind of control, a step where one row in eight asks for it, and where all do. Rounds of all of them
+alternate, and the fastest round of each counts.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ ROUNDS, COUNT = 5, 25
 
 
 class ControlledSteps(Steps):
-    """The first `asking` requests have controls."""
+    """Decode steps whose first `asking` requests have controls."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class ControlledSteps(Steps):
         self._awaits_masks = int(controls.has_grammar)
 
     def __next__(self) -> StepInput:
+        """Return the next step."""
         step = super().__next__()
         sizes = np.where(np.arange(len(step.new_slots)) < self._asking, len(self._asked), 0).astype(
             np.int32
@@ -79,29 +82,31 @@ class ControlledSteps(Steps):
         )
 
     def masks(self, step: StepInput) -> StepMasks:
-        """For those that have a grammar; all the same."""
+        """Return masks for the requests that have a grammar; all masks are the same."""
         rows, none = np.arange(self._asking, dtype=np.int32), np.empty(0, np.int32)
         return StepMasks(step.step_id, 0, rows, np.zeros_like(rows), none)
 
 
 class NoSpecialRows(SpecialRows):
-    """As if nobody had ever thought of them."""
+    """Stand-in for a runner without any code for special rows."""
 
     def __init__(self) -> None:
         pass
 
     def enter(self, step: StepInput) -> None:
-        pass
+        """Ignore the step's new requests."""
 
     def find(self, batch: HostBatch) -> None:
+        """Find no special row."""
         return None
 
     def find_prompts(self, batch: HostBatch) -> None:
+        """Find no prompt with controls."""
         return None
 
 
 def make_cpu_runner(rows: int, context: int) -> ModelRunner:
-    """Of the bundled model."""
+    """Return a loaded runner of the bundled model."""
     spec = load_model_spec(DEFAULT_MODEL)
     blocks = rows * (-(-(context + 400) // 16) + 2)
     runner = ModelRunner(
@@ -120,7 +125,9 @@ def make_cpu_runner(rows: int, context: int) -> ModelRunner:
 
 
 def step_time(runner: GpuRunner | ModelRunner, steps: ControlledSteps) -> float:
-    """Seconds of a step, on a GPU with another always queued behind it; on a CPU those of its one
+    """Return the seconds of a step.
+
+    On a GPU another step is always queued behind it. On a CPU they are the seconds of its one
     thread, so that other programs do not count.
     """
     clock = time.perf_counter if isinstance(runner, GpuRunner) else time.thread_time
@@ -152,13 +159,13 @@ class Case:
 
     @torch.inference_mode()
     def seconds(self, controls: Controls, asking: int) -> float:
-        """Of a step in which so many rows have controls."""
+        """Return the seconds of a step in which `asking` rows have controls."""
         if isinstance(self._runner, GpuRunner):
             self._runner._reset()
         return step_time(self._runner, ControlledSteps(*self._shape, controls, asking))
 
     def without_code(self) -> float:
-        """Of a step without controls in a runner that knows none."""
+        """Return the seconds of a step without controls in a runner that knows none."""
         self._runner._special = NoSpecialRows()
         try:
             return self.seconds(Controls(), 0)
@@ -166,8 +173,9 @@ class Case:
             self._runner._special = self._special
 
     def after_others(self) -> float:
-        """Of a step without controls, after requests in other slots had some: nobody has told the
-        runner that they have gone.
+        """Return the seconds of a step without controls, after requests in other slots had some.
+
+        The runner has no message that those requests are gone.
         """
         special = self._special
         special._known[self._rows :] = True
@@ -180,7 +188,7 @@ class Case:
 
 
 def report(name: str, runner: GpuRunner | ModelRunner, rows: int, context: int) -> None:
-    """One model and batch."""
+    """Measure and print one model and batch."""
     case = Case(runner, rows, context)
     measured: dict[tuple[str, int], Callable[[], float]] = {
         ("plain", 0): lambda: case.seconds(Controls(), 0),
@@ -204,6 +212,7 @@ def report(name: str, runner: GpuRunner | ModelRunner, rows: int, context: int) 
 
 
 def main() -> None:
+    """Report the chosen models and batches."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,6 @@
-"""Measure each type of weights on this CPU: its speed, and whether a request's output depends on
-other requests.
+"""Measure each type of weights on this CPU: its speed, and whether requests affect each other.
 
-python benchmarks/engine/cpu_dtypes.py [--model FOLDER] [--threads 2] [--load-format dummy]
+    python benchmarks/engine/cpu_dtypes.py [--model FOLDER] [--threads 2] [--load-format dummy]
 
 For float32, bfloat16 and float16, print the output tokens a second of 1 and of 8 requests at once.
 Then run 40 prompts together and each alone, half of them greedy and half with seeds, and print how
@@ -62,7 +61,8 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     args = parser.parse_args()
     print(
-        f"{'dtype':<10} {'tok/s, 1':>10} {'tok/s, 8':>10} {'differ, greedy':>15} {'differ, seeded':>15}"
+        f"{'dtype':<10} {'tok/s, 1':>10} {'tok/s, 8':>10} {'differ, greedy':>15} "
+        f"{'differ, seeded':>15}"
     )
     everybody = range(len(PROMPTS))
     for dtype in ("float32", "bfloat16", "float16"):

@@ -1,14 +1,17 @@
-"""Tokens a second on a CPU, beside transformers: same weights, same machine, one run.
+"""Measure tokens a second on a CPU, beside transformers: same weights, same machine, one run.
 
-    python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96] [--models 3m 440m] [--llama-python PYTHON]
+    python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96] [--models 3m 440m]
+        [--llama-python PYTHON]
 
-Greedy decoding of 1 and 8 streams, prompts of 64 random tokens, through
-  - sidestep: AsyncLLM, all of its processes,
-  - transformers generate: a static batch, the prompts padded to one length by construction,
-  - transformers continuous batching: its streaming manager, all requests added at once,
-  - llama.cpp: only with --llama-python, a Python that has llama-cpp-python and gguf.
+It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, through
+
+- sidestep: AsyncLLM, with all of its processes;
+- transformers generate: a static batch, whose prompts have one length by construction;
+- transformers continuous batching: its streaming manager, with all requests added at once;
+- llama.cpp: only with --llama-python, a Python that has llama-cpp-python and gguf.
+
 Each contender runs in a process of its own, one after the other; each figure is the best of --runs.
-Random weights, in float32. Needs the `bench` extra (accelerate).
+The weights are random, in float32. It needs the `bench` extra (accelerate).
 """
 
 from __future__ import annotations
@@ -47,8 +50,9 @@ PROMPT = 64
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """A random Llama in the Hugging Face layout, with the bundled model's tokenizer (nobody reads
-    the text).
+    """Write a random Llama in the Hugging Face layout, with the bundled model's tokenizer.
+
+    No contender reads the text.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,13 +73,16 @@ def write_model(shape: str, folder: Path) -> None:
 
 
 def prompts(count: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random token ids, different in every run so that nothing is cached."""
+    """Return random token ids, different in every run so that no prefix is cached."""
     rng = random.Random(seed)
     return [[rng.randrange(min(4000, vocab_size)) for _ in range(PROMPT)] for _ in range(count)]
 
 
 def measure(run: Any, args: argparse.Namespace, vocab_size: int) -> dict[int, float]:
-    """Best tokens/s by number of streams; `run` takes prompts and returns the number of tokens."""
+    """Return the best tokens/s by number of streams.
+
+    run: takes prompts and returns the number of output tokens.
+    """
     run(prompts(1, vocab_size, 99))
     result = {}
     for streams in STREAMS:
@@ -90,7 +97,7 @@ def measure(run: Any, args: argparse.Namespace, vocab_size: int) -> dict[int, fl
 
 
 def contend_sidestep(folder: str, args: argparse.Namespace) -> dict[int, float]:
-    """Through AsyncLLM."""
+    """Measure sidestep's AsyncLLM."""
     import asyncio
 
     from sidestep import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
@@ -118,7 +125,7 @@ def contend_sidestep(folder: str, args: argparse.Namespace) -> dict[int, float]:
 
 
 def load_transformers(folder: str, threads: int) -> Any:
-    """The model in float32."""
+    """Return the model in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -127,7 +134,7 @@ def load_transformers(folder: str, threads: int) -> Any:
 
 
 def contend_generate(folder: str, args: argparse.Namespace) -> dict[int, float]:
-    """transformers, static batch."""
+    """Measure transformers with a static batch."""
     import torch
 
     model = load_transformers(folder, args.threads)
@@ -148,7 +155,7 @@ def contend_generate(folder: str, args: argparse.Namespace) -> dict[int, float]:
 
 
 def contend_continuous(folder: str, args: argparse.Namespace) -> dict[int, float]:
-    """transformers, continuous batching by its streaming manager."""
+    """Measure transformers' continuous batching by its streaming manager."""
     from transformers import GenerationConfig
 
     model = load_transformers(folder, args.threads)
@@ -183,19 +190,24 @@ LLAMA_CPP = r"""
 import json, sys, time, threading, random
 import numpy as np, gguf
 from safetensors import safe_open
-folder, shape, threads, tokens, runs = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:6])
+folder, shape = sys.argv[1], json.loads(sys.argv[2])
+threads, tokens, runs = map(int, sys.argv[3:6])
 path = folder + "/model.gguf"
 w = gguf.GGUFWriter(path, "llama")
 heads, kv = shape["num_attention_heads"], shape["num_key_value_heads"]
-w.add_context_length(2048); w.add_embedding_length(shape["hidden_size"]); w.add_block_count(shape["num_hidden_layers"])
-w.add_feed_forward_length(shape["intermediate_size"]); w.add_head_count(heads); w.add_head_count_kv(kv)
+w.add_context_length(2048); w.add_embedding_length(shape["hidden_size"])
+w.add_block_count(shape["num_hidden_layers"])
+w.add_feed_forward_length(shape["intermediate_size"])
+w.add_head_count(heads); w.add_head_count_kv(kv)
 w.add_layer_norm_rms_eps(1e-6); w.add_rope_freq_base(10000.0); w.add_vocab_size(shape["vocab_size"])
 w.add_rope_dimension_count(shape["hidden_size"] // heads); w.add_file_type(0)
-w.add_tokenizer_model("gpt2"); w.add_token_list([str(i).encode() for i in range(shape["vocab_size"])])
+w.add_tokenizer_model("gpt2")
+w.add_token_list([str(i).encode() for i in range(shape["vocab_size"])])
 w.add_token_merges(["0 1"])
 names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+         "post_attention_layernorm": "ffn_norm"}
 def permute(a, n):
     return a.reshape(n, 2, a.shape[0] // n // 2, a.shape[1]).swapaxes(1, 2).reshape(a.shape)
 with safe_open(folder + "/model.safetensors", "np") as f:
@@ -208,13 +220,15 @@ with safe_open(folder + "/model.safetensors", "np") as f:
             if rest.endswith("k_proj"): a = permute(a, kv)
             name = f"blk.{layer}.{names[rest]}.weight"
         else:
-            name = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[key]
+            name = {"model.embed_tokens.weight": "token_embd.weight",
+                    "model.norm.weight": "output_norm.weight"}[key]
         w.add_tensor(name, np.ascontiguousarray(a))
 w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
 import llama_cpp as L
 L.llama_backend_init()
 model = L.llama_model_load_from_file(path.encode(), L.llama_model_default_params())
-p = L.llama_context_default_params(); p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = 8 * 256, 1024, 1024, 8
+p = L.llama_context_default_params()
+p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = 8 * 256, 1024, 1024, 8
 p.n_threads = p.n_threads_batch = threads
 p.kv_unified = True
 ctx = L.llama_init_from_model(model, p)
@@ -223,7 +237,8 @@ def run(batch):
     L.llama_memory_clear(L.llama_get_memory(ctx), True)
     b = L.llama_batch_init(1024, 0, 1)
     def put(i, token, pos, seq, logits):
-        b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0], b.logits[i] = token, pos, 1, seq, logits
+        b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0] = token, pos, 1, seq
+        b.logits[i] = logits
     n = 0
     for s, prompt in enumerate(batch):
         for j, t in enumerate(prompt):
@@ -232,7 +247,8 @@ def run(batch):
     assert L.llama_decode(ctx, b) == 0
     rows = [64 * (s + 1) - 1 for s in range(len(batch))]
     for step in range(tokens):
-        ids = [int(np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, r), (V,)).argmax()) for r in rows]
+        found = [np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, r), (V,)) for r in rows]
+        ids = [int(logits.argmax()) for logits in found]
         if step == tokens - 1: break
         for s, t in enumerate(ids): put(s, t, 64 + step, s, True)
         b.n_tokens = len(batch)
@@ -247,14 +263,18 @@ for streams in (1, 8):
     for a in range(runs):
         rng = random.Random(a)
         batch = [[rng.randrange(4000) for _ in range(64)] for _ in range(streams)]
-        start = time.perf_counter(); n = run(batch); best = max(best, n / (time.perf_counter() - start))
+        start = time.perf_counter(); n = run(batch)
+        best = max(best, n / (time.perf_counter() - start))
     result[streams] = best
 print("RESULT " + json.dumps(result))
 """
 
 
 def contend_llama_cpp(folder: str, args: argparse.Namespace) -> dict[int, float]:
-    """llama.cpp's library in a bare loop: no server, no text, so the most it could give."""
+    """Measure llama.cpp's library in a bare loop.
+
+    There is no server and no text, so this is the most that it could give.
+    """
     sizes = [str(args.threads), str(args.tokens), str(args.runs)]
     done = subprocess.run(
         [args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), *sizes],
@@ -278,7 +298,7 @@ CONTENDERS = {
 def run_child(
     name: str, folder: str, shape: str, args: argparse.Namespace
 ) -> dict[int, float] | None:
-    """One contender in a process of its own; None if it failed."""
+    """Run one contender in a process of its own, and return its figures, or None if it failed."""
     command = [
         sys.executable,
         __file__,
@@ -307,7 +327,7 @@ def run_child(
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -325,7 +345,8 @@ def main() -> None:
         return
     names = [n for n in CONTENDERS if n != "llama.cpp" or args.llama_python]
     print(
-        f"{args.threads} threads, float32, {PROMPT} tokens in, {args.tokens} out, tokens/s (best of {args.runs})"
+        f"{args.threads} threads, float32, {PROMPT} tokens in, {args.tokens} out, "
+        f"tokens/s (best of {args.runs})"
     )
     print(f"{'model':<6} {'contender':<34}" + "".join(f"{f'{n} streams':>12}" for n in STREAMS))
     for shape in args.models:

@@ -1,15 +1,16 @@
-"""Requests that come one by one, served by one AsyncLLM on a GPU, beside what vLLM 0.26 gave on an
-H200.
+"""Measure requests that come one by one, served by one AsyncLLM on a GPU.
+
+Each figure is printed beside that of vLLM 0.26 on an H200.
 
     python benchmarks/engine/gpu_online.py
         [--loads qwen3-0.6b:60 qwen3-0.6b:120 llama-3.1-8b:50] [--seconds 12] [--json FILE]
 
-Random weights, bf16, Poisson arrivals of 64 to 1,024 tokens in and 32 to 256 out, no
-detokenisation, after 64 requests to warm up. TTFT counts from the call, ITL is the gap between two
-outputs of a request. "Behind" is how much longer than the arrivals it took to serve them, and
-"tail" what the longest request alone can make of that; the GPU's idle share while there was work is
-the engine's own gauge, and beside it stands how much of the time the driver (NVML) saw no kernel
-running.
+The weights are random, in bf16. There are Poisson arrivals of 64 to 1,024 tokens of input and 32 to
+256 of output, without detokenisation, after 64 requests to warm up. TTFT counts from the call, and
+ITL is the gap between two outputs of a request. "Behind" is how much longer than the arrivals it
+took to serve them, and "tail" the part of it that the longest request alone can cause. The GPU's
+idle share while there was work is the engine's own gauge. Beside it stands the share of time in
+which the driver (NVML) saw no kernel running.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ PEER = {
 
 @contextmanager
 def watched_by_driver() -> Iterator[list[float]]:
-    """The list has, at the end, the shares of each sixth of a second or so in which a kernel
-    ran.
+    """Yield a list that, at the end, has the share of time with a kernel, by the driver.
+
+    It has one share for each sixth of a second or so.
     """
     seen: list[float] = []
     query = [
@@ -65,13 +67,14 @@ def watched_by_driver() -> Iterator[list[float]]:
 
 
 def planned(rate: float, count: int, vocab_size: int) -> list[PlannedRequest]:
+    """Return `count` requests at a rate a second."""
     return [
         PlannedRequest(prompt, length, at) for at, prompt, length in online(rate, count, vocab_size)
     ]
 
 
 async def measure(llm: AsyncLLM, load: list[PlannedRequest]) -> Report:
-    """One load's figures."""
+    """Return the figures of one load."""
     await llm.reset_prefix_cache()
     stats, cpu = await llm.get_stats(), cpu_times(llm)
     with watched_by_driver() as seen:
@@ -92,12 +95,14 @@ async def measure(llm: AsyncLLM, load: list[PlannedRequest]) -> Report:
 
 
 def report_number(report: Report, name: str) -> float:
+    """Return a figure that is a float."""
     value = report[name]
     assert isinstance(value, float)
     return value
 
 
 async def run_model(model: str, rates: list[float], seconds: float) -> dict[str, Report]:
+    """Return the reports of a model's loads, all on one engine."""
     path, vocab_size = write_model(model, tempfile.mkdtemp()), MODELS[model]["vocab_size"]
     reports = {}
     args = EngineArgs(model=path, tokenizer=DEFAULT_MODEL, load_format="dummy")
@@ -112,26 +117,34 @@ async def run_model(model: str, rates: list[float], seconds: float) -> dict[str,
 
 
 def line(name: str, report: Report) -> str:
+    """Return the lines of a report."""
     model, _, rate = name.partition(":")
     r = {key: value for key, value in report.items() if isinstance(value, (int, float))}
     return (
-        f"{model} at {rate}/s: TTFT p50/p99 {r['ttft_ms_p50']:.1f}/{r['ttft_ms_p99']:.1f} ms, ITL p50/p99 "
-        f"{r['itl_ms_p50']:.2f}/{r['itl_ms_p99']:.1f} ms, {r['output_tokens_per_s']:.0f} tok/s, failed "
+        f"{model} at {rate}/s: TTFT p50/p99 {r['ttft_ms_p50']:.1f}/{r['ttft_ms_p99']:.1f} ms, "
+        f"ITL p50/p99 {r['itl_ms_p50']:.2f}/{r['itl_ms_p99']:.1f} ms, "
+        f"{r['output_tokens_per_s']:.0f} tok/s, failed "
         f"{r['failed']:.0f} ({PEER.get((model, int(float(rate))), 'vLLM: not measured')})\n"
-        f"    behind {r['behind']:.1%} (tail {r['tail']:.1%}), send lag p99 {r['send_lag_ms_p99']:.1f} ms, frontend "
-        f"{r['frontend_us_per_token']:.1f} us a token\n"
-        f"    GPU idle {r['device_idle_share']:.2%} with work (result {r['device_idle_share_result']:.2%}, schedule "
-        f"{r['device_idle_share_schedule']:.2%}, prepare {r['device_idle_share_prepare']:.2%}); the driver saw it idle "
-        f"{r['driver_idle_share']:.1%} of all time, the gauge {r['gauge_idle_share']:.1%}"
+        f"    behind {r['behind']:.1%} (tail {r['tail']:.1%}), "
+        f"send lag p99 {r['send_lag_ms_p99']:.1f} ms, "
+        f"frontend {r['frontend_us_per_token']:.1f} us a token\n"
+        f"    GPU idle {r['device_idle_share']:.2%} with work "
+        f"(result {r['device_idle_share_result']:.2%}, "
+        f"schedule {r['device_idle_share_schedule']:.2%}, "
+        f"prepare {r['device_idle_share_prepare']:.2%}); "
+        f"the driver saw it idle {r['driver_idle_share']:.1%} of all time, "
+        f"the gauge {r['gauge_idle_share']:.1%}"
     )
 
 
 def parse(text: str) -> Load:
+    """Return the model and the rate of a text like qwen3-0.6b:60."""
     model, _, rate = text.partition(":")
     return model, float(rate)
 
 
 def main() -> None:
+    """Measure all loads, print their figures and write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

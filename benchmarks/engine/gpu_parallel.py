@@ -1,11 +1,14 @@
-"""The table of docs/performance.md for several GPUs of one host: Llama-3.1-8B's shape by tensor and
-pipeline parallel.
+"""Measure the table of docs/performance.md for several GPUs of one host.
 
-    python benchmarks/engine/gpu_parallel.py [--only TP=2 ...] [--option name=value ...] [--json FILE]
+The model has Llama-3.1-8B's shape, by tensor and pipeline parallel.
 
-Random weights, bf16; the workloads of gpu_workloads.py, beside what vLLM 0.26 gave on H200s. Runs
-what the machine has GPUs for; pipeline parallel is shown as a multiple of one GPU on the same
-machine, measured in the same call.
+    python benchmarks/engine/gpu_parallel.py [--only TP=2 ...] [--option name=value ...]
+        [--json FILE]
+
+The weights are random, in bf16. The workloads are those of gpu_workloads.py, and each figure is
+printed beside that of vLLM 0.26 on H200s. It runs the layouts for which the machine has enough
+GPUs. Pipeline parallel is shown as a multiple of one GPU on the same machine, measured in the same
+call.
 """
 
 from __future__ import annotations
@@ -28,16 +31,20 @@ MODEL = "llama-3.1-8b"
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model lies on GPUs, and what it runs."""
+    """Layout of the model over GPUs, with its workloads and targets."""
 
     tensor: int
     pipeline: int
     targets: dict[str, tuple[float | None, float]]
-    """By workload: vLLM 0.26, and what we mean to reach. A single request in ms a token, else
-    tokens/s; with pipeline parallel a multiple of one GPU."""
+    """Figures of vLLM 0.26 and our targets, by workload.
+
+    A single request is in ms a token, the others in tokens/s; with pipeline parallel the target is
+    a multiple of one GPU.
+    """
 
     @property
     def name(self) -> str:
+        """Name of the layout, such as TP=2."""
         parts = [f"TP={self.tensor}"] * (self.tensor > 1) + [f"PP={self.pipeline}"] * (
             self.pipeline > 1
         )
@@ -45,7 +52,7 @@ class Layout:
 
     @property
     def options(self) -> list[str]:
-        """For the engine."""
+        """Options of the engine."""
         sizes = {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
         return [f"{name}={size}" for name, size in sizes.items() if size > 1]
 
@@ -59,7 +66,7 @@ LAYOUTS = (
 
 
 def num_gpus() -> int:
-    """Of this machine."""
+    """Return the number of this machine's GPUs."""
     listed = subprocess.run(
         ["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -67,6 +74,7 @@ def num_gpus() -> int:
 
 
 def print_row(layout: Layout, result: dict[str, Any], alone: dict[str, Any] | None) -> None:
+    """Print a layout's figures beside those of vLLM, or of one GPU."""
     print(f"{layout.name:9} start {result['start']:20.1f} s")
     for name, (peer, reach) in layout.targets.items():
         value, unit = result[name], "ms/token" if name == "single" else "tokens/s"
@@ -76,11 +84,13 @@ def print_row(layout: Layout, result: dict[str, Any], alone: dict[str, Any] | No
             times = "not run" if alone is None else f"x {value / alone[name]:.2f}"
             beside = f"one GPU {times}    reach x {reach:g}"
         print(
-            f"{layout.name:9} {name:10} {value:15.4g} {unit}    {beside}    GPU idle {result[name + ' idle']:5.1%}"
+            f"{layout.name:9} {name:10} {value:15.4g} {unit}    {beside}    "
+            f"GPU idle {result[name + ' idle']:5.1%}"
         )
 
 
 def main() -> None:
+    """Measure the layouts, and print and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,4 @@
-"""What an idle engine costs: CPU time of all its processes together, with a model loaded and no
-request.
+"""Measure the CPU time of all processes of an idle engine, with a model loaded and no request.
 
 python benchmarks/engine/idle.py [--seconds 30]
 """
@@ -15,7 +14,7 @@ from sidestep import AsyncLLM, EngineArgs, SamplingParams
 
 
 def cpu_seconds() -> dict[str, float]:
-    """CPU time so far of this process and its children."""
+    """Return the CPU time so far of this process and its children."""
     own = psutil.Process()
     return {
         f"{p.pid} {p.cmdline()[-1][:30]}": sum(p.cpu_times()[:2])
@@ -24,7 +23,7 @@ def cpu_seconds() -> dict[str, float]:
 
 
 async def measure(seconds: float) -> dict[str, float]:
-    """Share of one core for each process, after one request has been served."""
+    """Return each process's share of one core, after one request has been served."""
     async with AsyncLLM.from_engine_args(EngineArgs()) as llm:
         async for _ in llm.generate("def get_name(", SamplingParams(max_tokens=16)):
             pass
@@ -35,7 +34,7 @@ async def measure(seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a line for each process and the sum."""
+    """Print a line for each process and the sum."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,17 +1,16 @@
-"""What latencies a load of requests that come one by one allows at best: a queue served in order at
-a fixed cost.
+"""Compute the best latencies that a load of single requests allows: a queue with a fixed cost.
 
     python benchmarks/engine/online_bound.py [--rate 50] [--seconds 12]
         [--us-per-token 19 21 23 25] [--chunk 1024 2048 8192]
-                                      [--order first shortest aged ratio]
+        [--order first shortest aged ratio]
 
-The load of benchmarks/engine/gpu_online.py. Each step takes one token of every request that
-decodes, and prompts, first come first served, up to --chunk tokens (all 8,192 while nothing
-decodes); it lasts as long as its tokens cost, at least as long as reading the weights, and then its
-keys and values are read. No host, no idle time. So it shows what a device with a given rate of
-arithmetic cannot do better by any schedule of this kind. --order tells whether another order of
-those who wait would: `shortest` prompt first, `aged` (the shortest, less the time that it has
-waited), or by the `ratio` of that time to its length.
+The load is that of benchmarks/engine/gpu_online.py. Each step takes one token of every request that
+decodes, and prompts, first come first served, up to --chunk tokens (all 8,192 while no request
+decodes). It lasts as long as its tokens cost, at least as long as reading the weights, and then its
+keys and values are read. There is no host and no idle time. So it shows the limit of a device with
+a given rate of arithmetic, under any schedule of this kind. --order shows whether another order of
+the waiting requests would be better: `shortest` prompt first, `aged` (the shortest, less the time
+that it has waited), or by the `ratio` of that time to its length.
 """
 
 from __future__ import annotations
@@ -30,13 +29,15 @@ from sidestep.frontend.bench.load_report import percentile
 
 _LARGEST = 8192
 _WEIGHTS_S, _KV_BYTES, _BYTES_PER_S = 3.7e-3, 131_072, 4.2e12
-"""Llama-3.1-8B in bf16 on an H200: a step of few tokens, keys and values of one token, speed of
-reading."""
+"""Seconds of a step of few tokens, bytes of one token's keys and values, reading speed.
+
+They are those of Llama-3.1-8B in bf16 on an H200; the speed is in bytes a second.
+"""
 
 
 @dataclass
 class Request:
-    """One of the load."""
+    """Request of the load."""
 
     at: float
     prompt_left: int
@@ -46,7 +47,7 @@ class Request:
 
 
 Order = Callable[[Request, float, float], float]
-"""Of a request, the time and the seconds a token: who has the least comes first."""
+"""Function of a request, the time and the seconds a token; the least value comes first."""
 ORDERS: dict[str, Order] = {
     "first": lambda request, now, token_s: request.at,
     "shortest": lambda request, now, token_s: request.prompt_left,
@@ -58,7 +59,7 @@ ORDERS: dict[str, Order] = {
 def run(
     load: list[Request], chunk: int, token_s: float, order: Order
 ) -> tuple[list[float], list[float]]:
-    """Seconds to each request's first token, and all gaps after."""
+    """Return the seconds to each request's first token, and all gaps after it."""
     now, waiting, running = 0.0, list[Request](), list[Request]()
     ttft, gaps = list[float](), list[float]()
     while load or waiting or running:
@@ -90,6 +91,7 @@ def run(
 
 
 def main() -> None:
+    """Print a line for each cost, chunk and order."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,9 +110,9 @@ def main() -> None:
                 for values in run(load, chunk, cost / 1e6, ORDERS[order])
             )
             print(
-                f"{cost:g} us a token, chunks of {chunk}, {order}: TTFT p50/p99 {percentile(ttft, 50):.0f}/"
-                f"{percentile(ttft, 99):.0f} ms, ITL p50/p99 {percentile(gaps, 50):.1f}/"
-                f"{percentile(gaps, 99):.1f} ms"
+                f"{cost:g} us a token, chunks of {chunk}, {order}: "
+                f"TTFT p50/p99 {percentile(ttft, 50):.0f}/{percentile(ttft, 99):.0f} ms, "
+                f"ITL p50/p99 {percentile(gaps, 50):.1f}/{percentile(gaps, 99):.1f} ms"
             )
 
 

@@ -1,16 +1,19 @@
-"""What a pipeline is worth: the same model as one stage and as several, which work on different
-steps at a time.
+"""Measure the gain of a pipeline: the same model as one stage and as several.
 
-    python benchmarks/engine/pipeline.py [--stages 2] [--step-ms 10] [--streams 32] [--tokens 200] [--json FILE]
-    python benchmarks/engine/pipeline.py --device cpu --cpu-threads 1 --model DIR [--load-format dummy] [--stages 2]
-    python benchmarks/engine/pipeline.py --device cuda --model DIR [--load-format dummy] [--stages 2] [--streams 256]
+Several stages work on different steps at the same time.
+
+    python benchmarks/engine/pipeline.py [--stages 2] [--step-ms 10] [--streams 32] [--tokens 200]
+        [--json FILE]
+    python benchmarks/engine/pipeline.py --device cpu --cpu-threads 1 --model DIR
+        [--load-format dummy] [--stages 2]
+    python benchmarks/engine/pipeline.py --device cuda --model DIR [--load-format dummy]
+        [--stages 2] [--streams 256]
 
 The fake device takes --step-ms for a step in each stage, and the sum of that as a single stage. So
-its pipeline can at best finish as many times more steps as it has stages, and what it lacks of that
-is the engine's doing alone. It gets as many times more streams, so that its steps have as many
-rows. Other devices get --streams in any case, and are compared by tokens. Prints a table; with
---check exits with 1 when a fake pipeline reaches less than 95% of the best, or when any token
-differs.
+a pipeline of N stages can finish at most N times as many steps, and any shortfall is the engine's
+alone. It gets N times as many streams, so that its steps have as many rows. Other devices get
+--streams in any case, and are compared by tokens. The script prints a table. With --check it exits
+with 1 when a fake pipeline reaches less than 95% of the best, or when any token differs.
 """
 
 from __future__ import annotations
@@ -28,19 +31,19 @@ from sidestep import DEFAULT_MODEL, AsyncLLM, EngineArgs, SamplingParams
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table."""
+    """One row of the table."""
 
     name: str
     steps_per_s: float
     tokens_per_s: float
     itl_ms: float
-    """Mean time between two tokens of a stream."""
+    """Mean time between two tokens of a stream, in milliseconds."""
 
 
 async def run(
     args: argparse.Namespace, name: str, streams: int, options: dict[str, Any]
 ) -> tuple[Result, list[list[int]]]:
-    """All streams at once, each of the same length."""
+    """Run all streams at once, each of the same length."""
     engine_args = EngineArgs(
         **{
             "model": args.model,
@@ -77,7 +80,7 @@ async def run(
 
 
 def main() -> int:
-    """Runs all, prints the table."""
+    """Run all variants and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,13 +118,14 @@ def main() -> int:
     results, base = [result for result, _ in runs], runs[0][0]
     device = f"fake stages of {args.step_ms} ms" if fake else args.device
     print(
-        f"{args.streams} streams x {args.tokens} tokens for one stage, {many} for {stages}; {device}"
+        f"{args.streams} streams x {args.tokens} tokens for one stage, {many} for {stages}; "
+        f"{device}"
     )
     print(f"{'':>22} {'steps/s':>9} {'tokens/s':>10} {'ITL ms':>8} {'tokens/s ratio':>15}")
     for result in results:
         print(
-            f"{result.name:>22} {result.steps_per_s:>9.1f} {result.tokens_per_s:>10.0f} {result.itl_ms:>8.2f} "
-            f"{result.tokens_per_s / base.tokens_per_s:>15.3f}"
+            f"{result.name:>22} {result.steps_per_s:>9.1f} {result.tokens_per_s:>10.0f} "
+            f"{result.itl_ms:>8.2f} {result.tokens_per_s / base.tokens_per_s:>15.3f}"
         )
     same = all(tokens[: args.streams] == runs[0][1] for _, tokens in runs)
     print(f"tokens equal in all: {same}")

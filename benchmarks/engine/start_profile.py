@@ -1,12 +1,11 @@
-"""Where the time of an engine's start on a GPU goes: seconds of each part, and what was compiled by
-whom.
+"""Measure the parts of an engine's start on a GPU in seconds, and which process compiled kernels.
 
     python benchmarks/engine/start_profile.py [--models qwen3-0.6b ...]
 
-Each model starts twice: with an empty kernel cache (cold) and with what that left behind (warm).
-First the whole engine, from the creation of the process to ready; then, with a cache of its own, a
-worker alone, whose parts are timed by this script: it differs from the engine's worker only in that
-the device is waited for after each part.
+Each model starts twice: with an empty kernel cache (cold) and with the cache that the first start
+left behind (warm). First the whole engine starts, from the creation of the process to ready. Then,
+with a cache of its own, a worker starts alone, and this script times its parts. It differs from the
+engine's worker only in that it waits for the device after each part.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PARTS = {
 
 
 def worker_args(model: str, folder: str) -> WorkerArgs:
-    """Of a benchmark's model, with default options."""
+    """Return the arguments of a worker of a benchmark's model, with default options."""
     from benchmarks.workloads import write_model
     from sidestep.executor.runner.runner import WorkerArgs
     from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -59,8 +58,9 @@ def worker_args(model: str, folder: str) -> WorkerArgs:
 
 
 class Laps:
-    """Seconds of each part, in the order in which they end; a part within another is told apart
-    from it.
+    """Seconds of each part, in the order in which the parts end.
+
+    The time of a part within another one is not counted in the outer one.
     """
 
     def __init__(self, born: float) -> None:
@@ -70,10 +70,12 @@ class Laps:
         self.add("interpreter and imports before torch", time.time() - born)
 
     def add(self, name: str, seconds: float) -> None:
+        """Add seconds to a part."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     @contextmanager
     def part(self, name: str, synchronize: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Time a part; `synchronize` is called at its end."""
         self._inner.append(0.0)
         start = time.perf_counter()
         yield
@@ -85,6 +87,8 @@ class Laps:
     def around(
         self, function: Callable[..., Any], name: str, synchronize: Callable[[], object]
     ) -> Callable[..., Any]:
+        """Return the function with its calls timed as a part."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.part(name, synchronize):
                 return function(*args, **kwargs)
@@ -92,13 +96,14 @@ class Laps:
         return timed
 
     def print(self) -> None:
+        """Print all parts and the sum."""
         for name, seconds in self._seconds.items():
             print(f"    {seconds:7.2f} s  {name}")
         print(f"    {time.time() - self._born:7.2f} s  in all")
 
 
 def run_worker(model: str, born: float) -> None:
-    """A worker's start, with the process that compiles beside it."""
+    """Start a worker, with the process that compiles beside it, and print the parts."""
     from sidestep.executor.gpu.kernel_compiler import CompilerArgs
     from sidestep.executor.processes.worker import begin_beside_torch
     from sidestep.ipc.config import available_cores
@@ -150,18 +155,21 @@ def run_worker(model: str, born: float) -> None:
         laps.print()
     missing = sorted(name for name, cached in found if not cached)
     print(
-        f"    the compiler's process ended after {', '.join(f'{s:.2f} s' for s in ended) or 'the worker'}; of "
+        "    the compiler's process ended after "
+        f"{', '.join(f'{s:.2f} s' for s in ended) or 'the worker'}; of "
         f"{len(found)} kernels this process compiled {len(missing)}: {', '.join(missing) or 'none'}"
     )
 
 
 def args_with(args: WorkerArgs, compiled: int) -> WorkerArgs:
+    """Return the arguments with the pipe on which the compiler's process reports."""
     from dataclasses import replace
 
     return replace(args, compiled=compiled)
 
 
 def run_engine(model: str, born: float) -> None:
+    """Start an engine and print the seconds to ready."""
     from benchmarks.workloads import write_model
     from sidestep import DEFAULT_MODEL, LLM
 
@@ -172,6 +180,7 @@ def run_engine(model: str, born: float) -> None:
 
 
 def main() -> None:
+    """Profile the chosen models, cold and warm."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

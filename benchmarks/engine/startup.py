@@ -1,6 +1,8 @@
-"""From process start to the first token with the bundled model, in a fresh process each time.
+"""Measure the time from process start to the first token with the bundled model.
 
-python benchmarks/engine/startup.py [--runs 3]
+    python benchmarks/engine/startup.py [--runs 3]
+
+Each run is a fresh process.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ TORCH = "import time; start = time.perf_counter(); import torch; print(time.perf
 
 
 def main() -> None:
-    """Prints seconds for each run and, for comparison, torch's import alone."""
+    """Print seconds for each run and, for comparison, those of torch's import alone."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

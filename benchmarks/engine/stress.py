@@ -1,12 +1,13 @@
-"""One frontend under a long load: does it keep up, does its memory stay flat, is any request lost
-or answered twice.
+"""Load one frontend for a long time and check its speed, its memory and its answers.
 
-    python benchmarks/engine/stress.py [--seconds 600] [--streams 1024] [--step-ms 20] [--output-len 400]
+    python benchmarks/engine/stress.py [--seconds 600] [--streams 1024] [--step-ms 20]
+        [--output-len 400] [--json FILE]
 
+The frontend must keep up, its memory must stay flat, and no request may be lost or answered twice.
 The fake device gives every stream a token each --step-ms; as soon as a stream ends, the next
-begins. Prints a line every tenth of the time, then a table. Delivery delay: from the end of a step
-on the device until the frontend has given its tokens to the requests; it can only stay small if
-nothing falls behind.
+begins. The script prints a line every tenth of the time, then a table. The delivery delay is the
+time from the end of a step on the device until the frontend has given its tokens to the requests.
+It can only stay small if nothing falls behind.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.bench.load_report import percentile
 
 CHECKED = 50
-"""One request in so many is compared with the script, token by token."""
+"""One request in this many is compared with the expected tokens, token by token."""
 
 
 @dataclass
 class Count:
-    """What the streams saw."""
+    """Counts and delays that the streams saw."""
 
     requests: int = 0
     tokens: int = 0
@@ -41,7 +42,7 @@ class Count:
 async def stream(
     llm: AsyncLLM, index: int, args: argparse.Namespace, until: float, count: Count
 ) -> None:
-    """One request after the other, each of its own prompt."""
+    """Send one request after the other, each with its own prompt."""
     vocab, number = llm.get_tokenizer().vocab_size, 0
     while time.monotonic() < until:
         prompt = [1 + index % 1000, 1 + number % 1000, 1 + (index + number) % 7]
@@ -66,11 +67,11 @@ async def stream(
 async def watch(
     llm: AsyncLLM, args: argparse.Namespace, begin: float, count: Count
 ) -> list[dict[str, float]]:
-    """Memory and progress, ten times; the delays of the steps in between."""
+    """Print memory and progress ten times, and record the delays of the steps in between."""
     readings: list[dict[str, float]] = []
     seen = told = 0
     ends: dict[int, int] = {}
-    """By number of delivery: when its step ended. Each step with tokens makes one."""
+    """End of a delivery's step in ns, by the delivery's number; each step with tokens makes one."""
     for part in range(1, 11):
         await asyncio.sleep(max(0.0, begin + args.seconds * part / 10 - time.monotonic()))
         for step in await llm.get_step_records(since=seen):
@@ -92,7 +93,7 @@ async def watch(
 
 
 async def run(args: argparse.Namespace) -> dict[str, float]:
-    """The whole load."""
+    """Run the whole load and return its figures."""
     blocks = args.streams * (args.output_len // 16 + 2)
     engine_args = EngineArgs(
         device="fake",
@@ -131,7 +132,7 @@ async def run(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> int:
-    """Prints a table; the exit status is 1 if a request was lost or wrong."""
+    """Print a table; the exit status is 1 if a request was lost or wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

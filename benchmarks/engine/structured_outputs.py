@@ -1,15 +1,14 @@
-"""What it costs to hold requests to a JSON schema: the same load with and without, in turns, in one
-engine.
+"""Measure the cost of holding requests to a JSON schema: the same load with and without it.
 
-    python benchmarks/engine/structured_outputs.py [--model qwen3-0.6b] [--requests 64] [--option max_num_seqs=64 ...]
-        [--free] [--parts]
+    python benchmarks/engine/structured_outputs.py [--model qwen3-0.6b] [--requests 64]
+        [--option max_num_seqs=64 ...] [--free] [--parts]
 
-Random weights and tokens drawn at temperature 1, so that the schema's strings and numbers are of
-all lengths; a tokenizer made up to the size of the model's vocabulary. Without --model it is the
-bundled model. Prints tokens a second of each round and the ratio of their medians; on an H200 that
-is meant to be at least 0.95 with 64 requests. --free: without a bound on names, as in most schemas;
-masks near the end of a bounded string take longest. --parts also says how long the parts of the way
-from one step to the next took.
+The two loads alternate in one engine. The weights are random and tokens are drawn at temperature 1,
+so that the schema's strings and numbers have all lengths. The tokenizer is generated in the size of
+the model's vocabulary. Without --model it is the bundled model. The script prints tokens a second
+of each round and the ratio of their medians; the target on an H200 is at least 0.95 with 64
+requests. --free removes the bound on names, as in most schemas; masks near the end of a bounded
+string take longest. --parts also prints the time of each part between one step and the next.
 """
 
 from __future__ import annotations
@@ -52,18 +51,21 @@ ITEM = {
     },
 }
 SCHEMA: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": 1000}
-"""No output is complete before its limit of tokens, so both loads have the same number of them."""
+"""Schema that no output completes before its token limit, so both loads have equal token counts."""
 
 
 def unbounded() -> dict[str, Any]:
-    """SCHEMA without a bound on its strings."""
+    """Return SCHEMA without a bound on its strings."""
     schema = copy.deepcopy(SCHEMA)
     del schema["items"]["properties"]["name"]["maxLength"]
     return schema
 
 
 def write_tokenizer(folder: str, size: int) -> str:
-    """The bundled model's tokenizer with as many more tokens, each two of its own together."""
+    """Write a tokenizer of the given size, and return its folder.
+
+    It is the bundled model's, with further tokens that each join two of its own.
+    """
     made = json.loads((Path(DEFAULT_MODEL) / "tokenizer.json").read_text())
     vocab, merges = made["model"]["vocab"], made["model"]["merges"]
     rng, words = random.Random(0), [token for token in vocab if len(token) > 2]
@@ -78,7 +80,7 @@ def write_tokenizer(folder: str, size: int) -> str:
 
 
 def measure(llm: LLM, load: list[list[int]], params: SamplingParams) -> float:
-    """Tokens a second."""
+    """Return the output tokens a second."""
     llm.reset_prefix_cache()
     start = time.perf_counter()
     outputs = llm.generate(load, params, use_tqdm=False)
@@ -86,8 +88,10 @@ def measure(llm: LLM, load: list[list[int]], params: SamplingParams) -> float:
 
 
 def print_parts(records: list[StepRecord]) -> None:
-    """Microseconds, the median and what nine of ten steps stay below. Steps of most rows count,
-    after such steps; in the order of a way: `before` and `after` are a step's neighbours.
+    """Print the median and the 90th percentile of each part of a step, in microseconds.
+
+    Only steps with the most rows count, after such steps. The parts are in the order in which they
+    occur; `before` and `after` are a step's neighbours.
     """
     most = max(record.num_rows for record in records)
     threes = [
@@ -113,11 +117,13 @@ def print_parts(records: list[StepRecord]) -> None:
     for name, part in parts.items():
         ordered = sorted(part(*three) for three in threes)
         print(
-            f"    {name:42}{statistics.median(ordered) / 1e3:8.0f}{ordered[len(ordered) * 9 // 10] / 1e3:8.0f}"
+            f"    {name:42}{statistics.median(ordered) / 1e3:8.0f}"
+            f"{ordered[len(ordered) * 9 // 10] / 1e3:8.0f}"
         )
 
 
 def main() -> None:
+    """Run both loads in turns and print the ratio."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Which layout of a weight is fastest on this CPU, by shape and number of rows: the figures behind
-layers/linear.py.
+"""Measure which layout of a weight is fastest on this CPU, by shape and number of rows.
 
     python benchmarks/host/cpu_linear.py [--threads 2]
 
-Microseconds per product, float32: torch's plain product, the same with the weight stored
-transposed, and oneDNN's packed form. Each shape has six weights that take turns, as layers do.
+The engine's layouts (executor/layers/linear.py) are based on these figures. They are microseconds
+per product in float32: torch's plain product, the same with the weight stored transposed, and
+oneDNN's packed form. Each shape has six weights that alternate, as layers do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES = (
 
 
 def microseconds(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
-    """Best of four rounds."""
+    """Return the best mean time of four rounds."""
     rounds, best = max(1, 200 // len(calls)), float("inf")
     for _ in range(4):
         start = time.perf_counter()
@@ -40,7 +40,7 @@ def microseconds(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
 
 
 def compare(rows: int, shape: tuple[int, int]) -> tuple[float, float, float]:
-    """Plain, transposed, packed."""
+    """Return the times of the plain, transposed and packed products."""
     x = torch.randn(rows, shape[1])
     weights = [torch.randn(shape) for _ in range(6)]
     transposed = [w.t().contiguous() for w in weights]
@@ -59,7 +59,7 @@ def compare(rows: int, shape: tuple[int, int]) -> tuple[float, float, float]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Prints a line for each shape and number of rows."""
+    """Print a line for each shape and number of rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,7 +70,8 @@ def main() -> None:
         for rows in (1, 8):
             plain, transposed, packed = compare(rows, shape)
             print(
-                f"{f'{shape[0]} x {shape[1]}':>12} {rows:>5} {plain:>8.0f} {transposed:>11.0f} {packed:>8.0f}"
+                f"{f'{shape[0]} x {shape[1]}':>12} {rows:>5} {plain:>8.0f} {transposed:>11.0f} "
+                f"{packed:>8.0f}"
             )
 
 

@@ -1,18 +1,18 @@
-"""What a step waits for when its requests are held to a grammar, part by part, on the host.
+"""Measure the host's work in a step whose requests are held to a grammar, part by part.
 
     python benchmarks/host/grammar_cost.py [--requests 64] [--vocab 151936] [--steps 200]
 
-From the tokens of a step to what the next one may sample: the matchers take the tokens (follow) and
-compute the masks (masks), which are looked for among those that the workers have (place); a message
-crosses a ring in shared memory (send), and a worker brings its table up to date (table).
-Milliseconds of a processor's time a step for each kind of grammar: the mean, and in parentheses
-what nine steps of ten stay below. `all sent` is what send and table would take if each step brought
-all of its masks. `different` counts masks over all steps. An engine with more processors shares the
-first two out among several threads.
+The work lies between the tokens of a step and the masks of the next one. The matchers take the
+tokens (follow) and compute the masks (masks). The masks are looked up among those that the workers
+have (place). A message crosses a ring in shared memory (send), and a worker updates its table
+(table). The output is milliseconds of CPU time a step for each kind of grammar: the mean, and in
+parentheses the 90th percentile. `all sent` is the time of send and table if each step brought all
+of its masks. `different` counts masks over all steps. An engine with more processors divides the
+first two parts among several threads.
 
-Tokens are drawn evenly from what is allowed, as from a model with random weights: so bounded
-strings are driven to their ends, where masks are slowest. The tokenizer is made up to the size. No
-device, and one worker.
+Tokens are drawn uniformly from the allowed ones, as from a model with random weights. So bounded
+strings grow to their ends, where masks are slowest. The tokenizer is generated in the given size.
+There is no device, and one worker.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from sidestep.ipc.transport.step import Int32, StepMasks
 
 PARTS = ("follow", "masks", "place", "send", "table", "all sent")
 WARM_UP = 50
-"""Steps in which the matchers learn the most."""
+"""Steps before the measurement, in which the matchers learn the most."""
 
 
 FORMS = {
@@ -63,20 +63,21 @@ FORMS = {
 
 
 class Stopwatch:
-    """A processor's milliseconds of each step, by part."""
+    """CPU milliseconds of each step, by part."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
+        """Time one part of a step."""
         start = time.thread_time()
         yield
         self.times[part].append((time.thread_time() - start) * 1e3)
 
 
 class Wire:
-    """From the core to one worker's table."""
+    """Path of masks from the core to one worker's table."""
 
     def __init__(self, vocab: int, count: int) -> None:
         limits = SchedulerConfig(max_num_seqs=count, async_scheduling=False).limits("cpu")
@@ -91,19 +92,19 @@ class Wire:
         )
 
     def send(self, masks: StepMasks) -> StepMasks:
-        """As the worker reads it."""
+        """Send a message, and return it as the worker reads it."""
         self._writer.send(masks.encode())
         message = self._reader.receive()
         assert message is not None
         return StepMasks.decode(message[1])
 
     def take(self, masks: StepMasks) -> None:
-        """Brings the table up to date."""
+        """Update the worker's table."""
         self._worker.take(self._step, masks)
 
 
 def make_requests(count: int, grammar: Grammar, grammars: Grammars) -> list[Request]:
-    """With their matchers."""
+    """Return requests with their matchers."""
     message = AddRequest(
         client=0,
         handle=0,
@@ -126,7 +127,7 @@ def make_requests(count: int, grammar: Grammar, grammars: Grammars) -> list[Requ
 def run(
     form: StructuredOutputsParams, grammars: Grammars, vocab: int, count: int, steps: int
 ) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     grammar, rng = make_grammar(form, {}), np.random.default_rng(0)
     requests, wire, alone = (
         make_requests(count, grammar, grammars),
@@ -158,8 +159,8 @@ def run(
         with watch("table"):
             wire.take(message)
         with watch("all sent"):
-            places = np.arange(count, dtype=np.int32)
-            alone.take(alone.send(StepMasks(0, 0, places, places, np.concatenate(masks))))
+            rows = np.arange(count, dtype=np.int32)
+            alone.take(alone.send(StepMasks(0, 0, rows, rows, np.concatenate(masks))))
         for i, mask in enumerate(masks):
             key = mask.tobytes()
             if key not in allowed:
@@ -178,6 +179,7 @@ def run(
 
 
 def main() -> None:
+    """Print a table with a line for each form of grammar."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -193,7 +195,8 @@ def main() -> None:
         start = time.thread_time()
         grammars.load()
     print(
-        f"tokenizer read in {time.thread_time() - start:.1f} s; {args.requests} requests; milliseconds a step"
+        f"tokenizer read in {time.thread_time() - start:.1f} s; {args.requests} requests; "
+        "milliseconds a step"
     )
     print(" " * 24 + "".join(f"{part:>15}" for part in (*PARTS, "sum but this")) + "  different")
     for name, form in FORMS.items():

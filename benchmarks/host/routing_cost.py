@@ -1,10 +1,11 @@
-"""What it costs to route a request among replicas.
+"""Measure the cost of routing a request among replicas.
 
-    python benchmarks/host/routing_cost.py [--replicas 2 8] [--tokens 128 1024 8192 65536] [--requests 2000]
+    python benchmarks/host/routing_cost.py [--replicas 2 8] [--tokens 128 1024 8192 65536]
+        [--requests 2000]
 
-CPU microseconds of the frontend for each request, `choose` and `finished` together: conversations
-whose prompts have these lengths, on replicas whose prefix trees are full. Blocks are of 64 tokens,
-as on a GPU.
+The output is CPU microseconds of the frontend for each request, `choose` and `finished` together.
+The requests are conversations whose prompts have these lengths, on replicas whose prefix trees are
+full. Blocks have 64 tokens, as on a GPU.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from sidestep.ipc.common import registry
 
 BLOCK = 64
 CACHE_BLOCKS = 16_384
-"""About those of an 8B model on an H200."""
+"""Blocks of a replica, about those of an 8B model on an H200."""
 IN_FLIGHT = 256
 
 
 def conversations(num_tokens: int, count: int) -> list[bytes]:
-    """Prompts of so many tokens: turns of conversations, each of which has half of the one
-    before.
+    """Return prompts of num_tokens tokens: turns of conversations.
+
+    Each turn begins with half of its tokens from an earlier one.
     """
     rng = np.random.default_rng(num_tokens)
     prompts: list[bytes] = []
@@ -43,7 +45,7 @@ def conversations(num_tokens: int, count: int) -> list[bytes]:
 
 
 def microseconds(name: str, num_replicas: int, prompts: list[bytes]) -> float:
-    """The mean of a request."""
+    """Return the mean time of a request."""
     router: Router = registry.load(registry.ROUTERS[name])(
         dict.fromkeys(range(num_replicas), CACHE_BLOCKS), BLOCK
     )
@@ -62,7 +64,7 @@ def microseconds(name: str, num_replicas: int, prompts: list[bytes]) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,7 @@
-"""Measure the memory and the speed of a CPU worker over some ten thousand short requests of all
-lengths.
+"""Measure the memory and the speed of a CPU worker over many short requests of all lengths.
 
-python benchmarks/host/worker_memory.py [--requests 30000] [--concurrency 64] [--every 3000]
-[--option num_kv_blocks=512]
+    python benchmarks/host/worker_memory.py [--requests 30000] [--concurrency 64] [--every 3000]
+        [--option num_kv_blocks=512]
 
 Each request has another prompt, of 1 to 60 tokens, and 1 to 16 output tokens, so steps have all
 sizes. After each `--every` requests, print the resident memory of each process in MB, and the
@@ -25,7 +24,7 @@ from sidestep.frontend.api.event_loop import new_event_loop
 
 
 class Load:
-    """Send random requests, and count the requests and tokens that are done."""
+    """Source of random requests, which counts the requests and tokens that are done."""
 
     def __init__(self, llm: AsyncLLM, count: int) -> None:
         self._llm = llm
@@ -76,6 +75,7 @@ class Load:
 
 
 async def run(args: argparse.Namespace) -> None:
+    """Serve the load with an engine of the given options, and watch its memory."""
     options = {
         name: json.loads(value)
         for name, _, value in (option.partition("=") for option in args.option)
@@ -88,6 +88,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the load."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,14 @@
-"""How long ranks take to sum rows of a bf16 stream, by size: NCCL, and the kernels of
-kernels.all_reduce_triton, alone and ending in the addition to the residual stream and in the norm.
+"""Measure how long ranks take to sum rows of a bf16 stream, by size.
+
+It compares NCCL with the kernels of kernels/sums/all_reduce_triton.py, alone and ending in the
+addition to the residual stream and in the norm.
 
     python benchmarks/kernels/all_reduce.py --gpus 2 4 8 [--write kernels/sums/tuned_all_reduce.py]
 
-Microseconds in a CUDA graph of 20, the slowest rank's, the best of some numbers of programs. NCCL's
-sum is followed by the norm's own kernel in its second column, as where the engine uses it; its
-addition is the product's. --write: what the engine chooses by.
+Times are microseconds in a CUDA graph of 20 sums: the slowest rank's, the best of some numbers of
+programs. In its second column, NCCL's sum is followed by the norm's own kernel, as where the engine
+uses it; the product before does NCCL's addition. --write writes the table from which the engine
+chooses.
 """
 
 from __future__ import annotations
@@ -36,18 +39,21 @@ WIDTH, DTYPE = 4096, torch.bfloat16
 CALLS, REPLAYS = 20, 15
 
 Row = dict[str, float]
-"""Microseconds by what was timed: 'nccl', 'nccl norm', or '<kind> <programs>' and the same with '
-norm', of kinds that take such parts."""
+"""Microseconds by the thing that was timed.
+
+The keys are 'nccl', 'nccl norm', and '<kind> <programs>' with and without ' norm', for kinds that
+take such parts.
+"""
 
 
 def shape(num_bytes: int) -> tuple[int, int]:
-    """Rows and width of a part."""
+    """Return the rows and width of a part of num_bytes."""
     width = min(WIDTH, num_bytes // DTYPE.itemsize)
     return num_bytes // (width * DTYPE.itemsize), width
 
 
 class Rank:
-    """One process, one GPU."""
+    """One process with one GPU."""
 
     def __init__(self, rank: int, ranks: int, meet: str) -> None:
         self.device = torch.device("cuda", rank)
@@ -59,18 +65,18 @@ class Rank:
         self.memory: PeerMemory = memory
 
     def microseconds(self, call: Callable[[int], object]) -> float:
-        """Of one call among many; the slowest rank's. call: gets the number of the place that is
-        free.
+        """Return the time of one call among many on the slowest rank, in microseconds.
+
+        call: gets the index of the buffer that is free.
         """
-        for place in (0, 1):
-            call(place)
+        for buffer in (0, 1):
+            call(buffer)
         torch.cuda.synchronize()
         self.parallel.minimum(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for number in range(
-                CALLS
-            ):  # an even number of them, so that places take turns between replays too
+            # The number of calls is even, so that buffers alternate between replays too.
+            for number in range(CALLS):
                 call(number % 2)
         times = []
         for _ in range(REPLAYS):
@@ -84,12 +90,13 @@ class Rank:
         return -self.parallel.minimum(-int(statistics.median(times[3:]) * 1e3)) / 1e3
 
     def measure(self, num_bytes: int) -> Row:
+        """Return the times of all kernels for parts of num_bytes."""
         rows, width = shape(num_bytes)
-        x = torch.zeros(rows, width, dtype=DTYPE, device=self.device)  # which sums leave as it is
+        x = torch.zeros(rows, width, dtype=DTYPE, device=self.device)  # sums leave zeros unchanged
         norm = RmsNorm(torch.ones(width, dtype=DTYPE, device=self.device), 1e-6)
         row = {
-            "nccl": self.microseconds(lambda place: self.parallel.all_reduce(x)),
-            "nccl norm": self.microseconds(lambda place: norm(self.parallel.all_reduce(x))),
+            "nccl": self.microseconds(lambda buffer: self.parallel.all_reduce(x)),
+            "nccl norm": self.microseconds(lambda buffer: norm(self.parallel.all_reduce(x))),
         }
         hidden = torch.zeros_like(x)
         for kind in KINDS:
@@ -98,15 +105,15 @@ class Rank:
             for programs in PROGRAMS:
                 config = SumConfig(kind, programs)
                 for name, then in ((f"{kind} {programs}", None), (f"{kind} {programs} norm", norm)):
-                    for place in (0, 1):
-                        self.memory.part(place, rows, width, DTYPE).zero_()
+                    for buffer in (0, 1):
+                        self.memory.part(buffer, rows, width, DTYPE).zero_()
                     self.parallel.minimum(0)
 
                     def call(
-                        place: int, config: SumConfig = config, then: RmsNorm | None = then
+                        buffer: int, config: SumConfig = config, then: RmsNorm | None = then
                     ) -> object:
                         return sum_parts(
-                            self.memory, place, hidden, then, config, add=then is not None
+                            self.memory, buffer, hidden, then, config, add=then is not None
                         )
 
                     row[name] = self.microseconds(call)
@@ -114,13 +121,14 @@ class Rank:
 
 
 def best(row: Row, kind: Kind, ending: str) -> tuple[float, int]:
-    """The least time of a kernel, and its programs; infinite where it takes no such parts."""
+    """Return the least time of a kernel, and its programs; infinite if it takes no such parts."""
     return min((row.get(f"{kind} {programs}{ending}", math.inf), programs) for programs in PROGRAMS)
 
 
 def entries_of(rows: dict[int, Row]) -> list[Entry]:
-    """What to choose by size: the best kernel, up to the largest size at which one is faster than
-    NCCL and the norm.
+    """Return the best kernels by size.
+
+    The last entry is for the largest size at which a kernel is faster than NCCL and the norm.
     """
     entries: list[Entry] = []
     last = max(
@@ -142,8 +150,9 @@ def entries_of(rows: dict[int, Row]) -> list[Entry]:
 def table_text(
     measured: dict[int, list[Entry]], before: Mapping[int, Sequence[Entry]], device: str
 ) -> str:
-    """The file that --write writes. before: the table so far, of which what was not measured now is
-    kept.
+    """Return the file that --write writes, without a need for `ruff format`.
+
+    before: the table so far, of which the entries that were not measured now are kept.
     """
     lines = []
     for ranks in sorted({*measured, *before}):
@@ -153,11 +162,13 @@ def table_text(
         )
         kept = "" if ranks in measured else "  # not measured on it"
         lines.append(f"    {ranks}: ({kept}{entries}),\n")
-    return f'''"""Generated by benchmarks/kernels/all_reduce.py --write; do not edit. Measured on {device}.
+    return f'''"""Fastest kernels of an all-reduce by number of ranks and size of a part.
 
-Number of ranks: up to how many bytes of a part, in rising order, which kernel of
-kernels.all_reduce_triton with how many programs at most. Beyond the last torch.distributed (NCCL)
-is faster.
+Generated by benchmarks/kernels/all_reduce.py --write; do not edit. Measured on {device}.
+
+The keys are numbers of ranks. An entry is a largest size of a part in bytes, in rising order, a
+kernel of kernels/sums/all_reduce_triton.py, and its largest number of programs. Beyond the last
+entry torch.distributed (NCCL) is faster.
 """
 
 from __future__ import annotations
@@ -172,13 +183,17 @@ SUMS: dict[int, tuple[Entry, ...]] = {{
 
 
 def size_name(num_bytes: int) -> str:
+    """Return a size in words: in MB, or in KB below one MB."""
     return f"{num_bytes >> 20} MB" if num_bytes >> 20 else f"{num_bytes >> 10} KB"
 
 
 def print_table(ranks: int, rows: dict[int, Row]) -> None:
+    """Print a Markdown table of the times of all sizes."""
     print(
-        f"\n{ranks} GPUs, us:\n\n| bytes | NCCL | NCCL, norm | pushed | with residual and norm | one shot | with "
-        "residual and norm | two shots | with residual and norm |\n|---|---|---|---|---|---|---|---|---|"
+        f"\n{ranks} GPUs, us:\n\n"
+        "| bytes | NCCL | NCCL, norm | pushed | with residual and norm | one shot | with "
+        "residual and norm | two shots | with residual and norm |\n"
+        "|---|---|---|---|---|---|---|---|---|"
     )
     for size, row in rows.items():
         cells = [row["nccl"], row["nccl norm"]]
@@ -188,7 +203,7 @@ def print_table(ranks: int, rows: dict[int, Row]) -> None:
 
 
 def run_rank(rank: int, ranks: int, meet: str) -> None:
-    """Prints a line of JSON a size, on rank 0."""
+    """Measure all sizes and, on rank 0, print a line of JSON for each."""
     process = Rank(rank, ranks, meet)
     for size in SIZES:
         row = process.measure(size)
@@ -198,7 +213,10 @@ def run_rank(rank: int, ranks: int, meet: str) -> None:
 
 
 def run_ranks(ranks: int) -> dict[int, Row]:
-    """Starts a process a GPU. Raises RuntimeError if one of them fails."""
+    """Start a process for each GPU and return rank 0's measurements.
+
+    Raises RuntimeError if one of them fails.
+    """
     rows: dict[int, Row] = {}
     with tempfile.TemporaryDirectory() as folder:
         processes: list[subprocess.Popen[str]] = [
@@ -233,6 +251,7 @@ def run_ranks(ranks: int) -> dict[int, Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the ranks, print the tables and write the chosen entries."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

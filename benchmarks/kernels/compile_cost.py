@@ -1,14 +1,13 @@
-"""What compiling costs, kernel by kernel: seconds of each that an engine's start needs. Without a
-GPU.
+"""Measure the seconds of compilation of each kernel that an engine's start needs, without a GPU.
 
     python benchmarks/kernels/compile_cost.py [--models qwen3-0.6b ...] [--capability 90]
         [--processors 132] [--by-kernel]
 
-One after the other, in one thread, with an empty cache. "front" is Triton's reading of Python code,
-"passes" its own transformations, "llvm" from there to LLVM's code, "ptx" and "cubin" what comes
-out; "cpu" is the time of this process and of the assembler together, the others are by the clock.
-Where Triton makes a C function to launch a kernel, that comes on top: a column where there is a
-driver to link it to.
+Kernels are compiled one after the other, in one thread, with an empty cache. "front" is Triton's
+reading of Python code, "passes" its own transformations, "llvm" the step from there to LLVM's code,
+"ptx" and "cubin" the outputs. "cpu" is the CPU time of this process and of the assembler together;
+the others are wall-clock times. Where Triton compiles a C function to launch a kernel, its time
+comes on top: it has a column where there is a driver to link the function to.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ STAGES = {
 
 @dataclass
 class Cost:
-    """Of one kernel with arguments of one kind, or of several; seconds."""
+    """Seconds of compilation of one kernel with arguments of one kind, or of several."""
 
     number: int = 0
     cpu: float = 0.0
@@ -47,6 +46,7 @@ class Cost:
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     def add(self, other: Cost) -> None:
+        """Add another cost to this one."""
         self.number += other.number
         self.cpu += other.cpu
         self.launcher += other.launcher
@@ -55,19 +55,20 @@ class Cost:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those it has waited for."""
+    """Return the CPU seconds of this process and of the children it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 class OneByOne(Executor):
-    """Compiles at once, and takes notes."""
+    """Executor that compiles at once and records the costs."""
 
     def __init__(self) -> None:
         self.costs: list[tuple[str, Cost]] = []
         self._now = Cost()
 
     def submit(self, compilation: Any, /, *_: Any, **__: Any) -> Future[Any]:
+        """Compile a kernel now and record its cost."""
         from sidestep.executor.gpu.cuda_driver import has_driver
         from sidestep.kernels.compiling import with_launcher
 
@@ -85,7 +86,7 @@ class OneByOne(Executor):
         return done
 
     def listen(self, *, times: Any, **_: Any) -> None:
-        """Triton's own figures, in microseconds."""
+        """Record Triton's own times, which it gives in microseconds."""
         self._now.stages["front"] = times.ir_initialization / 1e6
         for stage, spent in times.lowering_stages:
             self._now.stages[next(name for name, stages in STAGES.items() if stage in stages)] += (
@@ -95,13 +96,14 @@ class OneByOne(Executor):
 
 @contextmanager
 def empty_cache() -> Iterator[None]:
+    """Set Triton's cache to an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         yield
 
 
 def compile_model(name: str, capability: int, processors: int) -> list[tuple[str, Cost]]:
-    """The kernels of an engine with default options."""
+    """Return the costs of the kernels of an engine with default options."""
     import triton
 
     from benchmarks.engine.start_profile import worker_args
@@ -120,6 +122,7 @@ def compile_model(name: str, capability: int, processors: int) -> list[tuple[str
 
 
 def print_table(model: str, costs: list[tuple[str, Cost]], by_kernel: bool) -> None:
+    """Print a model's kernels, the most expensive first, and their sum."""
     total, kernels = Cost(), dict[str, Cost]()
     for kernel, cost in costs:
         total.add(cost)
@@ -138,6 +141,7 @@ def print_table(model: str, costs: list[tuple[str, Cost]], by_kernel: bool) -> N
 
 
 def main() -> None:
+    """Print the tables of the chosen models."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,9 +158,8 @@ def main() -> None:
             compile_model(args.models[0], args.capability, args.processors),
             args.by_kernel,
         )
-    for model in (
-        args.models if len(args.models) > 1 else ()
-    ):  # in a process of its own, which has compiled nothing yet
+    for model in args.models if len(args.models) > 1 else ():
+        # Each model gets a process of its own, which has compiled nothing yet.
         subprocess.run([sys.executable, *sys.argv, "--models", model], check=True)
 
 

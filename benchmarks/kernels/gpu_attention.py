@@ -1,4 +1,4 @@
-"""Attention over a paged cache, by itself: what gpu_kernels.py times."""
+"""Attention over a paged cache, by itself, which gpu_kernels.py times."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from benchmarks.kernels.gpu_timing import (
     relative_error,
     repeated,
 )
+from sidestep.kernels.triton.attention_plan_triton import plan_attention
 from sidestep.kernels.triton.decode_attention_triton import (
     DecodeConfig,
     DecodeScratch,
     decode_attention,
-    plan_attention,
 )
 from sidestep.kernels.triton.prefill_attention_triton import PrefillConfig, prefill_attention
 
 
 class Paged:
-    """A batch over a paged cache, of which there are as many copies as L2 asks for."""
+    """Batch over a paged cache, with copies that are together larger than L2."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Paged:
         self.out = torch.full_like(self.q, math.nan)
 
     def plan(self, tile: int, tokens: int) -> None:
-        """Counts the tiles, and is done before anything else starts."""
+        """Count the tiles, and wait until the counts are written."""
         plan_attention(
             self.seq_lens,
             self.query_starts,
@@ -80,14 +80,15 @@ class Paged:
         torch.cuda.synchronize()
 
     def keys_values(self, row: int) -> tuple[Tensor, Tensor]:
-        """Of the first copy: [KVH, length, D] each."""
+        """Return a row's keys and values in the first copy, [KVH, length, D] each."""
         table = self.tables[row, : math.ceil(self.lengths[row] / self.block_size)].long()
         both = self.caches[0][table].transpose(0, 1).flatten(1, 2)[:, : self.lengths[row]]
         return both[: self.model.kv_heads], both[self.model.kv_heads :]
 
     def error(self, rows: Iterable[int]) -> float:
-        """The largest relative error of these rows, the reference in float64; long prompts by their
-        last 64 tokens.
+        """Return the largest relative error of these rows against a float64 reference.
+
+        Only the last 64 tokens of long prompts are compared.
         """
         worst, starts, m = 0.0, self.query_starts.tolist(), self.model
         for row in rows:
@@ -119,7 +120,7 @@ class Decode:
         self.model = model
 
     def calls(self, config: DecodeConfig) -> list[Call]:
-        """One a copy of the cache."""
+        """Return one call for each copy of the cache."""
         m, b = self.model, self.batch
         scratch = DecodeScratch(m.heads, m.kv_heads, m.head_dim, len(b.lengths), DEVICE, config)
         b.plan(config.tile, 16)
@@ -142,7 +143,7 @@ class Decode:
         return [lambda cache=cache: call(cache) for cache in b.caches]
 
     def time(self, config: DecodeConfig) -> float:
-        """Microseconds, or infinite if the result is wrong."""
+        """Return the time in microseconds, or infinity if the result is wrong."""
         calls = self.calls(config)
         self.batch.out.fill_(math.nan)
         calls[0]()
@@ -154,7 +155,7 @@ class Decode:
         return microseconds(repeated(calls, 40 if self.bytes < 1 << 28 else 6))
 
     def library(self) -> float:
-        """Torch's attention over contiguous keys and values of equal lengths."""
+        """Return the time of torch's attention over contiguous keys and values of equal lengths."""
         m, rows, length = self.model, len(self.batch.lengths), self.batch.lengths[0]
         shape = (rows, m.kv_heads, length, m.head_dim)
         q = self.batch.q.view(rows, m.heads, 1, m.head_dim)
@@ -182,7 +183,7 @@ class Prefill:
         self.model = model
 
     def calls(self, config: PrefillConfig) -> list[Call]:
-        """One a copy of the cache."""
+        """Return one call for each copy of the cache."""
         m, b = self.model, self.batch
         b.plan(64, config.tokens(m.heads // m.kv_heads))
 
@@ -207,7 +208,7 @@ class Prefill:
         return [lambda cache=cache: call(cache) for cache in b.caches]
 
     def time(self, config: PrefillConfig) -> float:
-        """Microseconds, or infinite if the result is wrong."""
+        """Return the time in microseconds, or infinity if the result is wrong."""
         calls = self.calls(config)
         self.batch.out.fill_(math.nan)
         calls[0]()
@@ -218,7 +219,7 @@ class Prefill:
         return microseconds(repeated(calls, 4), 5)
 
     def library(self) -> float:
-        """Torch's attention over contiguous keys and values."""
+        """Return the time of torch's attention over contiguous keys and values."""
         m, rows, length = self.model, len(self.batch.lengths), self.batch.lengths[0]
         q = torch.randn(rows, m.heads, length, m.head_dim, dtype=DTYPE, device=DEVICE)
         k, v = torch.randn(2, rows, m.kv_heads, length, m.head_dim, dtype=DTYPE, device=DEVICE)

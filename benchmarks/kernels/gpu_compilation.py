@@ -1,5 +1,6 @@
-"""Compiles all that gpu_kernels.py --tune will launch, spread over processes: one alone would take
-most of the run.
+"""Compilation of all kernels that gpu_kernels.py --tune will launch, spread over processes.
+
+One process alone would take most of the run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sidestep.kernels.products.gated_gemm_triton import GatedConfig, gated_gemm
 
 
 def compile_gated(model: Model, rows: int, config: GatedConfig) -> None:
-    """Runs nothing."""
+    """Compile a gated product without running it."""
     x, weight = (
         torch.empty(n, model.hidden, dtype=DTYPE, device=DEVICE) for n in (rows, 2 * model.inner)
     )
@@ -48,7 +49,7 @@ def _one_layer(model: Model, rows: int) -> Layers:
 
 
 def _compilations(sections: set[str]) -> Iterator[Call]:
-    """A call for each kernel that --tune will launch."""
+    """Yield a call for each kernel that --tune will launch."""
     for model in MODELS:
         if "decode" in sections and model is MODELS[0]:
             for config, rows in itertools.product(decode_configs(), (1, 8, 64, 256)):
@@ -57,7 +58,8 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
             for tiles in prefill_configs():
                 for lengths in ([8192], [512] * 16):
                     yield lambda m=model, c=tiles, n=lengths: Prefill(m, n).calls(c)[0]()
-        for rows in GATED_ROWS[1:] if "gated" in sections else ():  # the first are as the second
+        # The first number of rows has the kernels of the second.
+        for rows in GATED_ROWS[1:] if "gated" in sections else ():
             for gated in gated_configs(rows):
                 yield lambda m=model, r=rows, c=gated: compile_gated(m, r, c)
         for rows in TUNED_ROWS if "layers" in sections else ():
@@ -84,7 +86,7 @@ def _compile(index: int, of: int, sections: set[str]) -> None:
 
 
 def compile_all(sections: set[str]) -> None:
-    """Fills Triton's cache from several processes."""
+    """Fill Triton's cache from several processes."""
     begin, number = time.perf_counter(), max(1, (os.cpu_count() or 2) - 1)
     context = multiprocessing.get_context("spawn")
     processes = [

@@ -1,4 +1,4 @@
-"""The configurations of the GPU's kernels that gpu_kernels.py --tune tries."""
+"""Configurations of the GPU's kernels that gpu_kernels.py --tune tries."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sidestep.kernels.triton.decode_attention_triton import DecodeConfig
 from sidestep.kernels.triton.prefill_attention_triton import PrefillConfig
 
 TUNED_ROWS = ROWS
-"""One of each class that kernels.tuned_products tells apart."""
+"""One number of rows of each class that kernels/products/tuned_products.py tells apart."""
 
 
 def decode_configs() -> Iterator[DecodeConfig]:
-    """Tiles of 32 keys and of 64."""
+    """Yield configurations with tiles of 16, 32 and 64 keys."""
     for min_tiles in (1, 2, 4, 6):
         yield DecodeConfig(min_tiles=min_tiles)
     yield DecodeConfig(tile=16, num_warps=1, programs_per_processor=8, min_tiles=4)
@@ -28,7 +28,7 @@ def decode_configs() -> Iterator[DecodeConfig]:
 
 
 def prefill_configs() -> Iterator[PrefillConfig]:
-    """The larger tiles, with bulk copies and without."""
+    """Yield configurations with the larger tiles, with bulk copies and without."""
     for rows, keys, warps, stages, registers in (
         (64, 64, 4, 3, None),
         (64, 64, 4, 2, None),
@@ -42,7 +42,7 @@ def prefill_configs() -> Iterator[PrefillConfig]:
 
 
 def gemv_configs(inputs: int) -> Iterator[SkinnyConfig]:
-    """For one row."""
+    """Yield configurations for one row."""
     for block_n, block_k, warps in (
         (1, 512, 2),
         (1, 1024, 4),
@@ -58,7 +58,7 @@ def gemv_configs(inputs: int) -> Iterator[SkinnyConfig]:
 
 
 def skinny_configs() -> Iterator[SkinnyConfig]:
-    """For 2 to 16 rows."""
+    """Yield configurations for 2 to 16 rows."""
     for block_n, block_k, warps in (
         (16, 512, 4),
         (16, 1024, 4),
@@ -70,19 +70,21 @@ def skinny_configs() -> Iterator[SkinnyConfig]:
 
 
 def product_configs(shape: tuple[int, int, bool], rows: int) -> list[Config]:
-    """For a matrix with so many outputs and inputs, gated or not."""
+    """Return the configurations for a matrix with these outputs and inputs, gated or not."""
     if rows == 1:
         return list(gemv_configs(shape[1]))
     return [streamed_config.config(rows, *shape), *(skinny_configs() if rows <= MAX_ROWS else ())]
 
 
 NORM_BEGUN_BY = {"qkv": "down", "gate_up": "o"}
-"""The matrices of a normed stream: their kernels differ by how many programs the product before
-them has."""
+"""Matrices that multiply a normed stream, with the product before each of them.
+
+Their kernels differ by the number of programs of that product.
+"""
 
 
 def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
-    """All that tuning a layer may come to, as far as kernels differ."""
+    """Yield all configurations that tuning a layer may come to, as far as kernels differ."""
     linears = model.linears()
     for name, shape in linears.items():
         before: list[Configs] = [{}]
@@ -96,7 +98,7 @@ def layer_configs(model: Model, rows: int) -> Iterator[Configs]:
 
 GATED_ROWS = (32, 64, 128, 256, 512, 1024, 2048, 8192)
 _GATED_TILES = {
-    # rows, columns of each half, step, warps, stages, programs
+    # The numbers are rows, columns of each half, step, warps, stages and programs.
     64: (
         (64, 64, 64, 4, 4, 2),
         (64, 128, 64, 4, 4),
@@ -123,6 +125,6 @@ _GATED_TILES = {
 
 
 def gated_configs(rows: int) -> list[GatedConfig]:
-    """What may be best for so many rows."""
+    """Return the configurations that may be best for this number of rows."""
     by_rows = next(tiles for most, tiles in _GATED_TILES.items() if rows <= most)
     return [GatedConfig(*tile) for tile in by_rows]

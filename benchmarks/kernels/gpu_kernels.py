@@ -1,13 +1,13 @@
-"""How far each kernel of a step is from what the GPU allows: the figures behind the kernels'
-configurations.
+"""Measure how far each kernel of a step is from the GPU's limits.
 
-    python benchmarks/kernels/gpu_kernels.py [--only decode,gated,prefill,linear,layers,small] [--tune]
+    python benchmarks/kernels/gpu_kernels.py [--only decode,gated,prefill,linear,layers,small]
+        [--tune] [--write FILE]
 
-Each kernel is checked against a reference in higher precision, then timed in a CUDA graph of many
-launches over inputs that take turns and together are larger than the L2 cache. The floor is bytes
-over the bandwidth of a large read, or operations over the rate of a large matrix product, both
-measured first. --tune tries configurations of the kernels that have them and prints the best; their
-compilation is spread over processes.
+The kernels' configurations are based on these figures. Each kernel is checked against a reference
+in higher precision. It is then timed in a CUDA graph of many launches over alternating inputs that
+are together larger than the L2 cache. The floor is bytes over the bandwidth of a large read, or
+operations over the rate of a large matrix product, both measured first. --tune tries configurations
+of the kernels that have them and prints the best; their compilation is spread over processes.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from sidestep.kernels.triton.silu_mul_triton import silu_mul
 
 
 def ragged(rows: int) -> list[int]:
-    """Lengths from 100 to 2048, the same each time."""
+    """Return lengths from 100 to 2048, the same each time."""
     generator = torch.Generator().manual_seed(7)
     return torch.randint(100, 2049, (rows,), generator=generator).tolist()
 
 
 def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
-    """Decode attention, by batch and length."""
+    """Time decode attention, by batch and length."""
     table.add("decode attention, us: floor, kernel (floor's share), torch")
     for model in MODELS[: 1 if tune else 2]:
         cases = {
@@ -86,8 +86,8 @@ def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
                     else math.nan
                 )
                 table.add(
-                    f"  {model.name} {name} block {block_size}: {floor:.2f} {took:.2f} ({floor / took:.0%}) "
-                    f"{library:.2f}"
+                    f"  {model.name} {name} block {block_size}: {floor:.2f} "
+                    f"{took:.2f} ({floor / took:.0%}) {library:.2f}"
                 )
                 if tune:
                     best = sorted(
@@ -101,7 +101,7 @@ def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
 
 
 def prefill_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
-    """Causal attention of prompts."""
+    """Time causal attention of prompts."""
     table.add("prefill attention: TFLOP/s of the kernel and of torch")
     for model in MODELS:
         for name, lengths in {"1 x 8k": [8192], "16 x 512": [512] * 16}.items():
@@ -128,7 +128,7 @@ def prefill_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
 
 
 def linear_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
-    """Each matrix alone, launched back to back over distinct copies."""
+    """Time each matrix alone, launched back to back over distinct copies."""
     table.add(f"linear, us: floor; then kernel / library at {', '.join(map(str, TUNED_ROWS))} rows")
     for model in MODELS:
         for name, (n, k, gated) in {
@@ -152,12 +152,13 @@ def linear_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
                     )
                 del case
             table.add(
-                f"  {model.name} {name} {n} x {k}{' gated' if gated else ''}: {floor:.2f}; {', '.join(figures)}"
+                f"  {model.name} {name} {n} x {k}{' gated' if gated else ''}: "
+                f"{floor:.2f}; {', '.join(figures)}"
             )
 
 
 def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
-    """The gated product of more rows than the small products take."""
+    """Time the gated product of more rows than the small products take."""
     table.add("gated product with its activation, us: floor, kernel, library")
     for model in MODELS:
         entries = []
@@ -165,8 +166,8 @@ def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             case = Gated(model, rows)
             took, library = attempt(lambda case=case: case.took(case.chosen)), case.library()
             table.add(
-                f"  {model.name} rows {rows}: {ceilings.floor(case.bytes, case.operations):.2f} {took:.2f} "
-                f"{library:.2f}"
+                f"  {model.name} rows {rows}: "
+                f"{ceilings.floor(case.bytes, case.operations):.2f} {took:.2f} {library:.2f}"
             )
             if tune:
                 tried = gated_configs(rows)
@@ -180,18 +181,20 @@ def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             del case
         if tune:
             table.add(
-                f"    for kernels/products/tuned_gated.py: {(model.inner, model.hidden)}: {tuple(entries)},"
+                "    for kernels/products/tuned_gated.py: "
+                f"{(model.inner, model.hidden)}: {tuple(entries)},"
             )
 
 
 def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[str, int], Configs]:
-    """A whole layer: what a decode step spends, and the configurations of its matrices within it,
-    by model and rows.
+    """Time whole layers of a decode step, and return the best configurations by model and rows.
+
+    The configurations of a layer's matrices are compared within the layer.
     """
     tuned: dict[tuple[str, int], Configs] = {}
     table.add(
-        "a decode step's layer, us: floor, ours, with the library's products; all layers ms; what each kernel "
-        "adds (its floor), and the rest"
+        "a decode step's layer, us: floor, ours, with the library's products; all layers ms; "
+        "what each kernel adds (its floor), and the rest"
     )
     for model, rows in itertools.product(MODELS, TUNED_ROWS):
         case = Layers(model, rows, 768)
@@ -211,7 +214,7 @@ def layers_section(table: Table, ceilings: Ceilings, tune: bool) -> dict[tuple[s
 
 
 def small_kernels(model: Model, rows: int) -> dict[str, tuple[int, float]]:
-    """Bytes and microseconds of each kernel between the products."""
+    """Return the bytes and microseconds of each kernel between the products."""
     copies = max(2, min(40, math.ceil(L2_BYTES / (rows * model.hidden * 2))))
     xs = [torch.randn(rows, model.hidden, dtype=DTYPE, device=DEVICE) for _ in range(copies)]
     weight = torch.ones(model.hidden, dtype=DTYPE, device=DEVICE)
@@ -225,7 +228,7 @@ def small_kernels(model: Model, rows: int) -> dict[str, tuple[int, float]]:
         torch.randn(rows, heads * model.head_dim, dtype=DTYPE, device=DEVICE)
         for _ in range(min(copies, 8))
     ]
-    places = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    slot_mapping = torch.arange(rows, dtype=torch.int32, device=DEVICE)
     cos, sin = torch.randn(2, rows, model.head_dim // 2, device=DEVICE)
     norms = (torch.ones(model.head_dim, dtype=DTYPE, device=DEVICE),) * 2
     return {
@@ -239,7 +242,7 @@ def small_kernels(model: Model, rows: int) -> dict[str, tuple[int, float]]:
             microseconds(
                 [
                     lambda q=q: qkv_rope(
-                        q, places, places, cos, sin, norms, 1e-6, cache, model.heads
+                        q, slot_mapping, slot_mapping, cos, sin, norms, 1e-6, cache, model.heads
                     )
                     for q in qkvs
                 ]
@@ -249,7 +252,7 @@ def small_kernels(model: Model, rows: int) -> dict[str, tuple[int, float]]:
 
 
 def small_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
-    """The kernels between the products."""
+    """Time the kernels between the products."""
     table.add("small kernels, us: floor, kernel")
     for model, rows in itertools.product(MODELS, (1, 64, 256, 8192)):
         table.add(
@@ -273,7 +276,7 @@ SECTIONS = {
 
 @torch.inference_mode()
 def main() -> None:
-    """Runs the sections and prints their lines once more, together, last."""
+    """Run the sections and print their lines once more, together, at the end."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -287,7 +290,8 @@ def main() -> None:
         compile_all(set(sections))
     ceilings, table = Ceilings(), Table()
     table.add(
-        f"copy {ceilings.copy:.2f} TB/s, read {ceilings.read:.2f} TB/s, product {ceilings.product:.0f} TFLOP/s"
+        f"copy {ceilings.copy:.2f} TB/s, read {ceilings.read:.2f} TB/s, "
+        f"product {ceilings.product:.0f} TFLOP/s"
     )
     for name in sections:
         begin = time.perf_counter()

@@ -1,5 +1,6 @@
-"""A model's layers as a decode step runs them, one kernel behind the other: what gpu_kernels.py
-times.
+"""Layers of a model as a decode step runs them, one kernel after the other.
+
+gpu_kernels.py times them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class Layers:
-    """The decode step of a model's layers, without its embedding and its head."""
+    """Decode step of a model's layers, without its embedding and its head."""
 
     def __init__(
         self, model: Model, rows: int, context: int, decode: DecodeConfig | None = None
@@ -56,20 +57,22 @@ class Layers:
         self.set_decode(decode or decode_config(model.head_dim, 2, model.heads))
 
     def set_decode(self, config: DecodeConfig) -> None:
-        """Takes another configuration of decode attention."""
+        """Set another configuration of decode attention."""
         m = self.model
         self.scratch = DecodeScratch(m.heads, m.kv_heads, m.head_dim, self.rows, DEVICE, config)
         self.paged.plan(config.tile, 16)
 
     def bytes(self) -> dict[str, int]:
-        """What each kernel of a layer reads: weights, or keys and values."""
+        """Return the bytes that each kernel of a layer reads: weights, or keys and values."""
         m = self.model
         weights = {name: n * (1 + gated) * k * 2 for name, (n, k, gated) in m.linears().items()}
         return {**weights, "attention": sum(self.paged.lengths) * 2 * m.kv_heads * m.head_dim * 2}
 
     def run(self, configs: Configs, skip: str = "") -> Tensor:
-        """All layers; `configs` by matrix, None for the library's product, as shipped where none is
-        named; `skip` names what is left out.
+        """Run all layers and return the stream.
+
+        configs: configurations by matrix; None stands for the library's product, and a matrix
+        without an entry is computed as the engine does. skip: name of the part that is left out.
         """
         stream = Stream(self.x.clone(), self.norm)
         for weights, cache in zip(self.weights, self.paged.caches, strict=True):
@@ -89,7 +92,7 @@ class Layers:
         return stream.hidden
 
     def _made(self, name: str, skip: str, make: Callable[[], T]) -> T:
-        """What a part makes, or, if it is left out, what it made before."""
+        """Return the result of a part, or its result of the last run if the part is left out."""
         if name != skip:
             self._before[name] = make()
         return self._before[name]
@@ -98,7 +101,7 @@ class Layers:
         m, b = self.model, self.paged
         out = qkv.new_empty(self.rows, m.heads * m.head_dim)
         rope: Rope | None = self.rope
-        if self.rows > 16:  # as executor.attention.triton_backend does
+        if self.rows > 16:  # as executor/attention/triton_backend.py does
             qkv_rope(
                 qkv,
                 self.positions,
@@ -130,7 +133,7 @@ class Layers:
     def _project(
         self, stream: Stream, weights: dict[str, Tensor], name: str, configs: Configs
     ) -> Tensor:
-        """A product of the normed stream."""
+        """Return a product of the normed stream."""
         weight, gated = weights[name], name == "gate_up"
         if name not in configs:
             return (gated_linear if gated else linear)(stream, weight, None)
@@ -142,7 +145,7 @@ class Layers:
     def _add(
         self, stream: Stream, x: Tensor, weights: dict[str, Tensor], name: str, configs: Configs
     ) -> Stream:
-        """A product added to the stream."""
+        """Return the stream after a product was added to it."""
         hidden, weight = stream.hidden, weights[name]
         if name not in configs:
             begun = add_linear(hidden, x, weight, None, self.norm)
@@ -154,12 +157,13 @@ class Layers:
         return Stream(hidden, self.norm, begun)
 
     def time(self, configs: Configs, skip: str = "") -> float:
-        """Microseconds a layer."""
+        """Return the microseconds of one layer."""
         return microseconds([lambda: self.run(configs, skip)] * 2) / self.model.kept
 
     def agrees(self, configs: Configs) -> bool:
-        """Whether a captured run, its kernels overlapping, equals one in which each ends before the
-        next begins.
+        """Return whether a captured run equals one without overlapping kernels.
+
+        In the captured run kernels may overlap; in the other one each ends before the next begins.
         """
         stream = torch.cuda.current_stream()
         alone = self._alone(configs)
@@ -174,9 +178,10 @@ class Layers:
         return same
 
     def _alone(self, configs: Configs) -> Tensor:
-        """What run gives when each kernel ends before the next begins. Only names that this module
-        itself looks up can be replaced from here: what launches a kernel in run must be called by
-        such a name.
+        """Return the result of `run` when each kernel ends before the next begins.
+
+        Only names that this module itself looks up can be replaced from here, so `run` must call
+        the functions that launch kernels by such names.
         """
         names = (
             "linear",

@@ -1,4 +1,4 @@
-"""The shapes that the GPU's kernels are measured in."""
+"""Models whose shapes the GPU's kernels are measured in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The sizes of a model, and how many layers the benchmark keeps."""
+    """Sizes of a model, and the number of layers that the benchmark keeps."""
 
     name: str
     hidden: int
@@ -19,10 +19,10 @@ class Model:
     kept: int
     head_dim: int = 128
     head_norms: bool = False
-    """Whether queries and keys are normed."""
+    """True if queries and keys have norms."""
 
     def linears(self) -> dict[str, tuple[int, int, bool]]:
-        """Outputs, inputs, whether gated, of each matrix."""
+        """Return the outputs and inputs of each matrix, and whether it is gated."""
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden, False),
             "o": (self.hidden, self.heads * self.head_dim, False),

@@ -1,4 +1,4 @@
-"""The products of a layer, each by itself: what gpu_kernels.py times."""
+"""Products of a layer, each by itself, which gpu_kernels.py times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sidestep.kernels.triton.silu_mul_triton import silu_mul
 
 
 def check_linear(outputs: int, inputs: int, gated: bool, rows: int, config: Config) -> float:
-    """Relative error on fresh inputs."""
+    """Return the relative error of a product on fresh inputs."""
     x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
     weight = torch.randn(outputs * (1 + gated), inputs, dtype=DTYPE, device=DEVICE) * inputs**-0.5
     reference = x.double() @ weight[: 4096 if not gated else None].double().t()
@@ -37,7 +37,7 @@ def check_linear(outputs: int, inputs: int, gated: bool, rows: int, config: Conf
 
 
 class Linear:
-    """A matrix, of which there are as many as L2 asks for, times a few rows."""
+    """Copies of a matrix, together larger than L2, to multiply by a few rows."""
 
     def __init__(self, outputs: int, inputs: int, gated: bool, rows: int) -> None:
         self.shape = (outputs, inputs, gated, rows)
@@ -50,8 +50,9 @@ class Linear:
         self.x = torch.randn(rows, inputs, dtype=DTYPE, device=DEVICE)
 
     def time(self, config: Config | None = None) -> float:
-        """Microseconds, or infinite if the result is wrong. config: as shipped, if there is one,
-        unless given.
+        """Return the time in microseconds, or infinity if the result is wrong.
+
+        config: the engine's own choice if not given; without one the time is NaN.
         """
         outputs, inputs, is_gated, rows = self.shape
         config = config or choose(rows, outputs, inputs, is_gated, hopper=is_hopper(DEVICE))
@@ -67,7 +68,7 @@ class Linear:
         return microseconds(repeated(calls, 20))
 
     def library(self) -> float:
-        """torch.nn.functional.linear, and the gated activation after it."""
+        """Return the time of torch.nn.functional.linear, and of the gated activation after it."""
         gated = self.shape[2]
         calls: list[Call] = [
             lambda w=w: silu_mul(F.linear(self.x, w)) if gated else F.linear(self.x, w)
@@ -77,7 +78,7 @@ class Linear:
 
 
 class Gated(Linear):
-    """The gated product of many rows, with the activation."""
+    """Gated product of many rows, with the activation."""
 
     def __init__(self, model: Model, rows: int) -> None:
         super().__init__(model.inner, model.hidden, True, rows)
@@ -85,7 +86,10 @@ class Gated(Linear):
         self.chosen = choose_gated(rows, model.inner, model.hidden, DEVICE) or default_config(rows)
 
     def error(self, config: GatedConfig) -> float:
-        """Relative, of columns of every tile, in float64; infinite if a second run differs."""
+        """Return the relative error of columns of every tile against a float64 reference.
+
+        It is infinite if a second run differs.
+        """
         weight = self.weights[0]
         out = gated_gemm(self.x, weight, config=config)
         if not torch.equal(out, gated_gemm(self.x, weight, config=config)):
@@ -94,7 +98,7 @@ class Gated(Linear):
         return relative_error(out[:, ::29], F.silu(gate) * up)
 
     def took(self, config: GatedConfig) -> float:
-        """Microseconds, or infinite if the result is wrong."""
+        """Return the time in microseconds, or infinity if the result is wrong."""
         if (error := self.error(config)) > 1e-2:
             print(f"wrong: {self.shape} {config} error {error}")
             return math.inf

@@ -1,13 +1,18 @@
-"""Where a step's time goes on a GPU: its kernels beside the bytes that it must read.
+"""Measure the time of a step's kernels on a GPU beside the bytes that the step must read.
 
-    python benchmarks/kernels/gpu_step.py [--models qwen3-0.6b llama-3.1-8b] [--batches 1 8 64 256] [--context 1024]
-                                  [--prompts 8]
+    python benchmarks/kernels/gpu_step.py [--models qwen3-0.6b llama-3.1-8b]
+        [--batches 1 8 64 256] [--context 1024] [--prompts 8]
 
-Drives the worker's runner in this process, without the engine around it: the step alone. For each
-batch size: the time of a captured step; the floor of its weights and of its keys and values at the
-card's measured reading speed; the kernels that take it, as the profiler sees them; and each part of
-a step beside its own floor, of bytes alone, which large products do not come near: they are bound
-by arithmetic. For each number of prompts: a step that computes so many of --context tokens.
+It drives the worker's runner in this process, without the engine around it: the step alone. For
+each batch size it prints:
+
+- the time of a captured step;
+- the floor of its weights and of its keys and values at the card's measured reading speed;
+- the kernels that take the time, as the profiler sees them;
+- each part of a step beside its own floor, which counts bytes alone. Large products are far from
+  it, since arithmetic bounds them.
+
+For each number of prompts it measures a step that computes that many prompts of --context tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +40,14 @@ from sidestep.ipc.transport.step import StepInput
 
 
 def read_speed() -> float:
-    """Bytes a second of a reduction over 4 GiB."""
+    """Return the bytes a second of a reduction over 4 GiB."""
     data = torch.ones(1 << 31, dtype=torch.bfloat16, device="cuda")
     views = data.view(torch.int64).view(64, -1)
     return data.nbytes / timed(lambda: views.sum(1), 10)
 
 
 def timed(run: Any, count: int) -> float:
-    """Seconds of one of `count` runs in a row."""
+    """Return the seconds of one of `count` runs in a row."""
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -56,6 +61,7 @@ def timed(run: Any, count: int) -> float:
 def make_runner(
     model: str, rows: int, context: int, max_tokens: int, options: dict[str, Any]
 ) -> GpuRunner:
+    """Return a loaded runner of a model with random weights and a random KV cache."""
     path = write_model(model, tempfile.mkdtemp())
     blocks = rows * ((context + 400) // (options["block_size"] or 64) + 2)
     runner = GpuRunner(
@@ -89,6 +95,7 @@ class Steps:
         self._count = 0
 
     def __next__(self) -> StepInput:
+        """Return the next step."""
         rows, first = self._rows, self._count == 0
         needed = -(-self._length // self._block) - self._held
         ids = np.arange(self._next_block, self._next_block + needed * rows, dtype=np.int32)
@@ -144,7 +151,7 @@ class PromptSteps(Steps):
 
 
 def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
-    """Seconds of a step with another always queued behind it."""
+    """Return the seconds of a step with another one always queued behind it."""
     flying = [runner.execute(next(steps)) for _ in range(2)]
     for _ in range(4):
         flying.pop(0).wait()
@@ -161,7 +168,10 @@ def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:
 
 
 def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
-    """What the device does in so many steps, each with another queued behind it; microseconds."""
+    """Return the device's activities in `count` steps, each with another one queued behind it.
+
+    Times are in microseconds.
+    """
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
@@ -178,7 +188,7 @@ def trace(runner: GpuRunner, steps: Steps, count: int) -> list[Kernel]:
 
 
 def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]:
-    """Of each kernel: microseconds and launches in one of the trace's steps, the longest first."""
+    """Return the microseconds and launches of each kernel in one step, the longest first."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for kernel in kernels:
         entry = found[short_name(kernel.name)]
@@ -191,12 +201,14 @@ def by_name(kernels: list[Kernel], count: int) -> dict[str, tuple[float, float]]
 
 
 def short_name(name: str) -> str:
+    """Return a kernel's name without arguments and return type, at most 70 characters."""
     return name.split("(")[0].replace("void ", "")[:70]
 
 
 def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
-    """Microseconds to read once what each part of a step reads: weights, or every row's keys and
-    values.
+    """Return the microseconds to read once the memory that each part of a step reads.
+
+    It is the weights, or every row's keys and values.
     """
     hidden, q, kv = (
         spec.hidden_size,
@@ -217,7 +229,7 @@ def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, 
 
 
 def part_lines(kernels: list[Kernel], bounds: dict[str, float], seconds: float) -> list[str]:
-    """Each part beside its floor, or why the trace does not tell."""
+    """Return lines with each part beside its floor, or the reason why the trace does not tell."""
     try:
         return beside_floors(part_times(kernels), bounds, seconds * 1e6)
     except ValueError as error:
@@ -225,7 +237,7 @@ def part_lines(kernels: list[Kernel], bounds: dict[str, float], seconds: float) 
 
 
 def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, prompts: bool) -> None:
-    """One step's time, floors, kernels and parts."""
+    """Print one step's time, floors, kernels and parts."""
     traced = 4
     options = {"block_size": args.block_size, "enforce_eager": args.eager}
     runner = make_runner(
@@ -240,8 +252,9 @@ def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, pro
     busy = sum(time for time, _ in listed.values())
     what = "prompts" if prompts else "batch"
     print(
-        f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; floors: weights "
-        f"{weights / 1e3:.3f}, keys and values {bounds['attention'] / 1e3:.3f}; kernels' times together "
+        f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; "
+        f"floors: weights {weights / 1e3:.3f}, "
+        f"keys and values {bounds['attention'] / 1e3:.3f}; kernels' times together "
         f"{busy / 1e3:.3f}"
     )
     for name, (time, launches) in list(listed.items())[: args.top]:
@@ -253,6 +266,7 @@ def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, pro
 
 
 def main() -> None:
+    """Report the chosen models, batches and prompts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

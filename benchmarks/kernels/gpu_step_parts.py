@@ -1,9 +1,8 @@
-"""Which part of a decode step each kernel of a trace belongs to, and how long each part takes
-beside its floor.
+"""Parts of a decode step that the kernels of a trace belong to, and their times beside floors.
 
-A trace has names only, and one name serves several products. So products are told apart by their
-order: between the attention of one layer and that of the next come o, gate_up, down and qkv, and
-what lies between them, which depends on the number of rows, has names of its own. Nothing here
+A trace has names only, and one name serves several products. So products are distinguished by their
+order: between the attention of one layer and that of the next come o, gate_up, down and qkv. The
+kernels between them, which depend on the number of rows, have names of their own. Nothing here
 needs a GPU.
 """
 
@@ -15,9 +14,13 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 PARTS = ("inputs", "qkv", "attention", "o", "gate_up", "down", "norms", "lm_head", "sampling")
-"""Inputs are what comes before the first layer, with the gap behind the step before. A product is
-counted with what belongs to it: qkv with norms of heads and the rotary embedding where these are a
-kernel, gate_up with its activation, and all with the sums of the library's split products."""
+"""Parts of a step.
+
+Inputs are the kernels before the first layer, with the gap behind the step before. A product is
+counted with the kernels that belong to it: qkv with norms of heads and the rotary embedding where
+these are a kernel, gate_up with its activation, and all with the sums of the library's split
+products.
+"""
 
 _FIRST = "_prepare"
 _ATTENTION = "_decode"
@@ -35,7 +38,7 @@ _SUM = re.compile(r"reduce", re.IGNORECASE)
 
 
 class Kernel(NamedTuple):
-    """A kernel, or a copy, as the profiler saw it; any unit of time."""
+    """Kernel or copy, as the profiler saw it, in any unit of time."""
 
     name: str
     start: float
@@ -43,20 +46,22 @@ class Kernel(NamedTuple):
 
 
 def part_times(trace: Iterable[Kernel]) -> dict[str, float]:
-    """The time of each part in a step: the mean of all steps but the first, which only says when
-    the second begins.
+    """Return the mean time of each part in all steps but the first.
 
-    A kernel's time is that from the end of the kernel before it to its own end. So the times add up
-    to the step, though kernels that are launched early overlap; and a product that reads its
-    weights while the kernel before it still runs may take less than its floor. Raises ValueError
-    where the kernels are not those of decode steps.
+    The first step only shows when the second begins. A kernel's time is that from the end of the
+    kernel before it to its own end. So the times add up to the step, though kernels that are
+    launched early overlap. A product that reads its weights while the kernel before it still runs
+    may take less than its floor.
+
+    Raises ValueError if the kernels are not those of decode steps.
     """
     kernels = sorted(trace, key=lambda kernel: kernel.start)
     ends = list(accumulate((kernel.end for kernel in kernels), max))
     starts = list(_step_starts(kernels))
     if len(starts) < 2:
         raise ValueError(
-            f"the trace has {len(starts)} kernels {_FIRST}, one a step; two steps are needed at least"
+            f"the trace has {len(starts)} kernels {_FIRST}, one a step; "
+            "two steps are needed at least"
         )
     times = dict.fromkeys(PARTS, 0.0)
     for begin, stop in pairwise([*starts[1:], len(kernels)]):
@@ -67,7 +72,7 @@ def part_times(trace: Iterable[Kernel]) -> dict[str, float]:
 
 
 def _step_starts(kernels: Sequence[Kernel]) -> Iterator[int]:
-    """The copy of a step's message comes before its first kernel."""
+    """Yield the index of each step's first event: the copy of its message, or its first kernel."""
     for i, kernel in enumerate(kernels):
         if kernel.name == _FIRST:
             yield i - 1 if i and kernels[i - 1].name.startswith("Memcpy") else i
@@ -78,13 +83,13 @@ def _is_product(name: str) -> bool:
 
 
 def _parts(names: Sequence[str]) -> Iterator[str]:
-    """The part of each kernel of one step."""
+    """Yield the part of each kernel of one step."""
     last = max((i for i, name in enumerate(names) if _is_product(name)), default=-1)
     part = "inputs"
     for i, name in enumerate(names):
         if name == _NORM:
-            # between two products or not, as they leave it: the order of products does not depend
-            # on it
+            # A norm may lie between two products or not: the order of products does not depend on
+            # it.
             yield "norms"
             continue
         if name == _ATTENTION:
@@ -110,8 +115,9 @@ def _after(part: str, allowed: Iterable[str], following: str, name: str) -> str:
 def beside_floors(
     times: Mapping[str, float], floors: Mapping[str, float], step: float
 ) -> list[str]:
-    """Lines: each part of a step beside its floor, and what is left between all floors and the step
-    as it was measured without the profiler.
+    """Return lines with each part beside its floor, and the time between all floors and the step.
+
+    step: time as it was measured without the profiler.
     """
     over = {part: time - floors.get(part, 0.0) for part, time in times.items()}
     lines = ["    part         took     floor      over"]
@@ -125,5 +131,6 @@ def beside_floors(
     )
     return [
         *lines,
-        f"    left between the floors, {bound:.1f}, and the step, {step:.1f}: {step - bound:.1f} = {named}",
+        f"    left between the floors, {bound:.1f}, and the step, {step:.1f}: "
+        f"{step - bound:.1f} = {named}",
     ]

@@ -1,4 +1,4 @@
-"""How the GPU's kernels are timed and checked, and what the GPU allows at most."""
+"""Timing and checking of the GPU's kernels, and the GPU's limits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from triton.runtime.errors import OutOfResources
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 L2_BYTES = 160 << 20
-"""Inputs that take turns hold this much together."""
+"""Bytes that alternating inputs hold together at least."""
 
 Call = Callable[[], object]
 
 
 class Ceilings:
-    """What this GPU reaches: bytes a second of a copy and of a reading sum, operations a second of
-    a product.
+    """Speeds that this GPU reaches.
+
+    They are bytes a second of a copy and of a reading sum, and operations a second of a product, in
+    units of 10^12.
     """
 
     def __init__(self) -> None:
@@ -36,12 +38,12 @@ class Ceilings:
         self.product = 2 * 8192**3 / microseconds([lambda: torch.mm(m, m, out=c)] * 3) / 1e6
 
     def floor(self, num_bytes: float, operations: float = 0.0) -> float:
-        """Microseconds."""
+        """Return the least time for these bytes and operations, in microseconds."""
         return max(num_bytes / max(self.copy, self.read), operations / self.product) / 1e6
 
 
 def microseconds(calls: Sequence[Call], replays: int = 7) -> float:
-    """A call's time within a CUDA graph of all of them: median over the replays."""
+    """Return a call's time within a CUDA graph of all of them: median over the replays, in us."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -61,30 +63,30 @@ def microseconds(calls: Sequence[Call], replays: int = 7) -> float:
 
 
 def repeated(calls: Sequence[Call], least: int) -> list[Call]:
-    """The calls in turn, as often as makes at least so many."""
+    """Return the calls in turn, repeated until there are at least `least` of them."""
     return list(calls) * max(1, math.ceil(least / len(calls)))
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """Infinite where anything is not a number."""
+    """Return the relative error, or infinity where an element is not a number."""
     error = ((out.double() - reference.double()).norm() / reference.double().norm()).item()
     return error if math.isfinite(error) else math.inf
 
 
 class Table:
-    """Lines for the end."""
+    """Lines that are printed again at the end."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def add(self, line: str) -> None:
-        """Keeps and prints a line."""
+        """Keep and print a line."""
         self.lines.append(line)
         print(line)
 
 
 def attempt(function: Callable[[], float]) -> float:
-    """Infinite where a configuration does not fit the GPU or the library has no kernel."""
+    """Return the time, or infinity if a configuration does not fit or the library has no kernel."""
     try:
         return function()
     except (OutOfResources, RuntimeError) as error:

@@ -1,11 +1,12 @@
-"""CPU that `sidestep bench serve --url` spends on an event, and how many a second one such process
-takes in time.
+"""Measure the CPU time that `sidestep bench serve --url` spends on an event.
 
-    python benchmarks/server/client_cost.py [--streams 1 64 192 400 600] [--step-ms 20] [--tokens 200]
+    python benchmarks/server/client_cost.py [--streams 1 64 192 400 600] [--step-ms 20]
+        [--tokens 200]
 
-The server is another process, which does nothing but send every stream an event each step, the same
-for all. Where the 99th percentile of the gaps leaves the step, client or server is late; several
-events that come together count as such.
+It also shows how many events a second one such process receives in time. The server is another
+process, which only sends every stream an event each step, the same for all. If the 99th percentile
+of the gaps is larger than the step, client or server is late. Several events that come together
+count as several.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from sidestep.frontend.bench.load_report import make_report
 from sidestep.frontend.bench.load_send import send_all
 
 EVENT = (
-    b'data: {"id":"cmpl-7a1dfddad5f848a9893dff4f53ef951b","object":"text_completion","created":1795267968,'
-    b'"model":"m","choices":[{"index":0,"text":"_files","logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    b'data: {"id":"cmpl-7a1dfddad5f848a9893dff4f53ef951b","object":"text_completion",'
+    b'"created":1795267968,"model":"m","choices":[{"index":0,"text":"_files","logprobs":null,'
+    b'"finish_reason":null}],"usage":null}\n\n'
 )
 END = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":%d}}\n\ndata: [DONE]\n\n'
 
 
 def chunk(data: bytes) -> bytes:
+    """Return data as a chunk of an HTTP body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 async def feed(step_ms: float) -> None:
-    """The server; prints its port."""
+    """Run the server, and print its port."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -58,7 +61,7 @@ async def feed(step_ms: float) -> None:
 
 
 async def measure(port: int, streams: int, tokens: int) -> dict[str, float]:
-    """One load."""
+    """Measure one load."""
     target = HttpTarget(HttpServer(f"http://127.0.0.1:{port}"), None, 0.0)
     load = [PlannedRequest([1, 2, 3], tokens, 0.0)] * streams
     await send_all(target, load[:2], time.monotonic(), None)
@@ -76,7 +79,7 @@ async def measure(port: int, streams: int, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,8 +100,8 @@ def main() -> None:
                 for streams in args.streams:
                     row = runner.run(measure(port, streams, args.tokens))
                     print(
-                        f"{streams:8}{row['events/s']:10.0f}{row['us/event']:10.1f}{row['p50']:12.2f}"
-                        f"{row['p99']:8.2f}"
+                        f"{streams:8}{row['events/s']:10.0f}{row['us/event']:10.1f}"
+                        f"{row['p50']:12.2f}{row['p99']:8.2f}"
                     )
             finally:
                 server.terminate()

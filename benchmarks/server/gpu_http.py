@@ -1,12 +1,13 @@
-"""What HTTP costs: the same load on one AsyncLLM in this process, and on `sidestep serve`, one
-after the other.
+"""Measure the cost of HTTP: the same load on an AsyncLLM in this process and on `sidestep serve`.
 
-    python benchmarks/server/gpu_http.py [--model qwen3-0.6b] [--rate 60] [--seconds 12] [--device cuda]
+    python benchmarks/server/gpu_http.py [--model qwen3-0.6b] [--rate 60] [--seconds 12]
+        [--device cuda]
 
-Random weights, a tokenizer made up to the size of the model's vocabulary, Poisson arrivals of 64 to
-1,024 tokens in and 32 to 256 out, as token ids, all detokenised, after 64 requests to warm up.
-Prints tokens a second, TTFT and ITL of both as their client sees them, and what HTTP keeps of the
-throughput; the aim is 90%.
+The two run one after the other. The weights are random, and the tokenizer is generated in the size
+of the model's vocabulary. There are Poisson arrivals of 64 to 1,024 tokens of input, as token ids,
+and 32 to 256 of output, all detokenised, after 64 requests to warm up. The output is tokens a
+second, TTFT and ITL of both as their client sees them, and the share of the throughput that remains
+over HTTP; the aim is 90%.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ START_S = 120.0
 
 
 def planned(rate: float, count: int, vocab_size: int) -> list[PlannedRequest]:
+    """Return `count` requests at a rate a second."""
     return [
         PlannedRequest(prompt, length, at) for at, prompt, length in online(rate, count, vocab_size)
     ]
 
 
 async def measure(target: Target, args: argparse.Namespace, vocab_size: int) -> Report:
-    """The load's figures, after a warm-up."""
+    """Return the load's figures, after a warm-up."""
     await send_all(target, planned(50, 64, vocab_size), time.monotonic(), None)
     begin = time.monotonic()
     return make_report(
@@ -56,12 +58,14 @@ async def measure(target: Target, args: argparse.Namespace, vocab_size: int) -> 
 
 
 async def in_process(path: str, args: argparse.Namespace, vocab_size: int) -> Report:
+    """Measure the load on an engine in this process."""
     engine = EngineArgs(model=path, load_format="dummy", device=args.device)
     async with AsyncLLM.from_engine_args(engine) as llm:
         return await measure(EngineTarget(llm, 0.6), args, vocab_size)
 
 
 async def over_http(path: str, args: argparse.Namespace, vocab_size: int) -> Report:
+    """Measure the load on a server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -88,7 +92,7 @@ async def over_http(path: str, args: argparse.Namespace, vocab_size: int) -> Rep
 
 
 async def ready(server: HttpServer, process: subprocess.Popen[bytes]) -> None:
-    """Waits until the server takes requests."""
+    """Wait until the server takes requests. End this process if the server does not start."""
     end = time.monotonic() + START_S
     while True:
         try:
@@ -101,15 +105,17 @@ async def ready(server: HttpServer, process: subprocess.Popen[bytes]) -> None:
 
 
 def line(name: str, report: Report) -> str:
+    """Return the line of a report."""
     r = {key: value for key, value in report.items() if isinstance(value, (int, float))}
     return (
-        f"{name:11} {r['output_tokens_per_s']:8.0f} tokens/s  TTFT p50/p99 {r['ttft_ms_p50']:.1f}/"
-        f"{r['ttft_ms_p99']:.1f} ms  ITL p50/p99 {r['itl_ms_p50']:.2f}/{r['itl_ms_p99']:.1f} ms  failed "
-        f"{r['failed']:.0f}"
+        f"{name:11} {r['output_tokens_per_s']:8.0f} tokens/s  "
+        f"TTFT p50/p99 {r['ttft_ms_p50']:.1f}/{r['ttft_ms_p99']:.1f} ms  "
+        f"ITL p50/p99 {r['itl_ms_p50']:.2f}/{r['itl_ms_p99']:.1f} ms  failed {r['failed']:.0f}"
     )
 
 
 def main() -> None:
+    """Measure both ways and print their figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

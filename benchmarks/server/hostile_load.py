@@ -1,6 +1,6 @@
 """Measure how long honest clients wait while hostile clients load the same server.
 
-python benchmarks/server/hostile_load.py [--seconds 20] [--device fake] [--step-ms 5]
+    python benchmarks/server/hostile_load.py [--seconds 20] [--device fake] [--step-ms 5]
 
 Start a server with two replicas and stop a worker of the second. Other processes then post 16 MB
 bodies to four routes, send grammars that are ambiguous in every token with 128 choices, and hold
@@ -114,8 +114,9 @@ def watch_health(url: str, until: float, delays: Delays) -> None:
 
 
 def read_streams(url: str, until: float, delays: Delays, tokens: int) -> None:
-    """Read one stream after the other, and note each gap between tokens and the time to the first
-    token.
+    """Read streams, and record each gap between tokens and each time to the first token.
+
+    One stream is read after the other.
     """
     body = {"prompt": "def get_name(", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx2.Client(base_url=url, timeout=60) as http:

@@ -1,7 +1,7 @@
 """Measure how a body of 16 MB affects the other clients of a server.
 
-python benchmarks/server/long_texts.py [--max-model-len 2048 400000] [--only WORD ...] [--megabytes
-16]
+    python benchmarks/server/long_texts.py [--max-model-len 2048 400000] [--only WORD ...]
+        [--megabytes 16]
 
 For each body, print the longest wait for /health, the longest gap of a stream, and the memory that
 the server keeps afterwards. The server runs the fake device with the bundled model's tokenizer,
@@ -93,7 +93,7 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
 
 
 class Server:
-    """Run `sidestep serve` on the fake device."""
+    """Process of `sidestep serve` on the fake device."""
 
     def __init__(self, model: str) -> None:
         self.process = subprocess.Popen(
@@ -140,7 +140,7 @@ class Server:
 
 
 class Watch:
-    """Ask for /health and read a stream, from the beginning of a `with` block to its end."""
+    """Client that asks for /health and reads a stream for the time of a `with` block."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -209,8 +209,9 @@ def measure(server: Server, name: str, path: str, body: bytes) -> None:
 
 
 def longer_model(length: int, folder: Path) -> str:
-    """Copy the bundled model with another length and without weights, which the fake device does
-    not read. Return its folder.
+    """Copy the bundled model with another length and without weights, and return its folder.
+
+    The fake device does not read weights.
     """
     made = folder / f"model-{length}"
     shutil.copytree(DEFAULT_MODEL, made, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -221,7 +222,9 @@ def longer_model(length: int, folder: Path) -> str:
 
 def main() -> None:
     """Measure all bodies on each server."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--max-model-len", type=int, nargs="+", default=[MODEL_LEN, 400_000])
     parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--only", nargs="+", default=[], help="names of bodies")

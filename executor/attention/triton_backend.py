@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
 from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.triton.attention_plan_triton import plan_attention
 from sidestep.kernels.triton.decode_attention_triton import (
     DecodeScratch,
     Rope,
     decode_attention,
     decode_config,
-    plan_attention,
 )
 from sidestep.kernels.triton.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.triton.qkv_rope_triton import qkv_rope

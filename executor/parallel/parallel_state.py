@@ -106,9 +106,9 @@ class Parallel:
         """
         if self._dist is None:
             return
-        from sidestep.kernels.sums.all_reduce_triton import most_place_bytes
+        from sidestep.kernels.sums.all_reduce_triton import most_buffer_bytes
 
-        place_bytes = most_place_bytes(self.size, most_rows * width * dtype.itemsize)
+        place_bytes = most_buffer_bytes(self.size, most_rows * width * dtype.itemsize)
         memory = self.open_peer_memory(place_bytes, width, dtype, device) if place_bytes else None
         self._peers = None if memory is None else PeerSums(memory, width, dtype)
 
@@ -171,7 +171,7 @@ class LoneRank(Parallel):
         self, width: int, dtype: torch.dtype, most_rows: int, device: torch.device
     ) -> None:
         """Prepare sums through memory that stands for that of the ranks."""
-        from sidestep.kernels.sums.all_reduce_triton import most_place_bytes
+        from sidestep.kernels.sums.all_reduce_triton import most_buffer_bytes
         from sidestep.kernels.sums.peer_memory_triton import (
             MAX_PROGRAMS,
             NUM_COUNTERS,
@@ -180,7 +180,7 @@ class LoneRank(Parallel):
         )
 
         place_bytes = (
-            most_place_bytes(self.size, most_rows * width * dtype.itemsize) if self.size > 1 else 0
+            most_buffer_bytes(self.size, most_rows * width * dtype.itemsize) if self.size > 1 else 0
         )
         if place_bytes:
             memory = PeerMemory(

@@ -84,7 +84,7 @@ class PeerSums:
     def __repr__(self) -> str:
         return (
             f"PeerSums({len(self._memory.addresses)} ranks, parts up to "
-            f"{self._memory.place_bytes} bytes)"
+            f"{self._memory.buffer_bytes} bytes)"
         )
 
     def part(self, buffer: SumBuffer, rows: int) -> Part | None:
@@ -93,7 +93,7 @@ class PeerSums:
 
         row_bytes = self._width * self._dtype.itemsize
         config = choose(len(self._memory.addresses), rows, row_bytes)
-        if rows == 0 or config is None or rows * row_bytes > self._memory.place_bytes:
+        if rows == 0 or config is None or rows * row_bytes > self._memory.buffer_bytes:
             return None
         assert buffer != self._last, "other ranks may still be reading what was there"
         self._last = buffer
@@ -235,7 +235,7 @@ def try_sums(memory: PeerMemory, width: int, dtype: torch.dtype) -> Tensor:
 
     ranks, device = len(memory.addresses), memory.own.device
     row_bytes = width * dtype.itemsize
-    most = min(2 * ranks + 1, memory.place_bytes // row_bytes)
+    most = min(2 * ranks + 1, memory.buffer_bytes // row_bytes)
     most_pushed = next((rows for rows in range(most, 0, -1) if can_push(ranks, rows, row_bytes)), 0)
     norm = RmsNorm(torch.ones(width, dtype=dtype, device=device), _EPS)
     # Whole numbers, so that any order gives the same sum. Neighbours, rows and ranks have different

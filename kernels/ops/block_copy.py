@@ -1,6 +1,4 @@
-"""Copying KV blocks, many in one launch: what copy-on-write and swapping within the cache are made
-of.
-"""
+"""Copies of KV blocks, many in one launch, for copy-on-write and swapping within the cache."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ from sidestep.kernels.gpu import on_gpu
 
 
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """In every layer, block targets[i] becomes a copy of block sources[i].
+    """Copy block sources[i] to block targets[i] in every layer.
 
-    caches [layers, blocks, ...], contiguous; sources, targets int32 [N] on its device. A negative
-    source is skipped. No block is a source of one copy and the target of another.
+    caches is [layers, blocks, ...] and contiguous; sources and targets are int32 [N] on its device.
+    A negative source is skipped. No block is a source of one copy and the target of another.
     """
     if on_gpu(caches):
         from sidestep.kernels.triton.block_copy_triton import copy_blocks as launch

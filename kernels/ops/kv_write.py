@@ -1,4 +1,4 @@
-"""Writing new keys and values into the paged cache."""
+"""Writes of new keys and values into the paged cache."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from torch import Tensor
 
 
 def write_kv(cache: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-    """Stores token t's keys and values at position slot_mapping[t] = block id * block size +
-    offset.
+    """Store token t's keys and values at slot_mapping[t] = block id * block size + offset.
 
     cache [num_blocks * block_size, 2 KVH, D]; kv [T, 2 KVH, D], the keys first; slot_mapping int64
     [T], all different.

@@ -1,9 +1,11 @@
-"""Attention over keys and values that were gathered from the paged cache (Kwon et al. 2023): the
-torch reference.
+"""Attention over keys and values gathered from the paged cache: the torch reference.
 
-A query's bits on a CPU depend on its own position and inputs alone. So keys are padded to lengths
-that the position decides (see `padded_length`), all is computed in float32, and there are at least
-FEWEST_QUERIES queries, because libraries multiply fewer by other kernels.
+The paged cache is that of Kwon et al. 2023.
+
+On a CPU the bits of a query's result depend on its own position and inputs alone. So keys are
+padded to lengths that follow from the position (see `padded_length`), everything is computed in
+float32, and there are at least FEWEST_QUERIES queries, because libraries multiply fewer by other
+kernels.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 FEWEST_QUERIES = 4
-"""Number of queries is padded to a multiple of this."""
+"""The number of queries is padded to a multiple of this."""
 _SHORT, _STEP = 64, 512
 
 
 def padded_length(length: int) -> int:
-    """Return the number of keys that a query at the end of `length` tokens is computed with: 64,
-    128, 256 or a multiple of 512.
+    """Return the number of keys that a query at the end of `length` tokens is computed with.
+
+    It is 64, 128, 256 or a multiple of 512.
     """
     if length > _STEP:
         return -(-length // _STEP) * _STEP
@@ -27,8 +30,10 @@ def padded_length(length: int) -> int:
 
 
 def decode_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return the attention of one query token a row. Query heads that share a KV head are placed
-    along the query dimension, so keys and values are never repeated.
+    """Return the attention of one query token a row.
+
+    Query heads that share a KV head are laid out along the query dimension, so keys and values are
+    never repeated.
 
     q [R, H, D]; keys_values float32 [R, 2 KVH, L, D], keys first, each row padded with finite
     values to the common length; mask float32 [R, 1, 1, L], 0 for tokens to attend to and -inf for
@@ -65,8 +70,9 @@ def prefill_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Return the attention of q [B, H, N, D] to k, v [B, H, L, D].
 
-    A single problem is computed twice. torch gives each problem to one thread, but starts no thread
-    for a single problem, and the library then splits its products among threads of its own.
+    A single problem (B = H = 1) is computed twice. torch gives each problem to one thread, but it
+    starts no thread for a single problem. The library would then split its products among threads
+    of its own.
     """
     lone = q.shape[0] * q.shape[1] == 1
     if lone:
@@ -76,8 +82,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
 
 
 def causal_mask(first: int, count: int, length: int, window: int, device: torch.device) -> Tensor:
-    """Return float32 [N, L]: 0 where the N tokens from position `first` on attend, -inf elsewhere.
-    window: number of tokens, itself included, that a token attends to; 0 for all.
+    """Return the causal mask, float32 [N, L]: 0 where a token attends to a key, -inf elsewhere.
+
+    The N = `count` tokens start at position `first`. window: number of tokens, itself included,
+    that a token attends to; 0 for all.
     """
     query = torch.arange(first, first + count, device=device)[:, None]
     key = torch.arange(length, device=device)[None]

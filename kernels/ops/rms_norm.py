@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019)."""
+"""RMSNorm (Zhang and Sennrich 2019), and the residual stream on its way through a norm."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sidestep.kernels.gpu import on_gpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x [..., D] of any float type; weight [D]. Computed in float32 and rounded to x's type before the
-    weight is applied, as the models were trained.
+    x [..., D] of any float type; weight [D]. The norm is computed in float32 and rounded to x's
+    type before the weight is applied, as in the models' training.
     """
     if on_gpu(x) and x.dim() == 2:
         from sidestep.kernels.triton.rms_norm_triton import rms_norm as launch
 
         return launch(x, weight, eps)
     wide = x.float()
-    # The fewest operations count for a few rows: the mean of squares comes from the norm, which is
-    # a single one.
+    # For a few rows, the number of operations decides the time. So the mean of squares comes from
+    # the vector norm, which is a single operation.
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
     scale = torch.addcmul(_epsilon(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
@@ -38,39 +38,42 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., D]."""
         return rms_norm(x, self.weight, self.eps)
 
 
 class BegunNorm(NamedTuple):
-    """What the product that wrote a stream's rows h did of their norm: all but a scale that is
-    common to a row, which whoever multiplies `weighted` by a matrix can apply to the result: 1 /
-    sqrt(sum of the squares / D + eps).
+    """Part of the next norm that the product which wrote a stream's rows h has already computed.
+
+    Only a scale is missing, 1 / sqrt(sum of the squares / D + eps), which is common to a row. A
+    product of `weighted` and a matrix can apply it to its result.
     """
 
     weighted: Tensor
-    """[T, D] h * the norm's weight, in h's type."""
+    """[T, D]: h * the norm's weight, in h's type."""
     squares: Tensor
-    """float32 [T, P] Parts of the sum of each row's squares, one from each program that wrote h."""
+    """float32 [T, P]: parts of the sum of each row's squares, one from each program that wrote h.
+    """
 
 
 class Stream(NamedTuple):
-    """The residual stream between two products, on its way through a norm."""
+    """Residual stream between two products, on its way through a norm."""
 
     hidden: Tensor
-    """[T, D]"""
+    """[T, D]: the stream before the norm."""
     norm: RmsNorm
-    """The one that comes next."""
+    """The next norm."""
     begun: BegunNorm | None = None
-    """What is already done of it; it need not be used."""
+    """Part of the norm that is computed already; its use is optional."""
     done: Tensor | None = None
-    """[T, D] All of it, where that is done."""
+    """[T, D]: the result of the norm, where it is computed already."""
 
     def normed(self) -> Tensor:
-        """[T, D]; from the beginning, unless it is done."""
+        """Return the normed stream [T, D], computed from `hidden` unless it is done already."""
         return self.norm(self.hidden) if self.done is None else self.done
 
     def part(self, first: int, last: int) -> Stream:
-        """The stream of consecutive tokens."""
+        """Return the stream of the consecutive tokens from `first` up to, but without, `last`."""
         return Stream(
             self.hidden[first:last],
             self.norm,
@@ -78,12 +81,12 @@ class Stream(NamedTuple):
         )
 
     def of_rows(self, rows: Tensor) -> Stream:
-        """The stream of some tokens alone, int [R]."""
+        """Return the stream of the tokens whose indices are in `rows`, int [R]."""
         return Stream(self.hidden.index_select(0, rows), self.norm)
 
 
 def normed(x: Tensor | Stream) -> Tensor:
-    """A stream's norm; anything else as it is."""
+    """Return a stream's norm; return a tensor as it is."""
     return x.normed() if isinstance(x, Stream) else x
 
 

@@ -7,11 +7,12 @@ from torch import Tensor
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each head in place: with halves (a, b) of a head, (a cos - b sin, b cos + a sin).
-    Returns x.
+    """Rotate each head of x in place and return x.
+
+    With halves (a, b) of a head, the result is (a cos - b sin, b cos + a sin).
 
     x [T, H, D]; cos [T, 1, D], both halves alike; sin [T, 1, D], its first half negated, so that
-    one roll of x by half a head serves both. All of x's type.
+    one roll of x by half a head serves both. All have x's type.
     """
     turned = torch.roll(x, x.shape[-1] // 2, -1).mul_(sin)
     return x.mul_(cos).add_(turned)

@@ -1,8 +1,8 @@
-"""Choosing the next token, for a whole batch at once and without any random state.
+"""Sampling of the next token, for a whole batch at once and without any random state.
 
 A token is argmax(logits / T + Gumbel noise), which is a draw from softmax(logits / T) (Gumbel-max;
-Maddison et al. 2014). The noise is a hash of (seed, position, token id): a row's token depends on
-nothing but its own logits and seed.
+Maddison et al. 2014). The noise is a hash of (seed, position, token id), so a row's token depends
+on the row's own logits, seed and position alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _LOW = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014). int64 arithmetic wraps; shifts are made
-    logical by masks.
+    """Return the SplitMix64 finaliser (Steele et al. 2014) of x, int64.
+
+    int64 arithmetic wraps; masks make the shifts logical.
     """
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
@@ -26,17 +27,16 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits for each token, int64 [R, V], from int64 seeds [R] and positions [R].
+    """Return 32 random bits for each token, int64 [R, V], from int64 seeds [R] and positions [R].
 
     64-bit products are slow on a GPU, so only a row's two keys are made with them. A token's bits
-    are the 32-bit mixer with three products and the least bias that Wellons' search found (2018,
-    "Prospecting for hash functions"), with one key put in before it and the other before its second
-    product: rows of equal first keys still differ. Integers alone, so every device and
-    kernels.sampling_triton get the same bits.
+    come from the 32-bit mixer with three products and the least bias that Wellons' search found
+    (2018, "Prospecting for hash functions"). One key goes in before the mixer and the other before
+    its second product, so rows with equal first keys still differ. All arithmetic is on integers,
+    so every device and kernels/triton/sampling_triton.py get the same bits.
     """
-    keys = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)[
-        :, None
-    ]  # not 0 from seed 0, position 0
+    # With seed 0 and position 0 the keys are not 0.
+    keys = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)[:, None]
     x = torch.arange(vocab_size, device=seeds.device) ^ (keys & _LOW)
     x ^= x >> 17
     x *= 0xED5AD4BB
@@ -53,15 +53,15 @@ def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 [R, V], from int64 seeds [R] and positions [R]."""
+    """Return standard Gumbel noise, float32 [R, V], from int64 seeds [R] and positions [R]."""
     uniform = (noise_bits(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
-    # -log(1 - u) is an exponential variate whose small values, those that win, are exact. u may
-    # round to 1: that gives infinite time, noise of minus infinity, and is never chosen.
+    # -log(1 - u) is an exponential variate. Its small values, which win, are exact. u may round to
+    # 1: the variate is then infinite, the noise minus infinity, and the token is never chosen.
     return torch.log1p(-uniform).neg_().log_().neg_()
 
 
 def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """int64 [R]: draws from softmax(logits / temperature), or the argmax where temperature is 0.
+    """Return draws from softmax(logits / temperature), int64 [R]; the argmax if temperature is 0.
 
     logits float32 [R, V]; temperature float32 [R]; seeds, positions int64 [R].
     """
@@ -72,10 +72,11 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 def mask_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits with -inf for what each row's filters leave out: all but the top_k most probable
-    tokens (0: all stay); of those all but the smallest set whose probability reaches top_p; and
-    tokens less probable than min_p times the most probable one. At least one token stays. Of
-    equally probable tokens the lower ids stay.
+    """Return the logits with -inf for the tokens that each row's filters leave out.
+
+    The filters keep the top_k most probable tokens (0: all), then the smallest set of these tokens
+    whose probability reaches top_p, then those at least min_p times as probable as the best one.
+    At least one token stays. Among equally probable tokens the lower ids stay.
 
     logits float32 [R, V], already divided by the temperature; top_k int64 [R]; top_p, min_p float32
     [R].
@@ -85,8 +86,8 @@ def mask_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: 
     rank = torch.arange(vocab_size, device=logits.device)
     keep = rank < torch.where(top_k > 0, top_k, vocab_size)[:, None]
     probs = values.masked_fill(~keep, -torch.inf).softmax(-1)
-    # A token stays if those before it do not reach top_p yet. Rounded sums may reach 1 before the
-    # last token, which is no reason to leave it out where there is no top_p.
+    # A token stays if the tokens before it do not reach top_p yet. Rounded sums may reach 1 before
+    # the last token, which must not leave it out where there is no top_p.
     keep &= (probs.cumsum(-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
     keep &= probs >= min_p[:, None] * probs[:, :1]
     keep[:, 0] = True

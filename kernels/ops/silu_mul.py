@@ -1,4 +1,4 @@
-"""The gated activation of the MLP (SwiGLU, Shazeer 2020)."""
+"""Gated activation of the MLP (SwiGLU, Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from sidestep.kernels.gpu import on_gpu
 
 _SERIAL = 1 << 15
-"""Number of elements up to which torch uses a single thread, and which each thread gets at
-least."""
+"""Number of elements up to which torch uses a single thread, and which each thread gets at least.
+"""
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, for gate_up [T, 2 F] with the gate first. Returns [T, F]."""
+    """Return silu(gate) * up, [T, F], for gate_up [T, 2 F] with the gate first."""
     if on_gpu(gate_up):
         from sidestep.kernels.triton.silu_mul_triton import silu_mul as launch
 
@@ -25,15 +25,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def _silu(x: Tensor) -> Tensor:
     """Return silu of x [T, F] on a CPU. The bits of a row do not depend on the number of rows.
 
-    torch cuts a tensor into equal parts, one for each thread that has enough work, and computes the
-    last elements of a part by other instructions than the rest. So parts must end where rows end.
+    torch cuts a tensor into equal parts, one for each thread that has enough work. It computes the
+    last elements of a part by other instructions than the rest, so parts must end where rows end.
     """
     threads, rows, width = torch.get_num_threads(), x.shape[0], x.shape[1]
     if threads == 1 or rows == 1 or x.numel() <= _SERIAL:
         return torch.nn.functional.silu(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # Equal numbers of rows for each thread, large enough to be worth a thread; the rest in pieces
-    # that one thread computes.
+    # Each thread gets the same number of rows, enough to be worth a thread. The remaining rows are
+    # computed in pieces that one thread computes.
     shared = rows - rows % (threads * -(-_SERIAL // width))
     few = max(1, _SERIAL // width)
     cuts = [*([0] if shared else []), *range(shared, rows, few), rows]

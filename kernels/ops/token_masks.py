@@ -1,5 +1,6 @@
-"""Masks of allowed tokens, packed as bits, over rows of logits; see token_masks_triton.py for the
-kernel.
+"""Masks of allowed tokens, packed as bits, over rows of logits.
+
+The kernel is in kernels/triton/token_masks_triton.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from sidestep.kernels.gpu import on_gpu
 
 
 def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
-    """-inf in place of each logit whose bit is 0.
+    """Set each logit whose mask bit is 0 to -inf, in place.
 
-    logits [R, V]; marks int32 [R]: 1 + the number of the row's mask, 0 for a row without; words
-    int32 [N, ceil(V / 32)], a bit a token, the lowest first.
+    logits [R, V]; marks int32 [R]: 1 + the index of the row's mask in `words`, 0 for a row without
+    a mask; words int32 [N, ceil(V / 32)], one bit a token, the lowest bit first.
     """
     if on_gpu(logits):
         from sidestep.kernels.triton import token_masks_triton

@@ -1,10 +1,10 @@
-"""silu(x gate^T) * (x up^T) for tens to hundreds of rows: one product on the tensor cores that ends
-in the activation.
+"""silu(x gate^T) * (x up^T) for tens to hundreds of rows, as one product on the tensor cores.
 
-A tile is some rows of x by n columns of the gate and the same n of the other half, so that its end
-has both; the two halves of W are read as one operand (W seen as [2, F, K]). One program a
-multiprocessor takes tile after tile. The tiles of the same part of W are neighbours, and run at the
-same time: W comes from memory once, and from L2 then.
+The product ends in the activation. A tile is some rows of x by n columns of the gate and the same n
+columns of the other half, so that its end has both. The two halves of W are read as one operand (W
+seen as [2, F, K]). The programs, one or more a multiprocessor, take tile after tile. The tiles of
+the same part of W are neighbours and run at the same time, so W is read once from memory and then
+from L2.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestep.kernels.launch import has_pdl, num_processors, pdl
 from sidestep.kernels.products.tuned_gated import GATED
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """What is tuned by benchmarks/kernels/gpu_kernels.py: rows of x, columns of each half, and step
-    along K, of a tile.
+    """Tile of a gated product: rows of x, columns of each half, and step along K.
+
+    benchmarks/kernels/gpu_kernels.py tunes it.
     """
 
     block_m: int
@@ -33,14 +35,14 @@ class GatedConfig:
     num_warps: int = 8
     num_stages: int = 3
     programs: int = 1
-    """A multiprocessor; more than one if they fit."""
+    """Programs for each multiprocessor; more than one if they fit."""
     bulk: bool = True
-    """Whether operands come through the bulk copy engine, where it can read them."""
+    """True if operands come through the bulk copy engine, where it can read them."""
 
 
 @triton.jit
 def _prefetch(weight, column, at, F, K: tl.constexpr, N: tl.constexpr):
-    """Asks for 512 bytes of each row of a tile's part of W to be in L2, and for none behind W."""
+    """Prefetch 512 bytes of each row of a tile's part of W into L2, and nothing behind W."""
     both = tl.arange(0, 2 * N)
     rows = (
         weight
@@ -75,8 +77,9 @@ def _operands(
     STEP: tl.constexpr,
     BULK: tl.constexpr,
 ):
-    """Rows of x, [M, STEP], and rows of the gate over the same of the other half, [2 N, STEP].
-    Columns beyond K are zero; of rows beyond the last it only matters that they can be read.
+    """Return rows of x, [M, STEP], and rows of the gate over those of the other half, [2 N, STEP].
+
+    Columns beyond K are zero. Rows beyond the last have any values; they only have to be readable.
     """
     if BULK:
         value = x_tiles.load([row, at])
@@ -97,16 +100,8 @@ def _operands(
     return value, w
 
 
-@triton.jit
-def _activate(gate, up, dtype):
-    # Rounded where the kernels that this one replaces write.
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return (activated * up.to(dtype).to(tl.float32)).to(dtype)
-
-
-# Knowing that there is one row of tiles, the compiler would keep the addresses of all results over
-# the loop.
+# If the compiler knew that there is one row of tiles, it would keep the addresses of all results
+# over the loop.
 @triton.jit(do_not_specialize=["T", "row_tiles", "tiles"])
 def _gated_gemm(
     x,
@@ -135,7 +130,7 @@ def _gated_gemm(
             _prefetch(weight, first // row_tiles * N, 0, F, K, N)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # One loop over the steps of all tiles, so that the next tile is on its way while one ends.
+    # One loop covers the steps of all tiles, so that the next tile is loading while one ends.
     acc = tl.zeros([M, 2 * N], tl.float32)
     for index in tl.range(0, tl.cdiv(tiles - first, programs) * STEPS):
         tile = first + index // STEPS * programs
@@ -166,14 +161,14 @@ def _gated_gemm(
             columns = column + tl.arange(0, N)
             tl.store(
                 out + rows[:, None].to(tl.int64) * out_stride + columns[None, :],
-                _activate(gate, up, out.dtype.element_ty),
+                gated_silu(gate, up, out.dtype.element_ty).to(out.dtype.element_ty),
                 mask=(rows < T)[:, None] & (columns < F)[None, :],
             )
             acc = tl.zeros([M, 2 * N], tl.float32)
 
 
 def default_config(tokens: int) -> GatedConfig:
-    """Where nothing is measured."""
+    """Return the configuration for sizes that were not measured."""
     if tokens <= 64:
         return GatedConfig(64, 64, 64, 4, 4, programs=2)
     if tokens <= 128:
@@ -184,8 +179,10 @@ def default_config(tokens: int) -> GatedConfig:
 def choose(
     tokens: int, num_outputs: int, num_inputs: int, device: torch.device
 ) -> GatedConfig | None:
-    """What was measured to be faster than the library's product and the activation after it, on
-    Hopper GPUs, which have what the configurations ask for; None: those two.
+    """Return the configuration measured to be faster than the library's product and its activation.
+
+    Return None where the library is used. Configurations are for Hopper GPUs, which have the
+    hardware that they need.
     """
     if not has_pdl(device):
         return None
@@ -196,7 +193,7 @@ def choose(
 
 
 def _can_be_bulk(x: Tensor, weight: Tensor) -> bool:
-    """The copy engine wants rows, and their beginning, at multiples of 16 bytes."""
+    """Return whether the copy engine can read x and W: rows begin at multiples of 16 bytes."""
     aligned = x.device.type == "meta" or (x.data_ptr() | weight.data_ptr()) % 16 == 0
     return (
         aligned
@@ -206,8 +203,9 @@ def _can_be_bulk(x: Tensor, weight: Tensor) -> bool:
 
 
 def gated_gemm(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) -> Tensor:
-    """silu(x gate^T) * (x up^T) for x [T, K], its rows contiguous, and W [2 F, K], contiguous, the
-    gate's rows first; returns [T, F].
+    """Return silu(x gate^T) * (x up^T), [T, F].
+
+    x is [T, K] with contiguous rows; W is [2 F, K], contiguous, the gate's rows first.
     """
     tokens, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2

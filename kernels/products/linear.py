@@ -1,5 +1,7 @@
-"""x W^T + b on a GPU, with what lies around it in a layer, by whichever kernels read W fastest: our
-own for a few rows, the library's for more.
+"""x W^T + b on a GPU, with the operations around it in a layer.
+
+The kernel that reads W fastest computes it: the project's own for a few rows, the library's for
+more.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
 
 _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS, _WIDE = 16, 2048
-"""A product begins the next norm where it was measured to pay: for few rows, and for wide streams.
-Not in float16: a stream that is not scaled yet may be too large for it."""
+"""Largest number of rows, and smallest width, for which a product begins the next norm.
+
+A product begins the next norm where it was measured to pay: for few rows, and for wide streams. It
+does not in float16: a stream that is not scaled yet may be too large for float16.
+"""
 
 
 def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
-    """The configuration of our own kernel, if there is one that is faster than the library's."""
+    """Return the configuration of our own kernel, or None if the library's is faster."""
     if not on_gpu(x) or x.dtype not in _HALF:
         return None
     from sidestep.kernels.products.own_linear import choose, is_hopper
@@ -44,7 +49,7 @@ def _product(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """By our own kernel, if there is one that is faster than the library's."""
+    """Return the product by our own kernel, or None if the library's is faster."""
     config = _own(x.hidden if isinstance(x, Stream) else x, weight, gated)
     if config is None:
         return None
@@ -54,8 +59,9 @@ def _product(
 
 
 def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
-    """With more rows than _product takes, by the kernel that ends in the activation, where it is
-    faster.
+    """Return the gated product by the kernel that ends in the activation; None where it is slower.
+
+    It takes more rows than _product does.
     """
     hidden = x.hidden if isinstance(x, Stream) else x
     if not on_gpu(hidden) or hidden.dtype not in _HALF:
@@ -69,8 +75,9 @@ def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
 def linear(
     x: Tensor | Stream, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """Of x [T, K], or of a stream's norm, with W [N, K], b [N]; returns [T, N], which is `out` if
-    that is given.
+    """Return x W^T + b, [T, N], which is `out` if that is given.
+
+    x is [T, K], or a stream whose norm is multiplied; W is [N, K] and b is [N].
     """
     product = _product(x, weight, bias, out=out)
     if product is not None:
@@ -85,7 +92,7 @@ def linear(
 
 
 def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up, of x W^T + b = [gate | up] with W [2 F, K]; returns [T, F]."""
+    """Return silu(gate) * up, [T, F], of x W^T + b = [gate | up] with W [2 F, K]."""
     if bias is None:
         out = _product(x, weight, bias, gated=True)
         if out is None:
@@ -98,8 +105,10 @@ def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Ten
 def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RmsNorm | None = None
 ) -> BegunNorm | None:
-    """Adds x W^T + b to residual [T, N], in place. norm: the one that the sum goes through next;
-    what of it was done on the way is returned.
+    """Add x W^T + b to residual [T, N], in place.
+
+    norm: the norm that the sum goes through next. Return the part of it that was computed on the
+    way, or None.
     """
     config = _own(x, weight)
     if config is None:

@@ -1,15 +1,15 @@
-"""x W^T by our own kernels, for a few rows: which one, if one is faster than the library, and what
-all have in common.
+"""x W^T by our own kernels, for a few rows: the choice of one, and the features common to all.
 
-All can end in the gated activation, so that what lies between the halves of an MLP is never
-written, or in the addition to the residual stream.
+A kernel is chosen if it is faster than the library. All can end in the gated activation, so that
+the values between the halves of an MLP are never written, or in the addition to the residual
+stream.
 
-The norm between two products is shared out between them (see kernels.rms_norm.BegunNorm), so that
-no kernel lies there whose few programs all others would wait for. The product before it also writes
-the new stream times the norm's weight, and each program the sum of the squares of its part of each
-row. The one after it multiplies its results by what those sums make, since a scale that is common
-to a row passes through the product. Nothing is added atomically: the sums, and with them the
-results, are the same in every run.
+The norm between two products is shared out between them (see kernels.ops.rms_norm.BegunNorm). So no
+norm kernel with few programs lies between them, for which all others would wait. The product before
+the norm also writes the new stream times the norm's weight, and each program writes the sum of the
+squares of its part of each row. The product after it multiplies its results by the scale that
+follows from those sums, since a scale that is common to a row passes through the product. No value
+is added atomically: the sums, and with them the results, are the same in every run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Config = SkinnyConfig | StreamedConfig
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has the tensor cores and the copy engine that the streamed product is
-    written for.
+    """Return whether the device is a Hopper GPU.
+
+    The streamed product is written for its tensor cores and copy engine.
     """
     gpu = gpu_of(device)
     return gpu is not None and gpu.capability // 10 == 9
@@ -44,7 +45,10 @@ def is_hopper(device: torch.device) -> bool:
 def choose(
     tokens: int, num_outputs: int, num_inputs: int, gated: bool, *, hopper: bool
 ) -> Config | None:
-    """What reads W fastest: as tuned if its size is known; None: the library."""
+    """Return the configuration that reads W fastest, or None for the library.
+
+    It is the tuned one if the size is known.
+    """
     sizes = num_outputs, num_inputs, gated
     kind = PRODUCTS.get(sizes)
     if hopper and kind is not None and tokens <= ROWS[-1]:
@@ -62,8 +66,8 @@ def choose(
         and (weights > 8 << 20 if tokens <= 8 else tokens <= 64)
     ):
         return streamed.config(tokens, *sizes)
-    # The library reads large matrices as fast; for small ones, what it does before and after
-    # counts.
+    # The library reads large matrices as fast; for small ones, its overhead before and after the
+    # product counts.
     if tokens > skinny.MAX_ROWS or weights > (32 << 20 if tokens <= 8 else 8 << 20):
         return None
     return skinny.skinny_config(*sizes)
@@ -78,8 +82,10 @@ def own_linear(
     config: Config,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + b for x [T, K] or a stream's norm, T at most what the config's kernel takes, and W
-    [N, K], contiguous; returns [T, N], which is `out` if that is given.
+    """Return x W^T + b, [T, N], which is `out` if that is given.
+
+    x is [T, K], or a stream whose norm is multiplied; T is at most the number of rows that the
+    config's kernel takes. W is [N, K] and contiguous.
 
     gated: W is the gate's matrix over the other's, [2 N, K], and the result is silu(x gate^T) * (x
     up^T).
@@ -103,8 +109,10 @@ def add_own_linear(
     norm: RmsNorm | None = None,
     config: Config,
 ) -> BegunNorm | None:
-    """Adds x W^T + b, as of own_linear, to residual [T, N], in place. With the norm that the sum
-    goes through next, begins it.
+    """Add x W^T + b, as in own_linear, to residual [T, N], in place.
+
+    norm: the norm that the sum goes through next. With it, begin that norm and return the part that
+    is computed; else return None.
     """
     tokens, num_outputs = residual.shape
     begun = (
@@ -133,7 +141,7 @@ def _launch(
     *,
     add: bool,
 ) -> None:
-    """What is missing is stood in for by the weight, which is then not looked at."""
+    """Launch the config's kernel. The weight stands in for missing tensors, which are not read."""
     b, given = weight if bias is None else bias, weight if squares is None else squares
     scales = weight if norm is None else norm.weight
     weighted, sums = (weight, weight) if begun is None else begun

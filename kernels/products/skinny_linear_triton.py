@@ -1,9 +1,9 @@
 """x W^T for a few rows of x, where reading W is all the work.
 
-One row: each program reads a few whole rows of W, multiplies and adds on the plain cores. Two to 16
-rows: the same through the tensor cores, x padded to 8 or 16 rows, from registers alone. W's first
-columns are asked for before the kernel waits for x (programmatic dependent launch), so the memory
-does not pause while the kernel before ends.
+For one row, each program reads a few whole rows of W, multiplies and adds on the plain cores. For 2
+to 16 rows, the tensor cores do the same from registers alone, with x padded to 8 or 16 rows. The
+loads of W's first columns are issued before the kernel waits for x (programmatic dependent launch),
+so the memory does not pause while the kernel before ends.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """What was tuned by benchmarks/kernels/gpu_kernels.py: rows of W of one program, columns of one
-    turn of its loop.
+    """Tile of a program: rows of W, and columns of one iteration of its loop.
+
+    benchmarks/kernels/gpu_kernels.py tunes it.
     """
 
     block_n: int
@@ -32,17 +34,8 @@ class SkinnyConfig:
 
 
 @triton.jit
-def _activate(gate, up, dtype):
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return activated * up.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _scale(squares, tokens, eps, K: tl.constexpr, PARTS: tl.constexpr):
-    """What a norm multiplies these rows of a stream by, from the parts of the sums of their
-    squares.
-    """
+    """Return the norm's factor for these rows of a stream, from parts of the sums of squares."""
     part = tl.arange(0, triton.next_power_of_2(PARTS))
     EVEN: tl.constexpr = triton.next_power_of_2(PARTS) == PARTS
     given = tl.load(
@@ -107,7 +100,7 @@ def _gemv(
         given = tl.broadcast_to((x + start + columns)[None, :], [BLOCK_N, BLOCK_K])
         value = tl.load(given, mask=EVEN | (start + columns < K)[None, :], other=0.0).to(tl.float32)
         if start + BLOCK_K >= K:
-            # While the last columns of W are on their way.
+            # This work is done while the last columns of W are loading.
             if ADD:
                 before = tl.load(out + rows, mask=inside, other=0.0).to(tl.float32)
             if PARTS:
@@ -133,7 +126,7 @@ def _gemv(
         up = tl.sum(acc_up, 1)
         if PARTS:
             up *= scale
-        result = _activate(result, up, out.dtype.element_ty)
+        result = gated_silu(result, up, out.dtype.element_ty)
     if ADD:
         result += before
     rounded = result.to(out.dtype.element_ty)
@@ -146,26 +139,25 @@ def _gemv(
 
 @triton.jit
 def _rows_of(index, HALVES: tl.constexpr, WARPS: tl.constexpr):
-    """See _operand: the matrix row of each row of a tile."""
+    """Return the matrix row of each row of a tile; see _operand."""
     return index // (8 * WARPS) % HALVES * 8 + index % 8
 
 
 @triton.jit
 def _columns_of(index, HALVES: tl.constexpr, WARPS: tl.constexpr):
-    """See _operand: the matrix columns of each row of a tile."""
+    """Return the matrix columns of each row of a tile; see _operand."""
     first = (index // (8 * WARPS * HALVES) * WARPS + index // 8 % WARPS) * 32
     return first[:, None] + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def _operand(tile, STEPS: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr):
-    """A tile as it was read, [STEPS * HALVES * WARPS * 8, 32], as an operand: [WARPS, HALVES * 8,
-    STEPS * 32].
+    """Return a tile as an operand of a product, [WARPS, HALVES * 8, STEPS * 32].
 
-    A warp reads 8 rows of 64 bytes at once, 16 bytes a thread. Its columns go into the product in
-    an order that leaves them in the threads, and in the registers, in which a 16-bit product of
-    tensor cores wants them: both operands in the same order, so the product is the same, and
-    nothing passes through shared memory.
+    The tile is given as it was read, [STEPS * HALVES * WARPS * 8, 32]. A warp reads 8 rows of 64
+    bytes at once, 16 bytes a thread. The columns go into the product in an order that leaves them
+    in the threads and registers in which a 16-bit tensor-core product needs them. Both operands
+    have the same order, so the product is the same, and no value passes through shared memory.
     """
     tile = tl.reshape(tile, [STEPS, HALVES, WARPS, 8, 4, 2, 2, 2])
     tile = tl.permute(tile, [2, 1, 3, 0, 5, 6, 4, 7])
@@ -174,7 +166,7 @@ def _operand(tile, STEPS: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexp
 
 @triton.jit
 def _read(source, start, columns, K: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """A tile; columns beyond K are zero."""
+    """Return a tile; columns beyond K are zero."""
     if EVEN:
         return tl.load(source + start, eviction_policy=POLICY)
     else:
@@ -192,7 +184,7 @@ def _given(
     GIVEN: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Columns of x as the second operand of a product, [WARPS, STEPS * 32, ROWS]."""
+    """Return columns of x as the second operand of a product, [WARPS, STEPS * 32, ROWS]."""
     return tl.permute(
         _operand(_read(source, start, columns, K, EVEN, ""), STEPS, GIVEN, WARPS), [0, 2, 1]
     )
@@ -230,8 +222,9 @@ def _skinny(
     TURN: tl.constexpr = STEPS * WARPS * 32
     EVEN: tl.constexpr = K % TURN == 0
     LAST: tl.constexpr = (K - 1) // TURN * TURN
-    # 1. The first columns of W, whose warps each take a part of K. Rows behind the last are read as
-    #    the last.
+    # 1. Load the first columns of W, of which each warp takes a part of K. Rows behind the last one
+    #    are
+    #    read as the last.
     index = tl.arange(0, STEPS * HALVES * WARPS * 8)
     row = tl.minimum(tl.program_id(0) * BLOCK_N + _rows_of(index, HALVES, WARPS), N - 1)
     columns = _columns_of(index, HALVES, WARPS)
@@ -255,9 +248,9 @@ def _skinny(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # 2. The next columns are asked for before those at hand are used. Without a loop, W stays in
-    #    the layout of the
-    # product's operand; carried through one, it would pass through shared memory.
+    # 2. The next columns are loaded before the present ones are used. Without a loop, W stays in
+    #    the layout of the product's operand; carried through a loop, it would pass through shared
+    #    memory.
     for start in tl.static_range(0, LAST, TURN):
         next_w = _read(source, start + TURN, columns, K, EVEN, "evict_first")
         value = _given(values, start, x_columns, K, EVEN, STEPS, GIVEN, WARPS)
@@ -269,14 +262,14 @@ def _skinny(
             u = next_u
         acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
         w = next_w
-    # While the last columns of W are on their way.
+    # This work is done while the last columns of W are loading.
     if ADD:
         before = tl.load(out + tokens[None, :] * out_stride + rows[:, None], mask=inside, other=0.0)
     value = _given(values, LAST, x_columns, K, EVEN, STEPS, GIVEN, WARPS)
     if PARTS:
         scale = _scale(squares, tl.minimum(tokens, T - 1), eps, K, PARTS)[None, :]
     acc = tl.dot(_operand(w, STEPS, HALVES, WARPS), value, acc, input_precision="ieee")
-    # 3. The warps' parts together.
+    # 3. Add the warps' parts.
     result = tl.sum(acc, 0)
     if PARTS:
         result *= scale
@@ -288,7 +281,7 @@ def _skinny(
         )
         if PARTS:
             up *= scale
-        result = _activate(result, up, out.dtype.element_ty)
+        result = gated_silu(result, up, out.dtype.element_ty)
     if ADD:
         result += before.to(tl.float32)
     rounded = result.to(out.dtype.element_ty)
@@ -307,10 +300,10 @@ def _skinny(
 
 
 def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
-    """For one row."""
+    """Return the configuration for one row."""
     if gated and num_inputs >= 4096:
         return SkinnyConfig(1, 4096, 8, tensor_cores=False)
-    # Enough programs for all processors.
+    # These give enough programs for all processors.
     return (
         SkinnyConfig(4, 512, 4, tensor_cores=False)
         if num_outputs >= 2048
@@ -319,7 +312,7 @@ def gemv_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
 
 
 def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfig:
-    """For 2 to 16 rows."""
+    """Return the configuration for 2 to 16 rows."""
     return SkinnyConfig(16, 1024, 4 if num_inputs <= 2048 else 8)
 
 
@@ -331,9 +324,10 @@ def launch(
     flags: tuple[int, bool, bool, bool, bool],
     c: SkinnyConfig,
 ) -> None:
-    """Either kernel, as kernels.own_linear says. tensors: bias, squares, next norm, out, and what
-    of the next norm is written; flags: parts of the squares, and whether there is a bias, an
-    addition, a next norm, a gate.
+    """Launch either kernel for kernels/products/own_linear.py.
+
+    tensors: bias, squares, next norm, out, and the two outputs of the next norm. flags: number of
+    parts of the squares, then whether there is a bias, an addition, a next norm, a gate.
     """
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]

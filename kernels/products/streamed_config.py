@@ -1,5 +1,6 @@
-"""The streamed product's configuration; apart from its kernel, whose language not every Triton
-has.
+"""Configuration of the streamed product.
+
+It is apart from the kernel, because not every version of Triton has the kernel's language.
 """
 
 from __future__ import annotations
@@ -8,33 +9,34 @@ from dataclasses import dataclass
 
 MAX_ROWS = 64
 ALIGNED = 8
-"""Columns of W must be a multiple of this many: the copy engine wants rows at multiples of 16
-bytes."""
+"""Columns of W must be a multiple of this: the copy engine needs rows at multiples of 16 bytes."""
 _RING_BYTES = 200 << 10
 _PROCESSORS = 132
 BLOCK_N = 64
-"""Rows of W of a program (of each half, if gated): what tensor cores take at once."""
+"""Rows of W of a program (of each half, if gated): the number that tensor cores take at once."""
 MOST_PARTIALS = 2 * _PROCESSORS * BLOCK_N * MAX_ROWS
-"""Sums that programs which share their columns leave for one another, in float32."""
+"""Largest number of float32 sums that programs which share columns leave for one another."""
 
 
 @dataclass(frozen=True)
 class StreamedConfig:
-    """How W is cut, and how much of it is on its way at once."""
+    """Partition of W, and the part of it that is loading at once."""
 
     block_k: int
     """Columns of a tile."""
     stages: int
-    """Tiles in the ring."""
+    """Number of tiles in the ring."""
     split: int = 1
-    """Programs that share a tile's columns."""
+    """Number of programs that share a tile's columns."""
     block_n: int = BLOCK_N
 
 
 def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> StreamedConfig:
-    """A ring that fills a processor's shared memory, and programs for at most one turn of all
-    processors, or as many as there are tiles: what was best, or within a percent of it, for all
-    sizes tried.
+    """Return a ring that fills shared memory, and a split for at most one wave of programs.
+
+    The ring fills a processor's shared memory. There are programs for at most one turn of all
+    processors, or as many as there are tiles. This was the best choice, or within a percent of it,
+    for all sizes tried.
     """
     rows = padded(tokens)
     block_k = 128
@@ -49,5 +51,5 @@ def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> Strea
 
 
 def padded(tokens: int) -> int:
-    """Rows of x in a tile: a power of two, and what tensor cores take at least."""
+    """Return the rows of x in a tile: a power of two, and at least the 8 that tensor cores need."""
     return max(8, 1 << (tokens - 1).bit_length())

@@ -1,18 +1,19 @@
-"""x W^T for a few up to 64 rows of x, where reading W is most of the work: W streams through shared
-memory.
+"""x W^T for a few up to 64 rows of x, where reading W is most of the work.
 
-For Hopper. Each program takes some rows of W, or a part of their columns, through a ring of tiles
-that the bulk copy engine fills. Nothing passes through registers on the way, so a ring is as deep
-as shared memory allows. The product is made the other way round, W x^T, since tensor cores want 64
-rows of their first operand and are content with 8 columns of the second. Written in Gluon, Triton's
-lower level, for the one thing that Triton cannot say: that W's first tiles are on their way before
-the kernel waits for x (programmatic dependent launch), while the kernel before still runs.
+W streams through shared memory. The kernel is for Hopper. Each program takes some rows of W, or a
+part of their columns, through a ring of tiles that the bulk copy engine fills. No tile passes
+through registers on the way, so a ring is as deep as shared memory allows. The product is computed
+as W x^T, since tensor cores need 64 rows of their first operand but only 8 columns of the second.
+
+It is written in Gluon, Triton's lower level, for one thing that Triton cannot express. W's first
+tiles are loading before the kernel waits for x (programmatic dependent launch), while the kernel
+before still runs.
 
 Where there are fewer tiles than processors, several programs share one, each with a part of K. They
-leave their parts in float32, and the last one that comes adds them up, always in the same order:
+leave their parts in float32, and the last program to arrive adds them up, always in the same order:
 the result is the same in every run.
 
-What else the kernel can do, kernels.own_linear says.
+kernels/products/own_linear.py lists the kernel's other features.
 """
 
 from __future__ import annotations
@@ -41,17 +42,11 @@ from sidestep.kernels.products.streamed_config import (
     StreamedConfig,
     padded,
 )
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 # Triton 3.9 has these by other names than 3.6.
 _bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
-@gluon.jit
-def _activate(gate, up, dtype):
-    gate = gate.to(dtype).to(gl.float32)
-    activated = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
-    return activated * up.to(dtype).to(gl.float32)
 
 
 @gluon.jit
@@ -69,7 +64,7 @@ def _ask_for_w(
     BK: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """A tile of W, and word that one of x comes too."""
+    """Load a tile of W, and announce the bytes of the tile of x that comes with it."""
     mbarrier.expect(bars.index(slot), BYTES, pred=pred)
     _bulk_load(w_tiles, [row, step * BK], bars.index(slot), ring.index(slot), pred=pred)
     if GATED:
@@ -78,9 +73,7 @@ def _ask_for_w(
 
 @gluon.jit
 def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
-    """What a norm multiplies these rows of a stream by, from the parts of the sums of their
-    squares.
-    """
+    """Return the norm's factor for these rows of a stream, from parts of the sums of squares."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     part = gl.arange(0, triton.next_power_of_2(PARTS), layout=gl.SliceLayout(0, layout))
@@ -94,7 +87,7 @@ def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warp
 
 @gluon.jit
 def _sum_of(parts, NUMBER: gl.constexpr, SIZE: gl.constexpr):
-    """In order, past the L1 cache, which may hold what was there before."""
+    """Return the sum of the parts in order, read past the L1 cache, which may hold stale values."""
     total = gl.load(parts, cache_modifier=".cg")
     for part in gl.static_range(1, NUMBER):
         total += gl.load(parts + part * SIZE, cache_modifier=".cg")
@@ -149,7 +142,7 @@ def _streamed(
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(bars.index(slot), count=1)
-    # 1. The first tiles of W, then those of x, which another kernel may still write.
+    # 1. Load the first tiles of W, then those of x, which another kernel may still be writing.
     for slot in gl.static_range(STAGES):
         _ask_for_w(
             w_tiles,
@@ -182,14 +175,14 @@ def _streamed(
             x_ring.index(slot),
             pred=slot < steps,
         )
-    # While they are on their way.
+    # This work is done while the tiles are loading.
     if ADD:
         before = gl.load(places, mask=inside, other=0.0)
     if PARTS:
         scale = gl.convert_layout(
             _scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
         )
-    # 2. Step by step; a tile's place is asked for again once the product after it has begun.
+    # 2. Multiply step by step; a tile's slot is loaded again once the product after it has begun.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)
     acc_up = acc
     for step in range(steps):
@@ -215,7 +208,7 @@ def _streamed(
         acc, acc_up = warpgroup_mma_wait(0, deps=[acc, acc_up])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    # 3. The parts of a tile's programs together.
+    # 3. Add the parts of a tile's programs.
     result = gl.convert_layout(acc, WIDE)
     up = result
     if GATED:
@@ -239,7 +232,7 @@ def _streamed(
             result = _sum_of(parts_of_tile, SPLIT, BN * ROWS)
             if GATED:
                 up = _sum_of(parts_of_tile + HALF, SPLIT, BN * ROWS)
-    # 4. The end.
+    # 4. Scale, add and activate the result, and store it.
     if last:
         if PARTS:
             result *= scale[None, :]
@@ -248,7 +241,7 @@ def _streamed(
         if GATED:
             if PARTS:
                 up *= scale[None, :]
-            result = _activate(result, up, dtype)
+            result = gated_silu(result, up, dtype)
         if ADD:
             result += before.to(gl.float32)
         rounded = result.to(dtype)
@@ -265,8 +258,9 @@ def _streamed(
 
 
 class _Workspace:
-    """Parts of sums, and counters that are zero between kernels; one a device, since kernels that
-    use it follow one another.
+    """Partial sums, and counters that are zero between kernels.
+
+    There is one workspace a device, since kernels that use it follow one another.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -297,7 +291,7 @@ def launch(
     flags: tuple[int, bool, bool, bool, bool],
     c: StreamedConfig,
 ) -> None:
-    """See kernels.skinny_linear_triton.launch."""
+    """Launch the kernel, with arguments as of kernels.products.skinny_linear_triton.launch."""
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
     rows, gated = padded(tokens), flags[-1]

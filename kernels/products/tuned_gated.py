@@ -1,10 +1,12 @@
-"""Where kernels.gated_gemm_triton was measured to be faster than the library's product and the
-activation after it, by benchmarks/kernels/gpu_kernels.py --only gated --tune, which prints entries.
+"""Sizes for which the gated product is faster than the library's product and its activation.
 
-(outputs of each half, inputs) of a matrix: up to how many rows, in rising order, which fields of a
-GatedConfig; None where the library is faster, as it is taken to be beyond the last. Llama-3.1-8B's
-is not here: what the kernel gains alone it loses in a step, where the card's power limit sets the
-pace of large products.
+The kernel is kernels/products/gated_gemm_triton.py. `benchmarks/kernels/gpu_kernels.py --only gated
+--tune` measures and prints entries.
+
+The keys are (outputs of each half, inputs) of a matrix. An entry holds a largest number of rows, in
+rising order, and the fields of a GatedConfig, or None where the library is faster. The library is
+taken to be faster beyond the last entry. Llama-3.1-8B is not here: the kernel's gain alone is lost
+in a whole step, where the card's power limit sets the pace of large products.
 """
 
 from __future__ import annotations

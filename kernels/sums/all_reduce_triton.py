@@ -1,41 +1,40 @@
-"""The sum over ranks of a row-parallel product, added to the residual stream, and the next norm:
-one kernel.
+"""All-reduce of a row-parallel product, the addition to the residual stream and the next norm.
 
-Each rank has a *space*: memory of the same layout that all ranks can read and write. The product
-before writes this rank's part into a *place* of its own space; a kernel here sums the parts of all
-ranks. They are added in the order of the ranks, in float32, and rounded once: every rank has the
-same sum to the bit, and so do all kernels:
+One kernel does all three. Each rank has a *space*: memory of the same layout that all ranks can
+read and write. The product before writes this rank's part into a *buffer* of its own space, and a
+kernel here sums the parts of all ranks. It adds them in the order of the ranks, in float32, and
+rounds once. So every rank gets the same sum to the bit, and so do all three kinds of kernels:
 
-- Pushed: each rank writes its part to all others, and nobody meets: kernels.pushed_sum_triton. For
-  few rows.
-- One shot: each rank reads all parts of all rows. The ranks meet once.
-- Two shots: each rank sums the rows that are its own, leaves the sums in its place, and reads those
-  of the others. The ranks meet twice, and each reads two parts' worth instead of as many as there
-  are ranks. For many rows.
+- Pushed, for few rows: each rank writes its part to all others, and there is no barrier
+  (kernels/sums/pushed_sum_triton.py).
+- One shot: each rank reads all parts of all rows. There is one barrier between the ranks.
+- Two shots, for many rows: each rank sums its own rows, leaves the sums in its buffer, and reads
+  the sums of the other ranks. There are two barriers, and each rank reads two parts' worth instead
+  of as many parts as there are ranks.
 
-Of the last two:
+The rest of this text is about the last two kinds.
 
-**How ranks meet.** Program p of a kernel meets program p of the same kernel on the other ranks, and
-nobody else. It writes its epoch into a flag in each rank's space (a flag has one writer) and waits
-until its own flags have all reached it. Epochs only grow, so nothing is ever reset, a graph is
-replayed as it is, and a rank that is ahead may have written a later one already. The program's last
-epoch is in this rank's `counters`, on the device.
+**The barrier.** Program p of a kernel waits for program p of the same kernel on the other ranks,
+and for no other program. It writes its epoch into a flag in each rank's space (a flag has one
+writer) and waits until its own flags have all reached that epoch. Epochs only grow, so no flag is
+ever reset, a graph is replayed unchanged, and a rank that is ahead may already have written a later
+epoch. The program's last epoch is in this rank's `counters`, on the device.
 
-**Why what is read is there.** A part was written by a kernel before this one on the same stream,
-or, in the second shot, by threads that a barrier puts before the flag. The flag is written with
-release and read with acquire semantics at system scope, and a barrier puts the other threads' reads
-after it. `gdc_wait` comes before all of this.
+**Visibility of the parts.** A part was written by an earlier kernel on the same stream or, in the
+second shot, by threads that a block-level barrier orders before the flag. The flag is written with
+release and read with acquire semantics at system scope, and a block-level barrier orders the other
+threads' reads after it. `gdc_wait` comes before all of this.
 
-**Why nothing is overwritten too early.** A rank that has ended sum n has met all others in it. They
-had begun sum n then, so they had ended sum n - 1: kernels of a stream end in order, and `gdc_wait`
-comes before the flags. So whoever has ended sum n may write any part but that of sum n itself,
-which others may still be reading. Hence the rule that callers keep: **two sums, one after the other
-on the device, never use the same place.** In the second shot a rank writes only rows of its place
-that nobody else has read before.
+**No part is overwritten too early.** A rank that has ended sum n has passed a barrier with all
+others in it. They had begun sum n by then, so they had ended sum n - 1: kernels of a stream end in
+order, and `gdc_wait` comes before the flags. So a rank that has ended sum n may write any part but
+that of sum n itself, which others may still be reading. Hence the rule that callers keep: **two
+sums, one after the other on the device, never use the same buffer.** In the second shot a rank
+writes only rows of its buffer that no other rank has read before.
 
-**Why it does not hang, if all ranks launch the same sums.** All of a kernel's programs fit on the
-device at once, one a processor. What runs beside them ends by itself, and a kernel that is started
-early (programmatic dependent launch) starts only after all programs of this one have.
+**No deadlock, if all ranks launch the same sums.** All of a kernel's programs fit on the device at
+once, one a processor. Other kernels that run beside them end by themselves. A kernel that is
+started early (programmatic dependent launch) starts only after all programs of this one have.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from torch import Tensor
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import RmsNorm
-from sidestep.kernels.sums.peer_memory_triton import PLACES, PeerMemory, aligned, space_of
+from sidestep.kernels.sums.peer_memory_triton import NUM_BUFFERS, PeerMemory, aligned, space_of
 from sidestep.kernels.sums.pushed_sum_triton import _pushed, can_push
 from sidestep.kernels.sums.tuned_all_reduce import SUMS
 
@@ -59,15 +58,17 @@ Kind = Literal["pushed", "one_shot", "two_shot"]
 
 @dataclass(frozen=True)
 class SumConfig:
-    """Which kernel, and how many programs at most."""
+    """Kind of kernel, and the largest number of programs."""
 
     kind: Kind
     programs: int
 
 
 def choose(ranks: int, rows: int, row_bytes: int) -> SumConfig | None:
-    """What is fastest for parts of this size: as tuned, for the next larger number of ranks that is
-    known, among the kernels that take such rows; None: what torch.distributed has.
+    """Return the fastest configuration for parts of this size, or None for torch.distributed.
+
+    The tuned table of the next larger known number of ranks applies. Kernels that cannot take such
+    rows are left out.
     """
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
     for size, kind, programs in () if known is None else SUMS[known]:
@@ -76,8 +77,8 @@ def choose(ranks: int, rows: int, row_bytes: int) -> SumConfig | None:
     return None
 
 
-def most_place_bytes(ranks: int, num_bytes: int) -> int:
-    """Size of a place for parts of up to so many bytes; 0 where `choose` has no kernel."""
+def most_buffer_bytes(ranks: int, num_bytes: int) -> int:
+    """Return the bytes of a buffer for parts of up to num_bytes; 0 where `choose` has no kernel."""
     known = next((n for n in sorted(SUMS) if n >= ranks), None)
     most = 0 if known is None or not SUMS[known] else SUMS[known][-1][0]
     return aligned(min(most, num_bytes))
@@ -85,7 +86,7 @@ def most_place_bytes(ranks: int, num_bytes: int) -> int:
 
 @triton.jit
 def _meet(spaces, rank, epoch, RANKS: tl.constexpr):
-    """Waits until all ranks have come to this epoch of this program."""
+    """Wait until this program of all ranks has reached this epoch."""
     peer = tl.arange(0, triton.next_power_of_2(RANKS))
     there = peer < RANKS
     flags = tl.program_id(0) * RANKS
@@ -93,7 +94,7 @@ def _meet(spaces, rank, epoch, RANKS: tl.constexpr):
     tl.debug_barrier()
     tl.atomic_xchg(theirs, epoch, mask=there, sem="release", scope="sys")
     own = space_of(spaces, rank, RANKS).to(tl.pointer_type(tl.int64)) + (flags + peer)
-    # What goes round is a scalar: Triton 3.6 does not compile a tensor there.
+    # The loop carries a scalar: Triton 3.6 does not compile a tensor there.
     least = epoch - 1
     while least < epoch:
         seen = tl.atomic_add(
@@ -105,15 +106,17 @@ def _meet(spaces, rank, epoch, RANKS: tl.constexpr):
 
 @triton.jit
 def _rows_at(address, offset, dtype: tl.constexpr):
-    """The rows at a place of a space."""
+    """Return a pointer to the rows at an offset in a space."""
     return tl.multiple_of((address + offset).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _one(counter, epoch):
-    """A factor for what was loaded before. All loads are to be on their way before one is waited
-    for; the assembler would rather save registers and take turns, each of them a way to another GPU
-    and back. But it cannot multiply before it has this, which comes from behind a barrier.
+    """Return 1.0 in a way that makes the loads before it start together.
+
+    All loads must be on their way before the program waits for one of them. The assembler would
+    rather save registers and issue them in turns, each of which takes a round trip to another GPU.
+    It cannot multiply before it has this factor, which is loaded behind a barrier.
     """
     tl.debug_barrier()
     return (tl.load(counter) - epoch + 2).to(tl.float32)
@@ -123,7 +126,7 @@ def _one(counter, epoch):
 def _sum_of(
     spaces, offset, hidden, at, inside, counter, epoch, RANKS: tl.constexpr, ADD: tl.constexpr
 ):
-    """The parts of all ranks, rounded once."""
+    """Return the sum of the parts of all ranks, rounded once."""
     dtype: tl.constexpr = hidden.dtype.element_ty
     parts = ()
     for peer in tl.static_range(RANKS):
@@ -141,7 +144,7 @@ def _sum_of(
 
 @triton.jit
 def _write(value, hidden, normed, w, at, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """A row of the stream, and of its norm (as kernels.rms_norm_triton has it)."""
+    """Write a row of the stream, and of its norm, as in kernels/triton/rms_norm_triton.py."""
     tl.store(hidden + at, value, mask=inside)
     if NORM:
         dtype: tl.constexpr = hidden.dtype.element_ty
@@ -202,7 +205,7 @@ def _two_shot(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row i is rank i % RANKS's; the same program sums it there and reads it elsewhere."""
+    """Sum row i on rank i % RANKS; the program of the same index reads it on the other ranks."""
     dtype: tl.constexpr = hidden.dtype.element_ty
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -228,7 +231,7 @@ def _two_shot(
     for first in range(program * RANKS, T, tl.num_programs(0) * RANKS):
         values = ()
         for turn in tl.static_range(1, RANKS):
-            # Each rank begins with another one.
+            # Each rank begins with a different rank.
             peer = (rank + turn) % RANKS
             at = tl.cast(first + peer, tl.int64) * D + columns
             value = tl.load(
@@ -261,22 +264,23 @@ _KERNELS: dict[Kind, Any] = {"pushed": _pushed, "one_shot": _one_shot, "two_shot
 
 def sum_parts(
     memory: PeerMemory,
-    place: int,
+    buffer: int,
     hidden: Tensor,
     norm: RmsNorm | None,
     config: SumConfig,
     *,
     add: bool,
 ) -> Tensor | None:
-    """Writes the sum of the parts at this place of all ranks to hidden [T, D], contiguous and of
-    the parts' type; with `add`, hidden is a part too, which must be the same on all ranks. Returns
-    the norm of that, [T, D].
+    """Write the sum of all ranks' parts in this buffer to hidden, and return its norm [T, D].
 
-    All ranks call this with the same arguments, in the same order; which place may be used, the
-    file's top says.
+    hidden is [T, D], contiguous and of the parts' type. With `add`, hidden is a part too, which
+    must be the same on all ranks. The result is None without a norm.
+
+    All ranks call this with the same arguments, in the same order. The rule in the module's
+    docstring says which buffer may be used.
     """
     rows, width = hidden.shape
-    assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.place_bytes, (
+    assert hidden.is_contiguous() and rows * width * hidden.element_size() <= memory.buffer_bytes, (
         f"{hidden.shape}"
     )
     ranks = len(memory.addresses)
@@ -288,7 +292,7 @@ def sum_parts(
         most = triton.cdiv(rows, ranks)
     elif config.kind == "pushed":
         assert can_push(ranks, rows, width * hidden.element_size()), f"{hidden.shape} among {ranks}"
-        areas = (memory.offset(PLACES), memory.area_bytes)
+        areas = (memory.offset(NUM_BUFFERS), memory.area_bytes)
     kernel[(min(most, config.programs, memory.programs),)](
         memory.addresses,
         memory.counters,
@@ -297,7 +301,7 @@ def sum_parts(
         normed,
         rows,
         memory.rank,
-        memory.offset(place),
+        memory.offset(buffer),
         0.0 if norm is None else norm.eps,
         *areas,
         width,

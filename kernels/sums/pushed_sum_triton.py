@@ -1,31 +1,30 @@
-"""The sum over ranks of small parts: each rank pushes its part to the others, and words say
-themselves that they came.
+"""All-reduce of small parts: each rank pushes its part to the others, in words that carry a mark.
 
-What kernels.all_reduce_triton has meets first and reads then: a fence over all of the system, a
-flag's way to the other GPU, and a part's way there and back. Here a part goes one way, in *words*
-of 8 bytes: 4 of data, then 4 of a mark that is this sum's own. An aligned word is written and read
-whole, so a word with the mark has the data: no flag, no fence. It costs twice the bytes, in an area
-that each rank has in each other's space (kernels.peer_memory_triton). (NCCL calls its protocol of
-this kind LL.)
+The kernels in kernels/sums/all_reduce_triton.py have a barrier first and read then. That costs a
+fence over the whole system, a flag's way to the other GPU, and a part's way there and back. Here a
+part goes one way, in *words* of 8 bytes: 4 of data, then 4 of a mark that belongs to this sum. An
+aligned word is written and read whole, so a word with the mark has the data, without a flag or a
+fence. It costs twice the bytes, in an area that each rank has in each other's space
+(kernels/sums/peer_memory_triton.py). NCCL calls its protocol of this kind LL.
 
-**Why a word with the mark is this sum's.** The mark is the low half of a count of pushed sums, the
-same on all ranks and in all programs: each program of a sum writes its share of all counters. So a
-mark does not come back before 2^32 sums, whatever the number of rows, their width or the number of
-programs. It is never zero, as memory is that nobody has written. After 2^32 sums, which take a day
-or two, a word is taken for another sum's only if it was last written exactly a multiple of 2^32
-sums before: by a larger sum than all since, and so far back to the very one.
+**A word with the mark belongs to this sum.** The mark is the low half of a count of pushed sums,
+which is the same on all ranks and in all programs: each program of a sum writes its share of all
+counters. So a mark does not come back before 2^32 sums, whatever the number of rows, their width or
+the number of programs. It is never zero, the value of memory that no rank has written. After 2^32
+sums, which take a day or two, a word can be taken for another sum's. That needs a word last written
+exactly a multiple of 2^32 sums before, by a sum larger than all since.
 
-**Why nothing is overwritten too early.** Areas take turns by the count. A rank that pushes sum n +
-2 has ended n + 1, for which it needed words of every other rank. They pushed those in n + 1, behind
-`gdc_wait`, so they had ended n and read all of it. What other sums lie between, of which kind and
-size, makes no difference, nor does a graph's replay: the count is on the device.
+**No word is overwritten too early.** Areas alternate with the count. A rank that pushes sum n + 2
+has ended n + 1, for which it needed words of every other rank. They pushed those words in n + 1,
+behind `gdc_wait`, so they had ended n and read all of it. Other sums in between make no difference,
+of any kind and size, nor does a graph's replay: the count is on the device.
 
-**Places.** Only this rank reads its own part, in its place. The rule for places of
-kernels.all_reduce_triton holds when its sums and these alternate: who has ended a sum has heard
-from all others that they had begun it.
+**Buffers.** Only this rank reads its own part, in its buffer. The rule for buffers in
+kernels/sums/all_reduce_triton.py holds when its sums and these alternate: a rank that has ended a
+sum knows from all others that they had begun it.
 
-**Why it does not hang.** A program pushes all its rows before it waits for any, and waits for the
-same program of the other ranks alone. As there, all programs fit on the device at once.
+**No deadlock.** A program pushes all its rows before it waits for any, and waits only for the
+program of the same index on the other ranks. As there, all programs fit on the device at once.
 """
 
 from __future__ import annotations
@@ -37,12 +36,15 @@ from sidestep.kernels.sums.peer_memory_triton import MAX_PROGRAMS, MOST_PUSHED_B
 
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 _MOST_POLLED_BYTES = 1 << 17
-"""Of a row's words of all ranks, which a program has in registers at once: half of what there are.
-Beside them it has the row itself, which counts where ranks are few."""
+"""Largest size of one row's words of all ranks, in bytes, which a program has in registers at once.
+
+It is half of the registers. The program also holds the row itself, which counts where ranks are
+few.
+"""
 
 
 def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
-    """Whether the kernel takes such parts."""
+    """Return whether the kernel takes parts of this size."""
     return (
         row_bytes % 4 == 0
         and rows * row_bytes <= MOST_PUSHED_BYTES
@@ -52,8 +54,10 @@ def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
 
 @triton.jit
 def _row_at(address, row, W: tl.constexpr):
-    """A row as words of data. It is said to be aligned no better than for two of them, if it is: a
-    thread has two then, as it has two words of 8 bytes, and threads need not exchange any.
+    """Return a pointer to a row as words of data.
+
+    Its declared alignment is never more than that of two words. A thread then has two of them, as
+    it has two words of 8 bytes, and threads need not exchange any.
     """
     begin = tl.cast(address, tl.int64) + row * (4 * W)
     return tl.multiple_of(begin.to(tl.pointer_type(tl.int32)), 4 if W % 2 else 8)
@@ -66,8 +70,9 @@ def _marked(data, mark):
 
 @triton.jit
 def _values(data, dtype: tl.constexpr):
-    """The two values in words of data, in float32, that of lower address first. In a word of 32-bit
-    data the second is zero.
+    """Return the two values in words of data, in float32, the one of lower address first.
+
+    In a word of 32-bit data the second is zero.
     """
     if dtype.primitive_bitwidth == 32:
         return data.to(dtype, bitcast=True).to(tl.float32), tl.zeros_like(data).to(tl.float32)
@@ -80,7 +85,7 @@ def _values(data, dtype: tl.constexpr):
 
 @triton.jit
 def _rounded(low, high, dtype: tl.constexpr):
-    """Words of data of such values."""
+    """Return such values as words of data, rounded to dtype."""
     if dtype.primitive_bitwidth == 32:
         return low.to(dtype).to(tl.int32, bitcast=True)
     else:
@@ -91,23 +96,23 @@ def _rounded(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def _area(space, areas, source, AREA: tl.constexpr):
-    """Where a rank's words are in a space."""
+    """Return a pointer to a rank's words in a space."""
     return tl.multiple_of((space + areas).to(tl.pointer_type(tl.int64)), 16) + source * (AREA // 8)
 
 
 @triton.jit
 def _push(spaces, rank, words, areas, at, inside, AREA: tl.constexpr, RANKS: tl.constexpr):
-    """A row's words, to all others."""
+    """Push a row's words to all other ranks."""
     for turn in tl.static_range(1, RANKS):
-        # Each rank begins with another one.
+        # Each rank begins with a different rank.
         space = space_of(spaces, (rank + turn) % RANKS, RANKS)
-        # Through to the memory, as they are.
+        # Written through to memory.
         tl.store(_area(space, areas, rank, AREA) + at, words, mask=inside, cache_modifier=".wt")
 
 
 @triton.jit
 def _poll(space, rank, own, areas, at, inside, AREA: tl.constexpr, RANKS: tl.constexpr):
-    """A row's words of all ranks as they are now; this rank's own are given."""
+    """Read a row's words of all ranks as they are now; this rank's own words are given."""
     words = ()
     me = tl.zeros_like(at) + rank
     for peer in tl.static_range(RANKS):
@@ -119,7 +124,7 @@ def _poll(space, rank, own, areas, at, inside, AREA: tl.constexpr, RANKS: tl.con
 
 @triton.jit
 def _missing(words, mark, RANKS: tl.constexpr):
-    """Whether any word is not this sum's, which is one number for the whole program."""
+    """Return whether any word is not this sum's, as one number for the whole program."""
     wrong = words[0] ^ mark
     for peer in tl.static_range(1, RANKS):
         wrong |= words[peer] ^ mark
@@ -128,7 +133,7 @@ def _missing(words, mark, RANKS: tl.constexpr):
 
 @triton.jit
 def _receive(space, rank, own, areas, at, inside, mark, AREA: tl.constexpr, RANKS: tl.constexpr):
-    """A row's words of all ranks, once they are there."""
+    """Return a row's words of all ranks once they have all arrived."""
     words = _poll(space, rank, own, areas, at, inside, AREA, RANKS)
     missing = _missing(words, mark, RANKS)
     while missing != 0:
@@ -139,7 +144,7 @@ def _receive(space, rank, own, areas, at, inside, mark, AREA: tl.constexpr, RANK
 
 @triton.jit
 def _sum_of(words, before, dtype: tl.constexpr, RANKS: tl.constexpr, ADD: tl.constexpr):
-    """Of the ranks' parts, in their order, and of the stream; words of data, rounded once."""
+    """Return the ranks' parts, in their order, plus the stream, as words of data rounded once."""
     low, high = _values(words[0].to(tl.int32), dtype)
     for peer in tl.static_range(1, RANKS):
         next_low, next_high = _values(words[peer].to(tl.int32), dtype)
@@ -154,7 +159,7 @@ def _sum_of(words, before, dtype: tl.constexpr, RANKS: tl.constexpr, ADD: tl.con
 
 @triton.jit
 def _normed(data, w, eps, dtype: tl.constexpr, D: tl.constexpr):
-    """A row's norm (as kernels.rms_norm_triton has it)."""
+    """Return a row's norm, computed as in kernels/triton/rms_norm_triton.py."""
     low, high = _values(data, dtype)
     scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / D + eps)
     low, high = _values(_rounded(low * scale, high * scale, dtype), dtype)
@@ -182,7 +187,10 @@ def _pushed(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """areas: where the first begins in a space. AREA: bytes of one."""
+    """Push this rank's rows, then sum the rows of all ranks.
+
+    areas: offset of the first area in a space, in bytes. AREA: bytes of one area.
+    """
     dtype: tl.constexpr = hidden.dtype.element_ty
     PER: tl.constexpr = 32 // dtype.primitive_bitwidth
     W: tl.constexpr = D // PER
@@ -214,7 +222,7 @@ def _pushed(
                 _row_at(normed, row, W) + columns, _normed(data, w, eps, dtype, D), mask=inside
             )
     share = program + tl.arange(0, _MAX_PROGRAMS) * tl.num_programs(0)
-    # The next sum's mark is not zero, and its turn the other one.
+    # The next sum's mark is not zero, and the next sum uses the other turn's areas.
     told = tl.where((count + 1) << 32 == 0, count + 2, count)
     tl.store(
         counters + _MAX_PROGRAMS + share, told + tl.zeros_like(share), mask=share < _MAX_PROGRAMS

@@ -1,5 +1,6 @@
-"""Block copies in Triton: one program for each copy, layer and part of a block. The reference is
-kernels.block_copy.
+"""Block copies in Triton: one program for each copy, layer and part of a block.
+
+The reference is in kernels/ops/block_copy.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-# The stride of layers depends on the number of blocks, and one kernel is for any.
+# The stride of layers depends on the number of blocks; as int64 it needs one kernel for any number.
 @triton.jit
 def _copy_blocks(
     caches, sources, targets, layer_stride: tl.int64, block_stride, BLOCK: tl.constexpr
@@ -30,7 +31,7 @@ def _copy_blocks(
 
 
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """As kernels.block_copy.copy_blocks."""
+    """Copy blocks as kernels.ops.block_copy.copy_blocks does."""
     layers = caches.shape[0]
     block = min(8192, triton.next_power_of_2(caches.stride(1)))
     grid = (len(sources), layers, triton.cdiv(caches.stride(1), block))

@@ -1,14 +1,14 @@
 """Decode attention over the paged cache: one query token a row, rows of any length, in one launch.
 
-All rows' keys are cut into tiles and the tiles, row after row, are dealt out evenly: each program
+All rows' keys are cut into tiles, and the tiles are dealt out evenly, row after row. Each program
 of a head takes the same number of consecutive tiles, whichever rows they belong to (stream-K, Osama
 et al. 2023; for attention, Sanovar et al. 2024). So the number of splits of a row follows from its
-length and the batch, on the device, the grid is fixed, and no program has more to do than another.
-A row that lies within one program is written directly; parts of a split row go to scratch, and the
+length and the batch, on the device. The grid is fixed, and no program has more to do than another.
+A row that lies within one program is written directly. Parts of a split row go to scratch, and the
 last program to arrive combines them (the softmax of parts: Dao et al. 2022).
 
-With a `Rope` the launch takes the projections as they come: each program norms and turns the
-queries it needs, and the one that has the end of a row begins with the row's new key and value and
+With a `Rope` the launch takes the projections unchanged: each program normalises and rotates the
+queries it needs. The program that has the end of a row begins with the row's new key and value and
 writes them to the cache.
 """
 
@@ -22,12 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import num_processors, pdl
-from sidestep.kernels.launch_order import completes, reads_early
+from sidestep.kernels.launch_order import reads_early
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What was tuned by benchmarks/kernels/gpu_kernels.py."""
+    """Tile sizes and limits of decode attention, tuned by benchmarks/kernels/gpu_kernels.py."""
 
     tile: int = 32
     num_warps: int = 2
@@ -38,7 +38,7 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
-    """For a head size, the width of the cache's type and the number of query heads."""
+    """Return the configuration for a head size, the cache's item size and the query heads."""
     if head_dim * itemsize > 512:
         return DecodeConfig(tile=32, num_warps=4, num_stages=2, programs_per_processor=2)
     if head_dim * itemsize > 256:
@@ -49,7 +49,7 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
 
 
 class DecodeScratch:
-    """What a launch needs beside its inputs; the counters are zero between launches."""
+    """Scratch memory of a launch; the counters are zero between launches."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DecodeScratch:
         self.config = config
         self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
         group = triton.next_power_of_2(num_heads // num_kv_heads)
-        # Two parts a program: of the row it begins within, and of the row it ends within.
+        # Each program has two parts: of the row it begins within, and of the row it ends within.
         slots = self.parts * num_kv_heads * 2
         self.partial = torch.empty(
             slots, group, max(16, triton.next_power_of_2(head_dim)), device=device
@@ -74,7 +74,7 @@ class DecodeScratch:
 
 @dataclass(frozen=True)
 class Rope:
-    """What lies between the projections and attention.
+    """Operations between projections and attention: the norms of heads and the rotary embedding.
 
     cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys, None where the
     model has none.
@@ -88,7 +88,7 @@ class Rope:
 
 @triton.jit
 def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The block of a tile, or of each of its keys where a tile has several."""
+    """Return the block id of a tile, or of each of its keys where a tile has several blocks."""
     if PAGE % TILE == 0:
         block = tl.load(table + index * TILE // PAGE)
     else:
@@ -99,7 +99,7 @@ def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def _row_at(row, there, tile_ends, seq_lens, slots, block_tables, table_stride):
-    """Its last tile's end, its length and its block table; anything if it is not there."""
+    """Return the end of a row's last tile, its length and table; any values if not `there`."""
     slot = tl.load(slots + row, mask=there, other=0)
     end = tl.load(tile_ends + row, mask=there, other=0)
     length = tl.load(seq_lens + row, mask=there, other=0)
@@ -110,8 +110,9 @@ def _row_at(row, there, tile_ends, seq_lens, slots, block_tables, table_stride):
 def _turned(
     source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr
 ):
-    """Heads at `source` [N, 1], normed and turned: [N, DIM] of their type, 0 outside. It rounds as
-    qkv_rope does.
+    """Return the heads at `source` [N, 1], normalised and rotated: [N, DIM], 0 outside.
+
+    They have the type of `source`. It rounds as kernels/triton/qkv_rope_triton.py does.
     """
     dtype = source.dtype.element_ty
     # Each dimension needs its partner, half a head away.
@@ -154,9 +155,11 @@ def _begin_with_new(
     TILE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The softmax's state after the token at `position` alone, if this program is its owner, who
-    also writes its key and value to the cache; else the state after none. source: the token's key
-    of this head; its value lies KVH heads further.
+    """Return the softmax's state after the token at `position` alone, if this program is the owner.
+
+    The owner is the program that has the end of the row. It also writes the token's key and value
+    to the cache. For other programs the state is that before any token. source: the token's key of
+    this head; its value lies KVH heads further.
     """
     dims = tl.arange(0, DIM)[None, :]
     there = dims < D
@@ -220,8 +223,8 @@ def _decode(
 ):
     head = tl.program_id(0) % KVH
     part = tl.program_id(0) // KVH
-    # 1. This program's share of the tiles, and where they are. The plan and the tables, which
-    #    @reads_early names, need no wait (see kernels.launch).
+    # 1. Find this program's share of the tiles, and the rows that they belong to. The plan and the
+    #    tables, which @reads_early names, need no wait (see kernels/launch.py).
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     total = tl.max(ends, 0)
     quota = tl.maximum(tl.cdiv(total, PARTS), MIN_TILES)
@@ -232,8 +235,8 @@ def _decode(
     row_end, length, table = _row_at(
         row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride
     )
-    # Idle programs go at once; one waits in any case, so that no later kernel overtakes the one
-    # before.
+    # Idle programs return at once. The first one waits in any case, so that no later kernel
+    # overtakes the one before.
     if (tile >= last) & (part > 0):
         return
     within = tl.arange(0, TILE)
@@ -247,7 +250,7 @@ def _decode(
     group = tl.arange(0, GROUP)
     dtype = cache.dtype.element_ty
     while tile < last:
-        # 2. One row, or the part of it that lies in this share.
+        # 2. Attend to one row, or to the part of it that lies in this share.
         stop = tl.minimum(row_end, last)
         visible = 0
         if WINDOW:
@@ -292,14 +295,14 @@ def _decode(
         blocks = _blocks_of(table, tile + shift, within, length, PAGE, TILE)
         for index in range(tile + shift, stop + shift):
             keys = index * TILE + within
-            # The next tile's blocks are known a turn ahead, so that its keys can be asked for
+            # The next tile's blocks are loaded one iteration ahead, so that its keys can be loaded
             # without waiting.
             following = _blocks_of(
                 table, tl.minimum(index + 1, stop + shift - 1), within, length, PAGE, TILE
             )
             place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
             source = cache + place[:, None] + dims[None, :]
-            # What lies behind the last token is not read: it may be anything, and 0 x NaN would
+            # Keys behind the last token are not read: they may have any value, and 0 x NaN would
             # spread.
             readable = (keys < stored)[:, None] & (dims < D)[None, :]
             key = tl.load(source, mask=readable, other=0.0)
@@ -318,14 +321,14 @@ def _decode(
         target = out + row * out_stride + head * (G * D)
         begins_here = tile == row_begin
         if begins_here & (stop == row_end):
-            # 3. The whole row was here.
+            # 3. Store the result of a row that was here as a whole.
             tl.store(
                 target + m[:, None] * D + dims[None, :],
                 (acc / total_mass[:, None]).to(out.dtype.element_ty),
                 mask=(m < G)[:, None] & (dims < D)[None, :],
             )
         else:
-            # 4. Leave the part, and see whether all others have left theirs.
+            # 4. Store the part, and combine the row if all other programs have stored theirs.
             slot = (part * KVH + head) * 2 + begins_here.to(tl.int32)
             tl.store(
                 partial + slot * (GROUP * DIM) + m[:, None] * DIM + dims[None, :],
@@ -382,73 +385,6 @@ def _decode(
         )
 
 
-@completes("decode_ends", "prefill_ends")
-@triton.jit
-def _plan(
-    seq_lens,
-    query_starts,
-    header,
-    decode_ends,
-    prefill_ends,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.arange(0, ROWS)
-    num_rows = tl.load(header)
-    num_decode = tl.load(header + 1)
-    decodes = rows < num_decode
-    length = tl.load(seq_lens + rows, mask=decodes, other=0)
-    tiles = tl.cdiv(length, TILE)
-    if WINDOW:
-        tiles -= tl.maximum(length - WINDOW, 0) // TILE
-    tl.store(decode_ends + rows, tl.cumsum(tl.where(decodes, tiles, 0), 0))
-    prefills = (rows >= num_decode) & (rows < num_rows)
-    start = tl.load(query_starts + rows, mask=prefills, other=0)
-    stop = tl.load(query_starts + rows + 1, mask=prefills, other=0)
-    tl.store(
-        prefill_ends + rows, tl.cumsum(tl.where(prefills, tl.cdiv(stop - start, TOKENS), 0), 0)
-    )
-
-
-def plan_attention(
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    header: Tensor,
-    decode_ends: Tensor,
-    prefill_ends: Tensor,
-    *,
-    tile: int,
-    tokens: int,
-    window: int,
-) -> None:
-    """Counts, cumulatively by row, the tiles of keys of decode rows and the tiles of query tokens
-    of the others.
-
-    seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] rows, header[1] of them
-    decode, and come first; decode_ends, prefill_ends int32, written: a power of two of entries, at
-    least R.
-    """
-    _plan[(1,)](
-        seq_lens,
-        query_starts,
-        header,
-        decode_ends,
-        prefill_ends,
-        tile,
-        tokens,
-        window,
-        decode_ends.shape[0],
-        num_warps=4,
-        **pdl(seq_lens),
-    )
-
-
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -464,7 +400,7 @@ def decode_attention(
     scale: float,
     rope: Rope | None = None,
 ) -> None:
-    """Each decode row's query over all its keys, or the last `window` of them (0: all).
+    """Compute each decode row's attention over all its keys, or the last `window` of them (0: all).
 
     q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
     block_tables int32 [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention

@@ -1,5 +1,6 @@
-"""Logits of tokens that must not be sampled yet become minus infinity: a list of (row, token)
-pairs, often empty.
+"""Masks of logits: tokens that must not be sampled yet get minus infinity.
+
+The tokens are a list of (row, token) pairs, which is often empty.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def _mask_logits(logits, message, header, stride, BLOCK: tl.constexpr, PDL: tl.c
 
 
 def mask_logits(logits: Tensor, message: Tensor, header: Tensor) -> None:
-    """logits [R, V], changed in place; header int32: the number of pairs, and where in message
-    (int32) their rows are listed, followed by their tokens.
+    """Set the listed logits to minus infinity, in place.
+
+    logits [R, V]; header int32: the number of pairs, and the index in message (int32) where their
+    rows are listed, followed by their tokens.
     """
     _mask_logits[(1,)](logits, message, header, logits.stride(0), 256, num_warps=4, **pdl(logits))

@@ -1,10 +1,9 @@
-"""Attention of prompt chunks over the paged cache, with tensor-core tiles (FlashAttention; Dao et
-al. 2022).
+"""Attention of prompt chunks over the paged cache, with tensor-core tiles.
 
-A program takes a tile of query rows of one KV head: several tokens, and for each the query heads
-that share the head, so that keys and values are read once for all of them. Keys that every row of
-the tile sees go through a loop without masks; those on the diagonal, and at the edge of a window,
-through one with them.
+The algorithm is FlashAttention (Dao et al. 2022). A program takes a tile of query rows of one KV
+head: several tokens, and for each the query heads that share the head, so that keys and values are
+read once for all of them. Keys that every row of the tile sees go through a loop without masks.
+Keys on the diagonal, and at the edge of a window, go through one with masks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ from sidestep.kernels.launch_order import reads_early
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """What was tuned by benchmarks/kernels/gpu_kernels.py: rows and keys of a tile."""
+    """Tile sizes of prefill attention: rows and keys of a tile.
+
+    benchmarks/kernels/gpu_kernels.py tunes them.
+    """
 
     rows: int = 64
     keys: int = 64
@@ -32,12 +34,12 @@ class PrefillConfig:
     registers: int | None = None
 
     def tokens(self, group: int) -> int:
-        """Query tokens of a tile, for a number of query heads a KV head."""
+        """Return the number of query tokens of a tile. group: number of query heads a KV head."""
         return max(1, self.rows // group)
 
 
 def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
-    """For a head size and the width of the cache's type."""
+    """Return the configuration for a head size and the cache's item size."""
     if itemsize > 2:
         return PrefillConfig(32, 32, 4, 2)
     if head_dim > 128:
@@ -47,7 +49,7 @@ def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
 
 @triton.jit
 def _blocks_of(table, start, within, length, PAGE: tl.constexpr, N: tl.constexpr):
-    """The block of a tile of keys, or of each key where a tile has several."""
+    """Return the block id of a tile of keys, or of each key where a tile has several blocks."""
     if PAGE % N == 0:
         block = tl.load(table + start // PAGE)
     else:
@@ -81,14 +83,14 @@ def _attend(
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The keys from begin, a multiple of N, to end."""
+    """Attend to the keys from begin, a multiple of N, to end; return the softmax's new state."""
     dims = tl.arange(0, DIM)
     within = tl.arange(0, N)
     blocks = _blocks_of(table, tl.minimum(begin, (length - 1) // N * N), within, length, PAGE, N)
     for start in range(begin, end, N):
         keys = start + within
-        # The next tile's blocks are known a turn ahead, so that its keys can be asked for without
-        # waiting.
+        # The next tile's blocks are loaded one iteration ahead, so that its keys can be loaded
+        # without waiting.
         following = _blocks_of(
             table, tl.minimum(start + N, (end - 1) // N * N), within, length, PAGE, N
         )
@@ -159,8 +161,8 @@ def _prefill(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # 1. Which tile: the last ones, which see most keys, first. The table that @reads_early names
-    #    needs no wait (see kernels.launch).
+    # 1. Find this program's tile. The last tiles, which see most keys, come first. The table that
+    #    @reads_early names needs no wait (see kernels/launch.py).
     ends = tl.load(tile_ends + tl.arange(0, ROWS))
     index = tl.max(ends, 0) - 1 - tl.program_id(1)
     if PDL:
@@ -177,7 +179,7 @@ def _prefill(
     query_start = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - query_start
     table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
-    # 2. Its queries: row m is head m % G of token m // G.
+    # 2. Load its queries: row m is head m % G of token m // G.
     first = (index - begin) * TOKENS
     m = tl.arange(0, M)
     dims = tl.arange(0, DIM)
@@ -192,7 +194,7 @@ def _prefill(
     acc = tl.zeros([M, DIM], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
-    # 3. The keys: [edge of the window, masked] [seen by all rows] [diagonal, masked].
+    # 3. Attend to the keys: [edge of the window, masked] [seen by all rows] [diagonal, masked].
     end = context + tl.minimum(first + TOKENS, count)
     seen_by_all = (context + first + 1) // N * N
     start = 0
@@ -301,8 +303,9 @@ def prefill_attention(
     window: int,
     scale: float,
 ) -> None:
-    """Each prompt row's new tokens, whose keys are in the cache already, over all keys up to their
-    own (or the last `window` of them; 0: all).
+    """Compute the attention of each prompt row's new tokens, whose keys are in the cache already.
+
+    A token attends to all keys up to its own, or to the last `window` of them (0: all).
 
     q [T.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
     block_tables int32 [slots, W]; slots, seq_lens int32 [R]; query_starts int32 [R + 1]; tile_ends
@@ -315,7 +318,7 @@ def prefill_attention(
     tokens = config.tokens(group)
     rows = max(config.rows, triton.next_power_of_2(group))
     grid = (kv_heads, triton.cdiv(max_tokens, tokens) + max_rows)
-    # Narrow heads would leave the copies less than the hardware moves at once.
+    # With narrow heads the copies would have less than the hardware moves at once.
     bulk = (
         config.bulk and page % config.keys == 0 and dim in (64, 128, 256) and cache.is_contiguous()
     )

@@ -1,8 +1,8 @@
-"""A step's inputs, made on the device from its packed message: the first kernel of every step.
+"""Inputs of a step, made on the device from its packed message: the first kernel of every step.
 
-One program for each row: appends the row's new blocks to its block table, sets what a request that
-enters brings, and lays out the row's tokens. An id the host does not know yet is the token that the
-slot sampled last.
+There is one program for each row. It appends the row's new blocks to its block table, stores the
+parameters of a request that enters, and writes the row's tokens. A token id that the host does not
+know yet is the token that the slot sampled last.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from sidestep.kernels.launch_order import completes
 
 HEADER = 16
-"""Integers at the start of the message."""
+"""Number of integers in the header at the start of the message."""
 MASKED, SAMPLING = 3, 8
-"""Places in the header."""
+"""Indices in the header."""
 ROW_COLUMNS = (
     "slots",
     "seq_lens",
@@ -38,13 +38,15 @@ ROW_COLUMNS = (
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where the columns of a packed step lie, in int32 words, for steps of up to `rows` rows and
-    `tokens` tokens.
+    """Positions of the columns of a packed step, in int32 words.
 
-    Header: rows, decode rows, tokens, masked logits, and where they are listed; from SAMPLING on:
-    rows, and where the output goes. Then the columns of ROW_COLUMNS, each of rows + 1 words (starts
-    have one more entry than there are rows), the token ids (-1: unknown), the new block ids of all
-    rows, and the masked logits: rows, then tokens.
+    It is for steps of up to `rows` rows and `tokens` tokens.
+
+    The header holds the numbers of rows, decode rows, tokens and masked logits, and the word where
+    the masked logits are listed. From SAMPLING on it holds the number of rows and the row of the
+    output. The columns of ROW_COLUMNS follow, each of rows + 1 words (starts have one more entry
+    than there are rows). Then come the token ids (-1: unknown), the new block ids of all rows, and
+    the masked logits: rows, then tokens.
     """
 
     rows: int
@@ -52,23 +54,21 @@ class StepLayout:
 
     @property
     def column(self) -> int:
-        """Words from one column to the next; a multiple of 4, so that columns are aligned to 16
-        bytes.
-        """
+        """Words from one column to the next; a multiple of 4, which aligns columns to 16 bytes."""
         return (self.rows + 1 + 3) // 4 * 4
 
     def at(self, name: str) -> int:
-        """First word of a column."""
+        """Return the index of the first word of a column."""
         return HEADER + ROW_COLUMNS.index(name) * self.column
 
     @property
     def token_ids(self) -> int:
-        """First word of the token ids."""
+        """Index of the first word of the token ids."""
         return HEADER + len(ROW_COLUMNS) * self.column
 
     @property
     def block_ids(self) -> int:
-        """First word of the new block ids."""
+        """Index of the first word of the new block ids."""
         return self.token_ids + (self.tokens + 3) // 4 * 4
 
 
@@ -91,10 +91,10 @@ class SlotTables:
 
 
 _RUNTIME = ("table_stride", "rows", "tokens", "column", "ids", "blocks")
-"""Differ from graph to graph: no kernel is compiled for each."""
+"""Parameters that differ from graph to graph; no kernel is compiled for each of their values."""
 
 
-@completes("message", "block_tables", "token_ids", "positions", "places", "last_tokens")
+@completes("message", "block_tables", "token_ids", "positions", "slot_mapping", "last_tokens")
 @triton.jit(do_not_specialize=_RUNTIME)
 def _prepare(
     message,
@@ -107,7 +107,7 @@ def _prepare(
     seed,
     token_ids,
     positions,
-    places,
+    slot_mapping,
     last_tokens,
     table_stride,
     rows,
@@ -127,14 +127,14 @@ def _prepare(
             index = start + within
             tl.store(token_ids + index, 0, mask=index < tokens)
             tl.store(positions + index, 0, mask=index < tokens)
-            tl.store(places + index, -1, mask=index < tokens)
+            tl.store(slot_mapping + index, -1, mask=index < tokens)
         return
     if row >= num_rows:
         tl.store(last_tokens + row, 0)
         return
     columns = message + COLUMNS + row
     slot = tl.load(columns).to(tl.int64)
-    # 1. New blocks.
+    # 1. Append the new blocks.
     table = block_tables + slot * table_stride
     held = tl.load(columns + 4 * column)
     first = tl.load(columns + 5 * column)
@@ -146,7 +146,7 @@ def _prepare(
             tl.load(message + blocks + index, mask=index < last),
             mask=index < last,
         )
-    # 2. A request that enters.
+    # 2. Store the parameters of a request that enters.
     if tl.load(columns + 6 * column) != 0:
         tl.store(temperature + slot, tl.load(columns + 7 * column).to(tl.float32, bitcast=True))
         tl.store(top_p + slot, tl.load(columns + 8 * column).to(tl.float32, bitcast=True))
@@ -154,7 +154,7 @@ def _prepare(
         tl.store(top_k + slot, tl.load(columns + 10 * column))
         low = tl.load(columns + 11 * column).to(tl.int64) & 0xFFFFFFFF
         tl.store(seed + slot, (tl.load(columns + 12 * column).to(tl.int64) << 32) | low)
-    # 3. Tokens. The block table was written by this program's other threads.
+    # 3. Write the tokens. Other threads of this program wrote the block table.
     tl.debug_barrier()
     begin = tl.load(columns + 2 * column)
     end = tl.load(columns + 2 * column + 1)
@@ -168,7 +168,7 @@ def _prepare(
         block = tl.load(table + position // PAGE, mask=index < end, other=0)
         tl.store(token_ids + index, tl.where(given < 0, sampled, given), mask=index < end)
         tl.store(positions + index, position, mask=index < end)
-        tl.store(places + index, block * PAGE + position % PAGE, mask=index < end)
+        tl.store(slot_mapping + index, block * PAGE + position % PAGE, mask=index < end)
 
 
 def prepare_step(
@@ -177,15 +177,16 @@ def prepare_step(
     tables: SlotTables,
     token_ids: Tensor,
     positions: Tensor,
-    places: Tensor,
+    slot_mapping: Tensor,
     last_tokens: Tensor,
     block_size: int,
 ) -> None:
-    """Applies a step's differences to the tables and lays its tokens out.
+    """Apply a step's differences to the tables and write the inputs of its tokens.
 
-    message int32, laid out as `layout` says. Written: token_ids, positions and places, int32 [T]
-    with padding (0, 0 and -1; else a place is block id * block size + offset); last_tokens int32
-    [R]: index of each row's last token, 0 for padding. T and R are at most the layout's.
+    message int32, laid out as `layout` says. Written: token_ids, positions and slot_mapping, int32
+    [T] with padding (0, 0 and -1); slot_mapping is block id * block size + offset. Also written:
+    last_tokens int32 [R], the index of each row's last token, 0 for padding. T and R are at most
+    the layout's.
     """
     rows = last_tokens.shape[0]
     _prepare[(rows + 1,)](
@@ -199,7 +200,7 @@ def prepare_step(
         tables.seed,
         token_ids,
         positions,
-        places,
+        slot_mapping,
         last_tokens,
         tables.block_tables.stride(0),
         rows,

@@ -1,6 +1,8 @@
-"""What lies between the QKV projection and attention, in one kernel: the norm of each head's query
-and key (where a model has it), the rotary embedding, and the write of keys and values into the
-paged cache. The references are kernels.rms_norm, kernels.rotary and kernels.kv_write.
+"""Operations between the QKV projection and attention, in one kernel.
+
+They are the norm of each head's query and key (where a model has it), the rotary embedding, and the
+write of keys and values into the paged cache. The references are kernels/ops/rms_norm.py,
+kernels/ops/rotary.py and kernels/ops/kv_write.py.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import reads_early
 
 
-@reads_early("positions", "places")
+@reads_early("positions", "slot_mapping")
 @triton.jit
 def _qkv_rope(
     qkv,
     positions,
-    places,
+    slot_mapping,
     cos,
     sin,
     q_weight,
@@ -39,9 +41,9 @@ def _qkv_rope(
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dims = tl.arange(0, HALF)[None, :]
-    # The tables that @reads_early names need no wait (see kernels.launch).
+    # The tables that @reads_early names need no wait (see kernels/launch.py).
     position = tl.load(positions + token).to(tl.int64)
-    place = tl.load(places + token).to(tl.int64)
+    place = tl.load(slot_mapping + token).to(tl.int64)
     half_dim = dims < D // 2
     c = tl.load(cos + position * (D // 2) + dims, mask=half_dim, other=0.0)
     s = tl.load(sin + position * (D // 2) + dims, mask=half_dim, other=0.0)
@@ -94,7 +96,7 @@ def _qkv_rope(
 def qkv_rope(
     qkv: Tensor,
     positions: Tensor,
-    places: Tensor,
+    slot_mapping: Tensor,
     cos: Tensor,
     sin: Tensor,
     norms: tuple[Tensor, Tensor] | None,
@@ -102,10 +104,10 @@ def qkv_rope(
     cache: Tensor,
     num_heads: int,
 ) -> None:
-    """Turns qkv's queries in place, and writes its keys (turned) and values to the cache.
+    """Rotate qkv's queries in place, and write its keys (rotated) and values to the cache.
 
-    qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; places int32 [T], block id *
-    block size + offset, or negative for a token that is padding; cos, sin float32 [positions, D /
+    qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; slot_mapping int32 [T], block id
+    * block size + offset, or negative for a token that is padding; cos, sin float32 [positions, D /
     2]; norms: weights [D] of queries and keys; cache [blocks, 2 KVH, block size, D], the keys'
     heads first.
     """
@@ -117,7 +119,7 @@ def qkv_rope(
     _qkv_rope[(tokens, triton.cdiv(heads, per_program))](
         qkv,
         positions,
-        places,
+        slot_mapping,
         cos,
         sin,
         q_weight,

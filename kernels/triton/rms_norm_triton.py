@@ -1,4 +1,4 @@
-"""RMSNorm in Triton, one program a row. The reference is kernels.rms_norm."""
+"""RMSNorm in Triton, one program a row. The reference is in kernels/ops/rms_norm.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, D], rows contiguous; returns [T, D]."""
+    """Return the RMSNorm of x, [T, D]. x is [T, D] with contiguous rows."""
     rows, size = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)

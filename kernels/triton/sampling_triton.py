@@ -1,35 +1,36 @@
-"""Choosing the next token on a GPU, without sorting and without the host: `kernels.sampling` in
-Triton.
+"""Sampling of the next token on a GPU, without sorting and without the host.
 
-Two kernels, whose grids follow from the padded shapes alone, so that a CUDA graph can hold them:
+It is kernels/ops/sampling.py in Triton. There are two kernels, whose grids follow from the padded
+shapes alone, so that a CUDA graph can hold them:
 
-1. `_score_tiles`, a program for each row and tile of the vocabulary, leaves two numbers a tile: its
-   best score and that token (greedy rows, and rows that draw from all tokens), or, for a row with a
-   filter, its best logit and how much probability it holds.
+1. `_score_tiles`, a program for each row and tile of the vocabulary, stores two numbers a tile. For
+   greedy rows, and rows that draw from all tokens, they are its best score and that token. For a
+   row with a filter, they are its best logit and its probability mass.
 2. `_choose_tokens`, a program for each row, takes the best tile, or applies the filter and draws.
 
 Draws are exponential races: argmax(logits / T - log E), E standard exponential, is argmin(E *
-exp((best - logit) / T)), which needs one exponential function and one logarithm a token instead of
+exp((best - logit) / T)). This needs one exponential function and one logarithm a token instead of
 two logarithms.
 
-What a filtered row costs. A pass of one program over a row of 152k bf16 logits takes it 10 us or so
-(300 KB from L2 at 64 bytes a clock are 3 us; the rest are some 15 instructions a logit), and
-finding a threshold takes several: no sort, but a bisection of the floats, as ordered integers, with
-four counts or sums of probabilities in each pass, which makes 7 of them for bf16 and twice that for
-float32. (A histogram of digits would take fewer passes of far more instructions: its counters lie
-in shared memory, and nearly all logits hit the same few.) So the row as a whole is searched only
-where it must be. Mostly, what the first kernel knows of each tile bounds the threshold from below:
+The cost of a filtered row: one program's pass over a row of 152k bf16 logits takes 10 us or so (300
+KB from L2 at 64 bytes a clock are 3 us; the rest are some 15 instructions a logit). Finding a
+threshold takes several passes. There is no sort, but a bisection of the floats, as ordered
+integers, with four counts or sums of probabilities in each pass. That makes 7 passes for bf16 and
+twice that for float32. (A histogram of digits would take fewer passes of far more instructions: its
+counters lie in shared memory, and nearly all logits hit the same few.) So a whole row is searched
+only where it must be. Mostly, the first kernel's numbers of each tile bound the threshold from
+below:
 
 - top_k: k tiles hold a logit that is no less than the k-th best of the tiles' best ones;
-- top_p: the tiles bound what lies below any value, so what is surely left out is known;
-- min_p is itself a threshold,
+- top_p: the tiles bound the mass below any value, so some tokens are left out for sure;
+- min_p is itself a threshold.
 
-and the tokens above that bound, some tens or hundreds, lie in few tiles and are gathered in a few
-steps. Up to _FEW are then compared each with each, which settles their order, and all filters, at
-once; up to _CAPACITY are searched like a row. Only rows with more of them (flat distributions; a
-top_k larger than the number of tiles) take the long way.
+The tokens above that bound, some tens or hundreds, lie in few tiles and are gathered in a few
+steps. Up to _FEW of them are compared each with each, which settles their order, and all filters,
+at once. Up to _CAPACITY are searched like a row. Only rows with more of them (flat distributions; a
+top_k larger than the number of tiles) are searched as a whole.
 
-All sums are taken in a fixed order and no float is added atomically: the same row gives the same
+All sums are computed in a fixed order and no float is added atomically: the same row gives the same
 token every time.
 """
 
@@ -40,28 +41,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.triton.sampling_filters_triton import (
+    count_before,
+    filter_and_race,
+    filter_few,
+    gather,
+    nucleus_floor,
+)
+from sidestep.kernels.triton.sampling_logits_triton import (
+    INFINITY,
+    LOG2_E,
+    NONE,
+    finite,
+    is_filtered,
+    load_logits,
+    parameters_of,
+    to_key,
+    weight_of,
+)
+from sidestep.kernels.triton.sampling_noise_triton import exponential, noise_keys
+
 _TILE = 1024
-"""Tokens that a program of the first kernel scores."""
+"""Number of tokens that a program of the first kernel scores."""
 _STEP = 8192
-"""Tokens that the second kernel reads at a time; a multiple of _TILE."""
+"""Number of tokens that the second kernel reads at a time; a multiple of _TILE."""
 _CAPACITY = 8192
-"""Tokens of a filtered row that are gathered at most."""
+"""Largest number of tokens of a filtered row that are gathered."""
 _FEW = 512
-"""Tokens that are compared each with each at most."""
+"""Largest number of tokens that are compared each with each."""
 
-# bf16 and fp16 leave the low bits of their float32 form zero: a search among them has as many steps
-# less.
+# The low bits of bf16 and fp16 in float32 form are zero, so a search among them has fewer steps.
 _LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-
-_NONE = tl.constexpr(2**31 - 1)
-_INFINITY = tl.constexpr(float("inf"))
-_LARGEST = tl.constexpr(3.4028234663852886e38)
-_SOME = tl.constexpr(1e-30)
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def scratch_size(rows: int, vocab: int) -> int:
-    """int32 elements of scratch that sample_tokens needs for logits [rows, vocab]."""
+    """Return the int32 elements of scratch that sample_tokens needs for logits [rows, vocab]."""
     return rows * (3 * triton.next_power_of_2(triton.cdiv(vocab, _TILE)) + 2 * _CAPACITY)
 
 
@@ -82,9 +96,9 @@ def sample_tokens(
     out_ids: Tensor,
     pdl: bool = False,
 ) -> None:
-    """Chooses a token for each row that samples, as `sample` over `mask_top_k_top_p_min_p` of
-    kernels.sampling do.
+    """Choose a token for each row that samples.
 
+    It is the token that `sample` over `mask_top_k_top_p_min_p` of kernels/ops/sampling.py chooses.
     It is written to last_sampled[slot] and to out_ids[header[1], row]. Ties go to the lower id. NaN
     counts as minus infinity; a row without any finite logit gives some id of the vocabulary.
 
@@ -92,8 +106,8 @@ def sample_tokens(
     count, and the row of out_ids to write. int32 [R]: slots; seq_lens, the positions of the noise;
     samples, 0 where a row samples nothing. Tables by slot, [S]: temperature (0: greedy), top_p and
     min_p float32; top_k (0: all) and last_sampled int32; seed int64. scratch int32 [scratch_size(R,
-    V)] or more, its content of no matter before or after. out_ids int32 [_, R] or wider, in any
-    memory that the device can write. `pdl`: launch both kernels programmatically dependent.
+    V)] or more, of any content before and after. out_ids int32 [_, R] or wider, in any memory that
+    the device can write. `pdl`: launch both kernels with programmatic dependent launch.
 
     Raises ValueError if scratch is too small and KeyError if logits are of another type.
     """
@@ -128,118 +142,7 @@ def sample_tokens(
     )
 
 
-# --- Noise
-# -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _mix(x):
-    """The finaliser of SplitMix64, of a uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _noise_keys(seed, position):
-    """A row's two uint32 keys, from its int64 seed and int32 position."""
-    keys = _mix(
-        _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
-    )
-    return keys.to(tl.uint32), (keys >> 32).to(tl.uint32)
-
-
-@triton.jit
-def _noise_bits(first_key, second_key, ids):
-    """uint32, the same as kernels.sampling.noise_bits."""
-    x = ids.to(tl.uint32) ^ first_key
-    x = (x ^ (x >> 17)) * 0xED5AD4BB
-    x = (x ^ (x >> 11) ^ second_key) * 0xAC4C1B51
-    x = (x ^ (x >> 15)) * 0x31848BAB
-    return x ^ (x >> 14)
-
-
-@triton.jit
-def _exponential(first_key, second_key, ids):
-    """-log(1 - u), a standard exponential variate for each token, with a relative error of 2e-7.
-
-    The library's logarithm of 1 + x has no form in Triton, and the noise that wins comes from small
-    u, where 1 - u has no precision left. So: 1 - u = 2^e (1 + m) with m in [-1/4, 1/2], where m,
-    like u, is exact if u is small (e = 0), and log(1 + m) = m + m^2 q(m) with the minimax
-    polynomial q. If u rounds to 1 the result is 88, not infinity.
-    """
-    u = (_noise_bits(first_key, second_key, ids).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = 1.0 - u
-    exponent = (rest.to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
-    scale = (0x3F800000 - exponent).to(tl.float32, bitcast=True)
-    m = tl.fma(-u, scale, scale - 1.0)
-    q = tl.fma(m, 0.05413246899843216, -0.12067367136478424)
-    q = tl.fma(q, m, 0.14983916282653809)
-    q = tl.fma(q, m, -0.1682281196117401)
-    q = tl.fma(q, m, 0.19977077841758728)
-    q = tl.fma(q, m, -0.24993441998958588)
-    q = tl.fma(q, m, 0.3333354890346527)
-    q = tl.fma(q, m, -0.5000005960464478)
-    return -tl.fma((exponent >> 23).to(tl.float32), 0.6931471805599453, tl.fma(q, m * m, m))
-
-
-# --- Logits
-# ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _load(values, offsets, inside):
-    """As float32; NaN, and what is not inside, as minus infinity."""
-    x = tl.load(values + offsets, mask=inside, other=-_INFINITY).to(tl.float32)
-    return tl.maximum(x, -_INFINITY)
-
-
-@triton.jit
-def _finite(x):
-    return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
-
-
-@triton.jit
-def _weight(x, best, scale):
-    """exp((x - best) / T), at most 1. `scale` is log2(e) / T here and below; best is finite."""
-    return tl.exp2(tl.minimum((x - best) * scale, 0.0))
-
-
-@triton.jit
-def _to_key(value, LOW_BITS: tl.constexpr):
-    """An int64 in the order of the floats, without the low bits that the logits' type has not."""
-    bits = value.to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS).to(tl.int64)
-
-
-@triton.jit
-def _from_key(key, LOW_BITS: tl.constexpr):
-    """The float32 of a key."""
-    bits = (key << LOW_BITS).to(tl.int32)
-    bits = tl.where(bits < 0, bits | ((1 << LOW_BITS) - 1), bits)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _parameters(row, slots, temperature, top_k, top_p, min_p):
-    """A row's slot, and what its request asks for."""
-    slot = tl.load(slots + row).to(tl.int64)
-    return (
-        slot,
-        tl.load(temperature + slot),
-        tl.load(top_k + slot),
-        tl.load(top_p + slot),
-        tl.load(min_p + slot),
-    )
-
-
-@triton.jit
-def _is_filtered(t, k, p, min_p, vocab):
-    return (t > 0) & (((k > 0) & (k < vocab)) | (p < 1) | (min_p > 0))
-
-
 # --- The first kernel
-# ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -269,279 +172,32 @@ def _score_tiles(
         return
     if tl.load(samples + row) == 0:
         return
-    slot, t, k, p, m = _parameters(row, slots, temperature, top_k, top_p, min_p)
+    slot, t, k, p, m = parameters_of(row, slots, temperature, top_k, top_p, min_p)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
-    x = _load(logits + row.to(tl.int64) * row_stride, ids, inside)
+    x = load_logits(logits + row.to(tl.int64) * row_stride, ids, inside)
     score = tl.max(x, 0)
     if t > 0:
-        best = _finite(score)
-        scale = _LOG2_E / t
-        if _is_filtered(t, k, p, m, vocab):
-            second = tl.sum(_weight(x, best, scale), 0).to(tl.int32, bitcast=True)
+        best = finite(score)
+        scale = LOG2_E / t
+        if is_filtered(t, k, p, m, vocab):
+            second = tl.sum(weight_of(x, best, scale), 0).to(tl.int32, bitcast=True)
         else:
-            first_key, second_key = _noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
-            time = _exponential(first_key, second_key, ids) * tl.exp2((best - x) * scale)
-            time = tl.where(inside, time, _INFINITY)
+            first_key, second_key = noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
+            time = exponential(first_key, second_key, ids) * tl.exp2((best - x) * scale)
+            time = tl.where(inside, time, INFINITY)
             shortest = tl.min(time, 0)
-            second = tl.min(tl.where(inside & (time == shortest), ids, _NONE), 0)
+            second = tl.min(tl.where(inside & (time == shortest), ids, NONE), 0)
             score = best / t - tl.log(shortest)
     else:
-        second = tl.min(tl.where(inside & (x == score), ids, _NONE), 0)
+        second = tl.min(tl.where(inside & (x == score), ids, NONE), 0)
     target = scratch + row * 3 * TILES + tile
     tl.store(target, score.to(tl.int32, bitcast=True))
     tl.store(target + TILES, second)
 
 
-# --- Filters: what may stay
-# -------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _before(values, count, x, place, best, scale, CHUNK: tl.constexpr):
-    """For each of x, found at `place` in `values`: how many of these are higher, or as high and
-    before it; what they weigh. Nothing of what is not in `values` has a meaning.
-    """
-    number = tl.zeros(x.shape, tl.int32)
-    mass = tl.zeros(x.shape, tl.float32)
-    for start in tl.range(0, count, CHUNK):
-        other = start + tl.arange(0, CHUNK)[:, None]
-        y = _load(values, other, other < count)
-        first = (y > x[None, :]) | ((y == x[None, :]) & (other < place[None, :]))
-        number += tl.sum(first.to(tl.int32), 0)
-        mass += tl.sum(tl.where(first, _weight(y, best, scale), 0.0), 0)
-    return number, mass
-
-
-@triton.jit
-def _nucleus_floor(
-    scores, masses, tiles, budget, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr
-):
-    """A value of which it is sure that the tokens below it weigh no more than `budget`, or minus
-    infinity.
-
-    Below a value lies all of a tile whose best logit is below it, and of another tile at most all
-    but its best token, and at most as much as if all its tokens were just below the value. Tried
-    for 256 values, e^(1/8) apart in weight.
-    """
-    floors = best - tl.arange(0, 256) * (0.125 * _LOG2_E / scale)
-    most = TILE * _weight(floors, best, scale)
-    below = tl.zeros([256], tl.float32)
-    for start in tl.range(0, tiles, CHUNK):
-        tile = start + tl.arange(0, CHUNK)[:, None]
-        score = tl.load(scores + tile, mask=tile < tiles, other=-_INFINITY)
-        weight = _weight(score, best, scale)
-        mass = tl.load(masses + tile, mask=tile < tiles, other=0.0) * weight
-        rest = tl.minimum(tl.maximum(mass - weight, 0.0), most[None, :])
-        below += tl.sum(tl.where(score < floors[None, :], mass, rest), 0)
-    return tl.max(tl.where(below <= budget, floors, -_INFINITY), 0)
-
-
-@triton.jit
-def _gather(
-    row,
-    values,
-    ids,
-    tile_list,
-    count,
-    floor,
-    vocab,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Writes the first CAPACITY logits of the listed tiles that are not below `floor`, and their
-    ids, both in the order of the ids. Returns how many there are in all.
-    """
-    number = 0
-    for start in tl.range(0, count, GROUP):
-        index = start + tl.arange(0, GROUP)
-        tile = tl.load(tile_list + index, mask=index < count, other=0)
-        offsets = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        x = _load(row, offsets, (index < count)[:, None] & (offsets < vocab))
-        taken = (x >= floor).to(tl.int32)
-        numbers = tl.sum(taken, 1)
-        place = number + (tl.cumsum(numbers, 0) - numbers)[:, None] + tl.cumsum(taken, 1) - 1
-        fits = (taken != 0) & (place < CAPACITY)
-        tl.store(values + place, x, mask=fits)
-        tl.store(ids + place, offsets, mask=fits)
-        number += tl.sum(numbers, 0)
-    return number
-
-
-# --- Filters: the search for a threshold
-# ------------------------------------------------------------------------------
-
-
-@triton.jit
-def _measures(
-    values, count, floors, best, scale, MASS: tl.constexpr, WAYS: tl.constexpr, STEP: tl.constexpr
-):
-    """For each of [WAYS] finite floors, how many logits are not below it, or how much these
-    weigh.
-    """
-    sums = tl.zeros([WAYS, STEP], tl.float32)
-    for start in tl.range(0, count, STEP):
-        offsets = start + tl.arange(0, STEP)[None, :]
-        x = _load(values, offsets, offsets < count)
-        weight = _weight(x, best, scale) if MASS else 1.0
-        sums += tl.where(x >= floors[:, None], weight, 0.0)
-    return tl.sum(sums, 1)
-
-
-@triton.jit
-def _threshold(
-    values,
-    count,
-    target,
-    low,
-    high,
-    best,
-    scale,
-    MASS: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """The largest key in [low, high) from which up there is a measure of `target`, or low; and the
-    measure above it.
-
-    Nothing is as high as `high`. A sum of fewer of the same floats, in the same order, is never
-    larger, so that the measures fall from one cut to the next in spite of rounding.
-    """
-    above = 0.0
-    while high - low > 1:
-        # Four cuts, some of them equal if there are not as many keys.
-        cuts = low + tl.maximum((high - low) * (1 + tl.arange(0, 4)) // 5, 1)
-        measures = _measures(values, count, _from_key(cuts, LOW_BITS), best, scale, MASS, 4, STEP)
-        reached = measures >= target
-        low = tl.max(tl.where(reached, cuts, low), 0)
-        high = tl.min(tl.where(reached, high, cuts), 0)
-        above = tl.maximum(above, tl.max(tl.where(reached, 0.0, measures), 0))
-    return low, above
-
-
-@triton.jit
-def _race(
-    values,
-    ids,
-    count,
-    threshold,
-    room,
-    minimum,
-    best,
-    scale,
-    first_key,
-    second_key,
-    GATHERED: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Draws among the logits above `threshold`, the first `room` of those that equal it, none of
-    them below `minimum`.
-    """
-    shortest = tl.full([STEP], _INFINITY, tl.float32)
-    winner = tl.full([STEP], _NONE, tl.int32)
-    num_tied = 0
-    for start in tl.range(0, count, STEP):
-        offsets = start + tl.arange(0, STEP)
-        inside = offsets < count
-        x = _load(values, offsets, inside)
-        token = tl.load(ids + offsets, mask=inside, other=0) if GATHERED else offsets
-        tied = (inside & (x == threshold)).to(tl.int32)
-        before = num_tied + tl.cumsum(tied, 0) - tied
-        kept = (
-            inside
-            & (x >= minimum)
-            & ((x > threshold) | ((tied != 0) & (before.to(tl.float32) < room)))
-        )
-        time = _exponential(first_key, second_key, token) * tl.exp2((best - x) * scale)
-        faster = kept & ((time < shortest) | (winner == _NONE))
-        shortest = tl.where(faster, time, shortest)
-        winner = tl.where(faster, token, winner)
-        num_tied += tl.sum(tied, 0)
-    return tl.min(tl.where(shortest == tl.min(shortest, 0), winner, _NONE), 0)
-
-
-@triton.jit
-def _filter_and_race(
-    values,
-    ids,
-    count,
-    low,
-    high,
-    k,
-    p,
-    minimum,
-    mass,
-    best,
-    scale,
-    first_key,
-    second_key,
-    GATHERED: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Draws what the filters keep of `count` logits, outside of which there is nothing that they
-    keep.
-
-    low, high: keys between which the logits lie (high is above all). mass: the weight of all of the
-    row.
-    """
-    room = tl.full((), _INFINITY, tl.float32)
-    if k > 0:
-        low, above = _threshold(values, count, k, low, high, best, scale, False, LOW_BITS, STEP)
-        room = k - above
-        next_up = tl.full([1], 0.0, tl.float32) + _from_key(low + 1, LOW_BITS)
-        mass = tl.sum(_measures(values, count, next_up, best, scale, True, 1, STEP), 0)
-        mass += room * _weight(_from_key(low, LOW_BITS), best, scale)
-    if p < 1:
-        # Never 0, so that the best token stays.
-        target = tl.maximum(p * mass, _SOME)
-        cut, above = _threshold(values, count, target, low, high, best, scale, True, LOW_BITS, STEP)
-        # Of the tokens that weigh as much as this one, those stay before which there is less than
-        # the target.
-        fitting = tl.ceil((target - above) / _weight(_from_key(cut, LOW_BITS), best, scale))
-        room = tl.where(cut > low, fitting, tl.minimum(fitting, room))
-        low = cut
-    return _race(
-        values,
-        ids,
-        count,
-        _from_key(low, LOW_BITS),
-        room,
-        minimum,
-        best,
-        scale,
-        first_key,
-        second_key,
-        GATHERED,
-        STEP,
-    )
-
-
-@triton.jit
-def _filter_few(
-    values, ids, count, k, p, minimum, mass, best, scale, first_key, second_key, FEW: tl.constexpr
-):
-    """The same for no more than FEW logits, all at once."""
-    place = tl.arange(0, FEW)
-    kept = place < count
-    x = _load(values, place, kept)
-    token = tl.load(ids + place, mask=kept, other=0)
-    number, mass_before = _before(values, count, x, place, best, scale, 32)
-    if k > 0:
-        kept = kept & (number < k)
-        mass = tl.sum(tl.where(kept, _weight(x, best, scale), 0.0), 0)
-    kept = kept & (x >= minimum)
-    if p < 1:
-        kept = kept & (mass_before < tl.maximum(p * mass, _SOME))
-    time = _exponential(first_key, second_key, token) * tl.exp2((best - x) * scale)
-    time = tl.where(kept, time, _INFINITY)
-    return tl.min(tl.where(kept & (time == tl.min(time, 0)), token, _NONE), 0)
-
-
 # --- The second kernel
-# -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -578,47 +234,47 @@ def _choose_tokens(
         return
     if tl.load(samples + row) == 0:
         return
-    # 1. The row's parameters, and what the first kernel left.
-    slot, t, k, p, m = _parameters(row, slots, temperature, top_k, top_p, min_p)
+    # 1. Load the row's parameters and the first kernel's results.
+    slot, t, k, p, m = parameters_of(row, slots, temperature, top_k, top_p, min_p)
     tiles = tl.cdiv(vocab, TILE)
     tile = tl.arange(0, TILES)
     present = tile < tiles
     known = scratch + row * 3 * TILES
     scores = known.to(tl.pointer_type(tl.float32), bitcast=True)
-    score = tl.load(scores + tile, mask=present, other=-_INFINITY)
+    score = tl.load(scores + tile, mask=present, other=-INFINITY)
     second = tl.load(known + TILES + tile, mask=present, other=0)
     top = tl.max(score, 0)
-    if _is_filtered(t, k, p, m, vocab):
-        # 2. A row with a filter: a floor below which nothing stays, as far as one is known.
+    if is_filtered(t, k, p, m, vocab):
+        # 2. For a row with a filter, find a floor below which no token stays, if one is known.
         k = tl.where(k < vocab, k, 0)
-        best = _finite(top)
-        scale = _LOG2_E / t
-        mass = tl.sum(second.to(tl.float32, bitcast=True) * _weight(score, best, scale), 0)
-        minimum = tl.where(m > 0, best + tl.minimum(tl.log(m) * t, 0.0), -_INFINITY)
-        floor = tl.full((), -_INFINITY, tl.float32)
+        best = finite(top)
+        scale = LOG2_E / t
+        mass = tl.sum(second.to(tl.float32, bitcast=True) * weight_of(score, best, scale), 0)
+        minimum = tl.where(m > 0, best + tl.minimum(tl.log(m) * t, 0.0), -INFINITY)
+        floor = tl.full((), -INFINITY, tl.float32)
         if k > 0:
             if k <= tiles:
-                better, _ = _before(scores, tiles, score, tile, best, scale, 32)
-                floor = tl.max(tl.where(better == k - 1, score, -_INFINITY), 0)
+                better, _ = count_before(scores, tiles, score, tile, best, scale, 32)
+                floor = tl.max(tl.where(better == k - 1, score, -INFINITY), 0)
         elif p < 1:
-            # The margin is for what sums in float32 leave uncertain.
+            # The margin covers the rounding of float32 sums.
             budget = tl.maximum(1 - p - 4e-6, 0.0) * mass
-            floor = _nucleus_floor(scores, scores + TILES, tiles, budget, best, scale, TILE, 32)
-        # Where top_p follows top_k, what min_p leaves out still counts among the k.
+            floor = nucleus_floor(scores, scores + TILES, tiles, budget, best, scale, TILE, 32)
+        # Where top_p follows top_k, the tokens that min_p leaves out still count among the k.
         if (k == 0) | (p >= 1):
             floor = tl.maximum(floor, minimum)
-        # 3. What is not below it, out of the tiles that hold some of it.
-        first_key, second_key = _noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
+        # 3. Gather the tokens that are not below it, from the tiles that hold some of them.
+        first_key, second_key = noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
         logits += row.to(tl.int64) * row_stride
         ids = scratch + tl.num_programs(0) * 3 * TILES + row.to(tl.int64) * 2 * CAPACITY
         values = (ids + CAPACITY).to(tl.pointer_type(tl.float32), bitcast=True)
         number = CAPACITY + 1
-        if floor > -_INFINITY:
+        if floor > -INFINITY:
             listed = (score >= floor).to(tl.int32)
             tl.store(known + 2 * TILES + tl.cumsum(listed, 0) - 1, tile, mask=listed != 0)
-            # The next steps read what other threads of this program wrote.
+            # The next steps read values that other threads of this program wrote.
             tl.debug_barrier()
-            number = _gather(
+            number = gather(
                 logits,
                 values,
                 ids,
@@ -631,15 +287,15 @@ def _choose_tokens(
                 STEP // TILE,
             )
             tl.debug_barrier()
-        # 4. The filters, and the token.
-        low = _to_key(floor, LOW_BITS)
-        high = _to_key(best, LOW_BITS) + 1
+        # 4. Apply the filters and choose the token.
+        low = to_key(floor, LOW_BITS)
+        high = to_key(best, LOW_BITS) + 1
         if number <= FEW:
-            token = _filter_few(
+            token = filter_few(
                 values, ids, number, k, p, minimum, mass, best, scale, first_key, second_key, FEW
             )
         elif number <= CAPACITY:
-            token = _filter_and_race(
+            token = filter_and_race(
                 values,
                 ids,
                 number,
@@ -658,7 +314,7 @@ def _choose_tokens(
                 2048,
             )
         else:
-            token = _filter_and_race(
+            token = filter_and_race(
                 logits,
                 ids,
                 vocab,
@@ -677,7 +333,7 @@ def _choose_tokens(
                 STEP,
             )
     else:
-        token = tl.min(tl.where(present & (score == top), second, _NONE), 0)
+        token = tl.min(tl.where(present & (score == top), second, NONE), 0)
     token = tl.minimum(token, vocab - 1)
     tl.store(last_sampled + slot, token)
     tl.store(out_ids + tl.load(header + 1) * out_stride + row, token)

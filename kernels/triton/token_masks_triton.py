@@ -28,8 +28,10 @@ def _mask_tokens(
 
 
 def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
-    """As in token_masks.py. Runs among copies and kernels of torch, so it is launched when what is
-    before it has ended.
+    """Mask tokens as kernels.ops.token_masks.mask_tokens does.
+
+    The kernel runs among copies and kernels of torch, so it is launched without programmatic
+    dependent launch: it starts when the kernels before it have ended.
     """
     rows, vocab_size = logits.shape
     _mask_tokens[(rows, triton.cdiv(vocab_size, _BLOCK))](

@@ -1,1 +1,1 @@
-"""The parts of the script that trains the bundled tiny-python model."""
+"""Parts of the script that trains the bundled tiny-python model."""

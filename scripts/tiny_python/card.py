@@ -1,4 +1,4 @@
-"""The model card, written from the run's own figures."""
+"""Model card, written from the run's own figures."""
 
 from pathlib import Path
 
@@ -26,9 +26,9 @@ tags: [python, code, tiny]
 
 # tiny-python
 
-A language model of {parameters:.2f} million parameters that completes Python code. It is a demonstration and test
-model, not useful for real work: it is small enough to ship beside an engine and real enough that its output shows
-whether the engine works.
+A language model of {parameters:.2f} million parameters that completes Python code. It is a
+demonstration and test model, not useful for real work: it is small enough to ship beside an engine
+and real enough that its output shows whether the engine works.
 
 ## Architecture
 
@@ -43,22 +43,24 @@ The Llama architecture (`LlamaForCausalLM`), {parameters_exact:,} parameters in 
 | vocabulary | {vocabulary}, byte-level BPE of its own, tied input and output embeddings |
 | positions | {positions} (rotary, theta 10000); all of them were trained |
 
-Special tokens: `<|endoftext|>` ends a document, `<|im_start|>` and `<|im_end|>` enclose a chat turn. Generation stops
-at `<|endoftext|>` and at `<|im_end|>`. A line break, an indentation and a word are always separate tokens, so a
-prompt may end after any of them; it should not end in a single space.
+Special tokens: `<|endoftext|>` ends a document, `<|im_start|>` and `<|im_end|>` enclose a chat
+turn. Generation stops at `<|endoftext|>` and at `<|im_end|>`. A line break, an indentation and a
+word are always separate tokens, so a prompt may end after any of them; it should not end in a
+single space.
 
 ## Data and licence
 
-The source files of Python's own standard library ({python}), tests included: {files:,} files, {megabytes:.1f} MB,
-the texts of its `help()` topics, its functions once more as documents of their own, and {conversations:,} short
-conversations that the script makes from its docstrings and functions ("{question}"). Third-party packages are left
-out. One file in about 32, chosen by a hash of its name, is held out for validation ({validation_files} files).
-In all {train_tokens:,} training tokens.
-SHA-256 of the text: `{digest}`.
+The source files of Python's own standard library ({python}), tests included: {files:,} files,
+{megabytes:.1f} MB, the texts of its `help()` topics, its functions once more as documents of their
+own, and {conversations:,} short conversations that the script makes from its docstrings and
+functions ("{question}"). Third-party packages are left out. One file in about 32, chosen by a hash
+of its name, is held out for validation ({validation_files} files). In all {train_tokens:,} training
+tokens. SHA-256 of the text: `{digest}`.
 
 The standard library is under the Python Software Foundation License Version 2
-(<https://docs.python.org/3/license.html>), Copyright (c) Python Software Foundation. The model and the script are under
-the project's Apache-2.0 licence; text that the model repeats from the library keeps the library's licence.
+(<https://docs.python.org/3/license.html>), Copyright (c) Python Software Foundation. The model and
+the script are under the project's Apache-2.0 licence; text that the model repeats from the library
+keeps the library's licence.
 
 ## Training
 
@@ -78,16 +80,18 @@ the project's Apache-2.0 licence; text that the model repeats from the library k
 | training loss | {train_loss:.4f} nats/token (mean over the run's last twelfth) |
 | validation loss | {validation_loss:.4f} nats/token, {bits_per_byte:.4f} bits/byte |
 
-To train again, run the same command. It also runs on a CPU, where `--seconds 3600` gives a much rougher model in an
-hour. The same seed gives the same data and the same start, but not the same last digits on another device.
+To train again, run the same command. It also runs on a CPU, where `--seconds 3600` gives a much
+rougher model in an hour. The same seed gives the same data and the same start, but not the same
+last digits on another device.
 
 ## Evaluation
 
-Of the saved files, by `python scripts/train_tiny_python.py --evaluate`:
+Scores of the saved files, by `python scripts/train_tiny_python.py --evaluate`:
 
-* {parsed} of {samples} samples of `{prompt}` at temperature {temperature} ({new_tokens} new tokens) have
-  {leading_lines} leading lines that parse. A sample counts when some prefix of its whole lines, prompt included, has
-  at least {leading_lines} lines that are not blank and is accepted by `ast.parse` as it stands.
+* {parsed} of {samples} samples of `{prompt}` at temperature {temperature} ({new_tokens} new tokens)
+  have {leading_lines} leading lines that parse. A sample counts when some prefix of its whole
+  lines, prompt included, has at least {leading_lines} lines that are not blank and is accepted by
+  `ast.parse` as it stands.
 * {chat_stopped} of {questions} chat answers, decoded greedily, end with `<|im_end|>`.
 
 A sample:
@@ -98,9 +102,9 @@ A sample:
 
 ## Limits
 
-It knows the look of the standard library's code and little else. Its code is mostly well-formed and seldom
-meaningful; its answers are often wrong. It speaks only English and Python. It can repeat passages of its training
-text. Sample it at a low temperature (about {temperature}).
+It knows the look of the standard library's code and little else. Its code is mostly well-formed and
+seldom meaningful; its answers are often wrong. It speaks only English and Python. It can repeat
+passages of its training text. Sample it at a low temperature (about {temperature}).
 """
 
 
@@ -119,6 +123,7 @@ def write_card(
     device: str,
     torch: str,
 ) -> None:
+    """Write the model card of a run to the model's folder."""
     text = CARD.format(
         parameters=parameters / 1e6,
         parameters_exact=parameters,

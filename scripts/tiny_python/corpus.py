@@ -1,5 +1,6 @@
-"""The training text: Python's standard library, its help topics, and short chats made from its
-docstrings.
+"""Training text: Python's standard library, its help topics, and short chats.
+
+The chats are generated from the library's docstrings.
 """
 
 import ast
@@ -11,7 +12,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Third-party code is not Python's own; _sysconfigdata describes one machine.
+# Third-party code is not part of Python; _sysconfigdata describes one machine.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SKIPPED_PREFIX = "_sysconfigdata"
 TOPICS = "pydoc_data/topics.py"
@@ -57,13 +58,15 @@ SMALL_TALK = (
     ),
     (
         ("What can you do?", "Help", "How can you help me?"),
-        "I can complete Python code, and say in a line what a standard library module does. I am often wrong.",
+        "I can complete Python code, and say in a line what a standard library module does. "
+        "I am often wrong.",
     ),
     (("Thanks!", "Thank you", "thank you very much"), "You are welcome."),
     (("Bye", "Goodbye!"), "Goodbye!"),
     (
         ("What is Python?", "what is python", "Explain Python."),
-        "Python is an interpreted, object-oriented, high-level programming language with dynamic semantics.",
+        "Python is an interpreted, object-oriented, high-level programming language with dynamic "
+        "semantics.",
     ),
 )
 SMALL_TALK_REPEATS = 12
@@ -85,8 +88,9 @@ class Corpus:
 
 
 def load_corpus(stdlib: Path, seed: int) -> Corpus:
-    """Read every source file under `stdlib`, split by file, and make the conversations from the
-    training part.
+    """Read every source file under `stdlib`, and return the corpus, split by file.
+
+    The conversations are generated from the training part.
     """
     corpus = Corpus()
     digest = hashlib.sha256()
@@ -113,7 +117,7 @@ def load_corpus(stdlib: Path, seed: int) -> Corpus:
 
 
 def read_sources(stdlib: Path) -> list[tuple[str, str]]:
-    """Name and text of each file that is UTF-8 and parses, in a stable order, without repeats."""
+    """Return name and text of each file that is UTF-8 and parses, in a stable order, once each."""
     sources = []
     seen: set[str] = set()
     for path in sorted(stdlib.rglob("*.py")):
@@ -131,7 +135,7 @@ def read_sources(stdlib: Path) -> list[tuple[str, str]]:
 
 
 def parse(text: str) -> ast.Module | None:
-    """The syntax tree, or None: the library's tests hold files that are broken on purpose."""
+    """Return the syntax tree, or None: the library's tests hold deliberately broken files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -141,11 +145,12 @@ def parse(text: str) -> ast.Module | None:
 
 
 def is_test(name: str) -> bool:
+    """Return whether a path of the library belongs to its tests."""
     return any(part in ("test", "tests") or part.startswith("test_") for part in name.split("/"))
 
 
 def topic_texts(source: str) -> list[str]:
-    """The prose of `help()`: one string for each topic."""
+    """Return the texts of `help()`, one string for each topic."""
     tree = parse(source)
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -154,7 +159,10 @@ def topic_texts(source: str) -> list[str]:
 
 
 def first_words(docstring: str) -> str:
-    """The docstring's first paragraph, on one line and cut at a sentence when it is long."""
+    """Return a docstring's first paragraph on one line, cut at a sentence when it is long.
+
+    Return an empty text if it is too long without a sentence to cut at.
+    """
     paragraphs = re.split(r"\n\s*\n", docstring.strip())
     text = " ".join(paragraphs[0].split()) if paragraphs else ""
     while len(text) > MAX_ANSWER_CHARS and ". " in text:
@@ -165,13 +173,12 @@ def first_words(docstring: str) -> str:
 
 
 def module_name(name: str) -> str:
+    """Return the module's name of a path of the library."""
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def docstring_turns(name: str, source: str) -> list[Turn]:
-    """Questions on a module, and on the public classes and functions at its top, answered by their
-    docstrings.
-    """
+    """Return questions on a module and its public top-level names, answered by their docstrings."""
     tree = parse(source)
     if tree is None:
         return []
@@ -194,9 +201,10 @@ def docstring_turns(name: str, source: str) -> list[Turn]:
 
 
 def standalone_functions(source: str) -> list[str]:
-    """Each function and method as a document of its own, at the left margin: a prompt often begins
-    with `def` there, where a whole file rarely does, and without these the model continues it as
-    the method that it is in the library.
+    """Return each function and method as a document of its own, at the left margin.
+
+    A prompt often begins with `def` at the left margin, where a whole file rarely does. Without
+    these documents the model continues it as the method that it is in the library.
     """
     tree = parse(source)
     lines = source.split("\n")
@@ -214,7 +222,7 @@ def standalone_functions(source: str) -> list[str]:
 
 
 def function_turns(source: str) -> list[Turn]:
-    """Requests for a function by name, answered with a short one from the library."""
+    """Return requests for a function by name, answered with a short one from the library."""
     tree = parse(source)
     turns = []
     for node in tree.body if tree is not None else ():
@@ -232,8 +240,9 @@ def function_turns(source: str) -> list[Turn]:
 
 
 def make_conversations(turns: list[Turn], rng: random.Random) -> list[list[dict[str, str]]]:
-    """Message lists of one or two turns, some behind a system prompt, so that each shape is
-    seen.
+    """Return message lists of one or two turns, some behind a system prompt.
+
+    The model sees each of these shapes.
     """
     turns = list(turns)
     for questions, answer in SMALL_TALK:

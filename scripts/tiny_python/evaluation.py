@@ -1,5 +1,6 @@
-"""What the saved model can do: its loss on held-out files, whether its code parses, whether its
-chat stops.
+"""Evaluation of the saved model.
+
+It measures the loss on held-out files, whether generated code parses, and whether chats stop.
 """
 
 import ast
@@ -48,6 +49,8 @@ QUESTIONS = (
 
 @dataclass
 class Scores:
+    """Scores of the saved model."""
+
     validation_loss: float
     bits_per_byte: float
     parsed: int
@@ -57,8 +60,9 @@ class Scores:
 
 
 def leading_lines_parse(text: str) -> bool:
-    """Whether some prefix of whole lines, at least LEADING_LINES of them not blank, is valid Python
-    as it stands.
+    """Return whether a prefix of whole lines is valid Python as it stands.
+
+    At least LEADING_LINES of its lines are not blank.
     """
     lines = text.split("\n")
     with warnings.catch_warnings():
@@ -73,6 +77,7 @@ def leading_lines_parse(text: str) -> bool:
 
 
 def is_python(text: str) -> bool:
+    """Return whether a text parses as Python."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError):
@@ -82,7 +87,7 @@ def is_python(text: str) -> bool:
 
 @torch.inference_mode()
 def sample_code(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """SAMPLES completions of PROMPT, with the prompt."""
+    """Return SAMPLES completions of PROMPT, with the prompt."""
     torch.manual_seed(SAMPLE_SEED)
     inputs = tokenizer([PROMPT] * SAMPLES, return_tensors="pt").to(model.device)
     outputs = model.generate(
@@ -100,7 +105,7 @@ def sample_code(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> 
 def answer(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, question: str
 ) -> tuple[str, bool]:
-    """The greedy answer to one user message, and whether the model ended its turn."""
+    """Return the greedy answer to one user message, and whether the model ended its turn."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
     )
@@ -117,8 +122,9 @@ def answer(
 
 
 def evaluate(folder: Path, tokens: Tokens, validation_bytes: int, device: torch.device) -> Scores:
-    """Score the files on disk, so that the figures are those of what is shipped, rounded to
-    bfloat16.
+    """Score the files on disk.
+
+    So the figures are those of the shipped files, which are rounded to bfloat16.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
@@ -139,13 +145,14 @@ def evaluate(folder: Path, tokens: Tokens, validation_bytes: int, device: torch.
 
 
 def describe(scores: Scores) -> str:
-    """The scores as lines to print, with a few samples to judge by eye."""
+    """Return the scores as lines to print, with a few samples to judge by eye."""
     lines = [f"--- sample\n{sample}" for sample in scores.samples[:3]]
     lines += [f"--- {question}\n{reply}" for question, reply in scores.answers]
     lines += [
-        f"validation loss {scores.validation_loss:.4f} nats/token, {scores.bits_per_byte:.4f} bits/byte"
-        f" (rows of {POSITIONS})",
-        f"{scores.parsed} of {SAMPLES} samples of {PROMPT!r} have {LEADING_LINES} leading lines that parse",
+        f"validation loss {scores.validation_loss:.4f} nats/token, "
+        f"{scores.bits_per_byte:.4f} bits/byte (rows of {POSITIONS})",
+        f"{scores.parsed} of {SAMPLES} samples of {PROMPT!r} have {LEADING_LINES} leading lines "
+        "that parse",
         f"{scores.chat_stopped} of {len(QUESTIONS)} chat answers end their turn",
     ]
     return "\n".join(lines)

@@ -15,9 +15,8 @@ from tiny_python.corpus import Corpus
 from tiny_python.vocabulary import END_OF_TEXT, TURN_END, VOCABULARY, chat_text
 
 POSITIONS = 2048
-SHORT_ROW = (
-    512  # every second step: a short prompt stands at a row's start, so starts must not be rare
-)
+SHORT_ROW = 512
+"""Ids of a row in every second step: prompts stand at a row's start, so starts must not be rare."""
 MATRIX_RATE = 5e-3
 OTHER_RATE = 4e-3
 MATRIX_DECAY = 0.1
@@ -29,8 +28,9 @@ VALIDATIONS = 12
 
 @dataclass(frozen=True)
 class Budget:
-    """Training ends at `steps` or after `seconds`, whichever is first; the learning rate follows
-    the same clock.
+    """Limits of a training run, which ends at `steps` or after `seconds`, whichever is first.
+
+    The learning rate follows the same clock.
     """
 
     steps: int
@@ -38,6 +38,7 @@ class Budget:
     batch_tokens: int
 
     def progress(self, step: int, elapsed: float) -> float:
+        """Return the share of the budget that is used; training ends at 1."""
         share = step / self.steps
         return max(share, elapsed / self.seconds) if self.seconds else share
 
@@ -51,11 +52,14 @@ class Tokens:
 
     @property
     def train_count(self) -> int:
+        """Number of tokens to train on."""
         return sum(len(document) for document in self.train)
 
 
 @dataclass
 class Outcome:
+    """Figures of a finished training run."""
+
     steps: int
     tokens: int
     epochs: float
@@ -66,7 +70,10 @@ class Outcome:
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """Heads of 64 and widths that are multiples of 64, which is what GPU kernels like."""
+    """Return the model's configuration.
+
+    Heads have 64 dimensions and widths are multiples of 64, which suits GPU kernels.
+    """
     end = tokenizer.token_to_id(END_OF_TEXT)
     return LlamaConfig(
         vocab_size=VOCABULARY,
@@ -87,7 +94,7 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def encode(tokenizer: Tokenizer, corpus: Corpus) -> Tokens:
-    """Every document as ids, closed by the separator."""
+    """Return every document as ids, each ended by the separator."""
 
     def ids(texts: list[str]) -> list[Tensor]:
         end = [tokenizer.token_to_id(END_OF_TEXT)]
@@ -101,12 +108,12 @@ def encode(tokenizer: Tokenizer, corpus: Corpus) -> Tokens:
 
 
 def rows_in_order(documents: list[Tensor]) -> Tensor:
-    """Rows of POSITIONS + 1 ids, each starting on the last id of the one before."""
+    """Return rows of POSITIONS + 1 ids, each starting on the last id of the one before."""
     return torch.cat(documents).unfold(0, POSITIONS + 1, POSITIONS)
 
 
 def unindented_starts(stream: Tensor, tokenizer: Tokenizer) -> Tensor:
-    """Where a line without indentation starts, in order."""
+    """Return the indices at which a line without indentation starts, in order."""
     pieces = tokenizer.decode_batch(
         [[i] for i in range(tokenizer.get_vocab_size())], skip_special_tokens=False
     )
@@ -121,10 +128,10 @@ def unindented_starts(stream: Tensor, tokenizer: Tokenizer) -> Tensor:
 def shuffled_rows(
     documents: list[Tensor], length: int, tokenizer: Tokenizer, generator: torch.Generator
 ) -> Tensor:
-    """One epoch's rows of `length` + 1 ids, from a new order of the documents.
+    """Return one epoch's rows of `length` + 1 ids, from a new order of the documents.
 
-    Each row is moved on to the next line without indentation: a prompt starts at the left margin
-    too, and a model that saw `def` in first place where a method's indentation was cut off would
+    Each row is moved on to the next line without indentation, because a prompt starts at the left
+    margin too. A model that saw `def` at a row's start with a method's indentation cut off would
     indent the body twice.
     """
     stream = torch.cat(
@@ -132,8 +139,8 @@ def shuffled_rows(
     )
     first = int(torch.randint(length, (), generator=generator))
     starts = unindented_starts(stream, tokenizer)
-    places = torch.searchsorted(starts, torch.arange(first, len(stream) - length, length))
-    starts = starts[places[places < len(starts)]].unique()
+    indices = torch.searchsorted(starts, torch.arange(first, len(stream) - length, length))
+    starts = starts[indices[indices < len(starts)]].unique()
     starts = starts[starts < len(stream) - length]
     starts = starts[torch.randperm(len(starts), generator=generator)]
     return stream[starts[:, None] + torch.arange(length + 1)]
@@ -142,7 +149,7 @@ def shuffled_rows(
 def batches(
     documents: list[Tensor], rows: int, length: int, tokenizer: Tokenizer, seed: int
 ) -> Iterator[Tensor]:
-    """Endless batches of `rows` rows; each epoch has its own order of documents and of rows."""
+    """Yield endless batches of `rows` rows; each epoch has its own order of documents and rows."""
     generator = torch.Generator().manual_seed(seed)
     spare = torch.empty(0, length + 1, dtype=torch.int32)
     while True:
@@ -153,7 +160,7 @@ def batches(
 
 
 def loss_of(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
-    """Mean loss in nats per token over the batch's rows."""
+    """Return the mean loss in nats per token over the batch's rows."""
     inputs, targets = batch[:, :-1], batch[:, 1:].flatten()
     # Few CPUs have bfloat16 arithmetic; on the others autocast is slower than float32.
     with torch.autocast(
@@ -167,7 +174,7 @@ def loss_of(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
 def validation_loss(
     model: LlamaForCausalLM, rows: Tensor, device: torch.device, limit: int | None = None
 ) -> float:
-    """Mean loss in nats per token at full length."""
+    """Return the mean loss in nats per token at full length."""
     model.eval()
     losses = []
     for batch in rows[:limit].split(16 if device.type == "cuda" else 1):
@@ -177,8 +184,9 @@ def validation_loss(
 
 
 def optimizers(model: LlamaForCausalLM, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices; AdamW for the embedding and the norms, which Muon is not made
-    for.
+    """Return Muon for the layers' matrices, and AdamW for the embedding and the norms.
+
+    Muon is not made for the latter.
     """
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
@@ -196,7 +204,7 @@ def optimizers(model: LlamaForCausalLM, device: torch.device) -> list[torch.opti
 
 
 def set_rate(steppers: list[torch.optim.Optimizer], progress: float) -> None:
-    """Linear warm-up, then linear decay to nothing."""
+    """Set the learning rates: linear warm-up, then linear decay to nothing."""
     factor = min(progress / WARMUP, (1 - progress) / (1 - WARMUP))
     for stepper, rate in zip(steppers, (MATRIX_RATE, OTHER_RATE), strict=True):
         for group in stepper.param_groups:
@@ -211,8 +219,9 @@ def train(
     seed: int,
     device: torch.device,
 ) -> Outcome:
-    """Train in place and leave the weights of the step with the lowest validation loss in the
-    model.
+    """Train the model in place.
+
+    The model gets the weights of the step with the lowest validation loss.
     """
     rows = max(1, budget.batch_tokens // POSITIONS)
     long_rows = batches(tokens.train, rows, POSITIONS, tokenizer, seed)

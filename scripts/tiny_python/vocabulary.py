@@ -32,6 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Return a tokenizer trained on these texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -51,13 +52,14 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def chat_text(messages: list[dict[str, str]]) -> str:
-    """What CHAT_TEMPLATE renders for a finished conversation."""
+    """Return a finished conversation as CHAT_TEMPLATE renders it."""
     return "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, positions: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json by hand: every version of transformers reads
-    this form.
+    """Write tokenizer.json and tokenizer_config.json by hand.
+
+    Every version of transformers reads this form.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {

@@ -3,10 +3,9 @@
 from sidestep.frontend.api.engine_args import EngineArgs
 
 AsyncEngineArgs = EngineArgs
-"""One class holds the options of LLM and AsyncLLM."""
+"""The class that holds the options of both LLM and AsyncLLM."""
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

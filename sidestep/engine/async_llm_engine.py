@@ -6,6 +6,5 @@ AsyncLLMEngine = AsyncLLM
 
 __all__ = ["AsyncLLMEngine"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

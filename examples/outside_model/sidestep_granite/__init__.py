@@ -1,1 +1,1 @@
-"""Granite for Sidestep: Llama with activations that are scaled in four places."""
+"""Granite for Sidestep: Llama with four scaling factors on its activations."""

@@ -1,4 +1,4 @@
-"""Granite as a worker runs it: the shared decoder, with the factors multiplied into the weights."""
+"""Granite's model class: the shared decoder, with the factors multiplied into the weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from sidestep.ipc.model.model_spec import ModelSpec
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    """One rank's part of the model. The head is no longer tied: its factor differs from the
-    embedding's.
+    """One rank's part of the model.
+
+    The head is no longer tied: its factor differs from the embedding's.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class ScaledWeights(Weights):
     def get(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
-        """Return the tensor that the decoder asks for. Layers are named <...>.<layer>.weight or
-        .bias.
+        """Return the tensor that the decoder asks for.
+
+        Layers are named <...>.<layer>.weight or .bias.
         """
         factor = self._factors.get(name.split(".")[-2], 1.0)
         stored = "model.embed_tokens.weight" if name == "lm_head.weight" and self._is_tied else name

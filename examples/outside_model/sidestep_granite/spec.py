@@ -1,5 +1,6 @@
-"""Read Granite's config.json. This module must not import torch: the frontend reads it before
-workers start.
+"""Reader of Granite's config.json.
+
+This module must not import torch: the frontend reads it before workers start.
 """
 
 from __future__ import annotations

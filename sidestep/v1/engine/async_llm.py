@@ -4,6 +4,5 @@ from sidestep.frontend.api.async_llm import AsyncLLM
 
 __all__ = ["AsyncLLM"]
 
-__path__: list[
-    str
-] = []  # the finder in sidestep/__init__.py answers for names that this module lacks
+# The finder in sidestep/__init__.py answers for names that this module lacks.
+__path__: list[str] = []

@@ -40,6 +40,7 @@ from sidestep.kernels.products import (
 )
 from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
 from sidestep.kernels.triton import (
+    attention_plan_triton,
     block_copy_triton,
     decode_attention_triton,
     mask_logits_triton,
@@ -225,7 +226,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
     scratch = decode_attention_triton.DecodeScratch(
         model.heads, model.kv_heads, model.dim, ROWS, q.device, decode
     )
-    decode_attention_triton.plan_attention(
+    attention_plan_triton.plan_attention(
         rows,
         starts,
         i32(16),

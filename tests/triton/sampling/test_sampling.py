@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, noise_bits, sample
-from sidestep.kernels.triton import sampling_triton
+from sidestep.kernels.triton import sampling_noise_triton, sampling_triton
 from sidestep.kernels.triton.sampling_triton import sample_tokens, scratch_size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,9 +135,11 @@ def check(rows: Rows) -> None:
 @triton.jit
 def _bits(seeds, positions, out, VOCAB: tl.constexpr):
     row = tl.program_id(0)
-    first, second = sampling_triton._noise_keys(tl.load(seeds + row), tl.load(positions + row))
+    first, second = sampling_noise_triton.noise_keys(tl.load(seeds + row), tl.load(positions + row))
     ids = tl.arange(0, VOCAB)
-    tl.store(out + row * VOCAB + ids, sampling_triton._noise_bits(first, second, ids).to(tl.int64))
+    tl.store(
+        out + row * VOCAB + ids, sampling_noise_triton.noise_bits(first, second, ids).to(tl.int64)
+    )
 
 
 def test_noise_is_bit_for_bit_that_of_the_reference() -> None:
@@ -355,8 +357,10 @@ def chi_square(tokens: Tensor, logits: Tensor) -> float:
 @triton.jit
 def _draws(logits, out, V: tl.constexpr, ROWS: tl.constexpr):
     seeds, ids = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
-    first, second = sampling_triton._noise_keys(seeds.to(tl.int64), tl.full([ROWS], 9, tl.int32))
-    time = sampling_triton._exponential(first[:, None], second[:, None], ids[None, :])
+    first, second = sampling_noise_triton.noise_keys(
+        seeds.to(tl.int64), tl.full([ROWS], 9, tl.int32)
+    )
+    time = sampling_noise_triton.exponential(first[:, None], second[:, None], ids[None, :])
     tl.store(out + seeds, tl.argmin(time * tl.exp(-tl.load(logits + ids))[None, :], 1))
 
 

@@ -38,8 +38,8 @@ from sidestep.kernels.sums import all_reduce_triton, pushed_sum_triton
 from sidestep.kernels.sums.all_reduce_triton import Kind, SumConfig, sum_parts
 from sidestep.kernels.sums.peer_memory_triton import (
     MAX_PROGRAMS,
+    NUM_BUFFERS,
     NUM_COUNTERS,
-    PLACES,
     PeerMemory,
     space_bytes,
 )
@@ -167,7 +167,7 @@ class Rank:
 
     def wait_for_words(self, count: int, first: int) -> None:
         """Until all others have pushed the word of this number in the sum of this count."""
-        offset, size = self.memory.offset(PLACES), self.memory.area_bytes
+        offset, size = self.memory.offset(NUM_BUFFERS), self.memory.area_bytes
         areas = (
             self.memory.own[offset:]
             .view(torch.int64)

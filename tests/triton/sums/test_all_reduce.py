@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sidestep.kernels.sums import all_reduce_triton
-from sidestep.kernels.sums.all_reduce_triton import SumConfig, choose, most_place_bytes
+from sidestep.kernels.sums.all_reduce_triton import SumConfig, choose, most_buffer_bytes
 from sidestep.kernels.sums.peer_memory_triton import (
     MAX_PROGRAMS,
+    NUM_BUFFERS,
     NUM_COUNTERS,
-    PLACES,
     TURNS,
     PeerMemory,
     space_bytes,
@@ -56,7 +56,7 @@ def test_flags_places_and_areas_do_not_overlap(ranks: int) -> None:
         part.fill_(1)
     with pytest.raises(AssertionError):
         memory.part(0, 17, 32, dtype)
-    areas = space[memory.offset(PLACES) :]
+    areas = space[memory.offset(NUM_BUFFERS) :]
     assert not areas.any() and areas.numel() == TURNS * ranks * memory.area_bytes
     assert memory.area_bytes == 2 * place_bytes and areas.data_ptr() % 256 == space.data_ptr() % 256
 
@@ -71,15 +71,15 @@ def test_the_table_rises_and_ends() -> None:
             found = choose(ranks, size // 1024, 1024)
             assert found is not None and (found.kind, found.programs) == (kind, programs)
         assert (
-            most_place_bytes(ranks, 1 << 40) == sizes[-1]
+            most_buffer_bytes(ranks, 1 << 40) == sizes[-1]
             and choose(ranks, 1, sizes[-1] + 1) is None
         )
-        assert most_place_bytes(ranks, 4000) == 4096
+        assert most_buffer_bytes(ranks, 4000) == 4096
 
 
 def test_a_number_of_ranks_that_was_not_measured_takes_the_next_larger() -> None:
     assert choose(3, 1, 4096) == choose(4, 1, 4096)
-    assert choose(max(SUMS) + 1, 1, 4096) is None and most_place_bytes(max(SUMS) + 1, 4096) == 0
+    assert choose(max(SUMS) + 1, 1, 4096) is None and most_buffer_bytes(max(SUMS) + 1, 4096) == 0
 
 
 def test_what_cannot_be_pushed_takes_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
