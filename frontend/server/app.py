@@ -159,6 +159,7 @@ class _Counted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, and count its answer."""
+
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._responses[scope.get(_ROUTE, "other"), str(message["status"])] += 1

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""Route /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 class ChatRoute:
-    """Answers chats of one server."""
+    """Route that answers chats."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._reader = AnswerReader(service)
 
     async def __call__(self, http: Request, body: bytes) -> Response:
+        """Answer a chat, as one body or as a stream. Raises ApiError and ValidationError."""
         service, size = self._service, len(body)
         request = await service.large.decode(body, _decoder)
         model = service.check_model(request.model)
@@ -120,7 +121,7 @@ def _render(service: Service, request: ChatRequest, use: ToolUse | None) -> str:
 
 
 class ChatAnswer:
-    """The answer to one request, in its two forms."""
+    """Answer to one request, as one body or as a stream."""
 
     def __init__(
         self,
@@ -132,7 +133,10 @@ class ChatAnswer:
         reader: AnswerReader,
         with_ids: bool,
     ) -> None:
-        """with_ids: send token ids beside the text."""
+        """Begin an answer.
+
+        parsers: one for each choice. with_ids: send token ids beside the text.
+        """
         self._service = service
         self._name = name
         self._model = model
@@ -144,7 +148,7 @@ class ChatAnswer:
         self._last: list[RequestOutput | None] = [None] * len(choices)
 
     async def whole(self) -> Response:
-        """One body."""
+        """Return the answer as one body."""
         outputs = await self._service.whole(self._choices)
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = ChatCompletion(
@@ -210,7 +214,7 @@ class ChatAnswer:
     def events(
         self, options: StreamOptions, writer: BodyWriter | None
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events."""
+        """Return the answer as server-sent events."""
         head: dict[str, object] = {
             "id": self._name,
             "object": "chat.completion.chunk",
@@ -248,7 +252,10 @@ class ChatAnswer:
         options: StreamOptions,
         end: Callable[[], bytes] | None = None,
     ) -> Encode:
-        """What makes the events of one choice; `end` gives what follows the last of them."""
+        """Return a function that makes the events of one choice.
+
+        end: makes the events that follow the last one of the choice.
+        """
         parser = self._parsers[index]
         deltas = None if parser is None else _Deltas(self._reader)
         untold, ids, has_begun = list[Entries](), IdsOfChoice(self._with_ids), False
@@ -279,7 +286,7 @@ class ChatAnswer:
                 for delta in deltas.of(
                     parser.feed(completion.text) + (parser.finish() if output.finished else [])
                 ):
-                    # Those of a token go with the first that comes of it.
+                    # The first event that a token gives carries its logprobs and its id.
                     event += encoder.delta(delta, self._logprobs(index, untold), ids.take())
                     untold.clear()
             if output.finished:
@@ -298,14 +305,14 @@ class ChatAnswer:
 
 
 class _Deltas:
-    """What a parser finds, as the deltas of a stream."""
+    """Convert the events of a parser to the deltas of a stream."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
         self.num_calls = 0
 
     def of(self, events: Sequence[Event]) -> list[Delta]:
-        """One delta for each event."""
+        """Return one delta for each event."""
         return [self._delta(event) for event in events]
 
     def _delta(self, event: Event) -> Delta:

@@ -1,9 +1,8 @@
-"""The events of one choice. Most are written in the callback in which the engine's message comes,
-past all tasks.
+"""Stream of the events of one choice.
 
-A token's way is then one call: its text is encoded and handed to the connection. The first event,
-the last one, and those that a slow client has not taken yet go through the answer's own task, which
-can wait.
+Most events are written to the connection in the callback that receives the engine's message, and no
+task runs for them. The first event, the last one, and those that the client cannot take yet go
+through the answer's own task, which can wait.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from sidestep.frontend.server.service.service import Choice, Service, Tally
 from sidestep.frontend.server.transport.http_protocol import WRITER, BodyWriter
 
 Encode = Callable[[RequestOutput], bytes]
-"""The events of one output, possibly none."""
+"""Function that makes the events of one output; it may return no bytes."""
 
 
 class _Connection:
-    """Takes outputs that are pushed, as events."""
+    """Sink that writes each pushed output to the connection, as events."""
 
     def __init__(self, tally: Tally, encode: Encode, writer: BodyWriter) -> None:
         self.ready = writer.ready
@@ -36,7 +35,7 @@ class _Connection:
 
 
 def writer_of(http: Request) -> BodyWriter | None:
-    """What events may be written with; None without a connection of our own."""
+    """Return the writer of the request's connection; None if the server owns no connection."""
     return http.scope.get(WRITER)
 
 
@@ -44,8 +43,9 @@ async def events_of(
     service: Service, choice: Choice, encode: Encode, writer: BodyWriter | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Yield an empty event once the engine has taken the request, then the events as they come.
-    With a writer, yield only the events that could not be written at once; the caller must send
-    each before it asks for the next.
+
+    With a writer, yield only the events that could not be written at once. The caller must send
+    each event before it asks for the next.
     """
     with service.tally(choice) as tally:
         async with choice.open() as reader:

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""Route /v1/completions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 
 MAX_CHOICES = 1024
-"""Prompts times n of one request."""
+"""Largest number of choices of one request: its prompts times n or best_of."""
 _DEFAULT_TOKENS = 16
 
 
@@ -53,21 +53,24 @@ PromptIds = Annotated[list[Natural], msgspec.Meta(min_length=1)]
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to /v1/completions."""
+    """Body of a request to /v1/completions."""
 
     prompt: PromptText | Annotated[list[PromptText | int | PromptIds], msgspec.Meta(min_length=1)]
-    """Text, token ids, or a list of either."""
+    """Prompt as text or token ids, or a list of either."""
     max_tokens: Natural | None = None
     """0 is allowed only with echo, for the prompt's logprobs."""
     echo: bool | None = None
     """Repeat the prompt before the completion."""
     add_special_tokens: bool | None = None
-    """Whether a text gets the tokens that the model puts around every text; true if not given."""
+    """Whether the tokenizer adds the model's special tokens to a text; true if not given."""
     logprobs: NumLogprobs | None = None
-    """Of each token, and of this many most probable ones; with echo, of the prompt's too."""
+    """Return the logprobs of each token and of this many most probable ones; with echo, of the
+    prompt's tokens too."""
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
-    """Make so many completions of each prompt, and return the `n` most probable; not in streams."""
-    # As users of vLLM know it; not in streams, nor with fields that change how tokens are sampled.
+    """Number of completions of each prompt, of which the `n` most probable are returned; not in
+    streams."""
+    # Beam search, as in vLLM. It goes neither with streams nor with fields that change how tokens
+    # are sampled.
     use_beam_search: bool | None = None
     """Return the `n` best continuations that a search over as many beams finds."""
     length_penalty: float | None = None
@@ -80,12 +83,13 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 class CompletionRoute:
-    """Completes prompts for one server."""
+    """Route that completes prompts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(self, http: Request, body: bytes) -> Response:
+        """Answer a request, as one body or as a stream. Raises ApiError and ValidationError."""
         service, size = self._service, len(body)
         request = await service.large.decode(body, _decoder)
         model = service.check_model(request.model)
@@ -153,7 +157,7 @@ class CompletionRoute:
         return EventStream(events, {"x-request-id": name}, comment_s=service.args.stream_comments)
 
     async def _read(self, request: CompletionRequest, size: int) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError."""
+        """Return the token ids of each prompt. Raises ApiError."""
         prompts = await self._service.large.run(size, _prompts, request.prompt)
         num = request.best_of or request.n or 1
         if len(prompts) * num > MAX_CHOICES:
@@ -207,11 +211,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "repetition_detection": (),
 }
-"""Fields that would do nothing to a beam search, and the values that ask for nothing."""
+"""Field that has no effect on a beam search -> its neutral values."""
 
 
 def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearchParams | None:
-    """What a search is asked for; None if there is none. Raises ApiError and ValidationError."""
+    """Return the parameters of the beam search; None if the request asks for none.
+
+    Raises ApiError and ValidationError.
+    """
     if not request.use_beam_search:
         for name in ("length_penalty", "early_stopping"):
             if getattr(request, name) is not None:
@@ -231,7 +238,7 @@ def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearc
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One text or list of token ids for each prompt. Raises ApiError for a mixture."""
+    """Return one text or list of token ids for each prompt. Raises ApiError for a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     if all(isinstance(item, int) for item in prompt):
@@ -250,14 +257,14 @@ class Shown:
     """Parts of an answer that the request asks for, beside its text."""
 
     prompt_logprobs: bool
-    """Whether the request asks for them itself; the echo's logprobs do not count."""
+    """Whether the request asks for prompt_logprobs itself; logprobs with echo do not count."""
     output: bool
-    """False: the answer consists of the echo alone."""
+    """Whether the answer has generated text; False: it is the echo alone."""
     token_ids: bool
 
 
 class CompletionAnswer:
-    """The answer to one request, in its two forms."""
+    """Answer to one request, as one body or as a stream."""
 
     def __init__(
         self,
@@ -269,7 +276,11 @@ class CompletionAnswer:
         echo: Sequence[str],
         shown: Shown,
     ) -> None:
-        """echo: for each prompt, the text that its completions begin with."""
+        """Begin an answer.
+
+        n: number of choices of each prompt. echo: for each prompt, the text that its completions
+        begin with.
+        """
         self._service = service
         self._name = name
         self._model = model
@@ -281,7 +292,7 @@ class CompletionAnswer:
         self._last: list[RequestOutput | None] = [None] * len(choices)
 
     async def whole(self) -> Response:
-        """One body."""
+        """Return the answer as one body."""
         outputs = [self._trimmed(output) for output in await self._service.whole(self._choices)]
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = Completion(
@@ -337,7 +348,7 @@ class CompletionAnswer:
     def events(
         self, options: StreamOptions, writer: BodyWriter | None
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events."""
+        """Return the answer as server-sent events."""
         head: dict[str, object] = {
             "id": self._name,
             "object": "text_completion",
@@ -375,7 +386,10 @@ class CompletionAnswer:
         options: StreamOptions,
         end: Callable[[], bytes] | None = None,
     ) -> Encode:
-        """What makes the events of one choice; `end` gives what follows the last of them."""
+        """Return a function that makes the events of one choice.
+
+        end: makes the events that follow the last one of the choice.
+        """
         echo, logprobs = self._echo[index // self._n], self._writer(index)
         untold: CompletionLogprobs | None = None
         ids, has_begun = IdsOfChoice(self._shown.token_ids), False
@@ -390,7 +404,8 @@ class CompletionAnswer:
             event, completion = b"", output.outputs[0]
             text = completion.text
             if logprobs is not None:
-                # The prompt's come with the first output, and the prompt with them.
+                # The first output has the prompt's logprobs, so the prompt's text goes into the
+                # same event.
                 text, echo = echo + text, ""
                 untold = joined(untold, logprobs.write(output))
             elif echo:

@@ -47,7 +47,7 @@ class FlightStep(msgspec.Struct):
 
     The core scheduled the step from `schedule_us` to `submit_us`. The worker prepared and launched
     it from `received_us` to `launched_us`, and the device ran it from `start_us` to `end_us`. The
-    core received its output at `taken_us` and sent its tokens to the frontend at `told_us`.
+    core received its output at `taken_us` and had its tokens ready for the frontend at `told_us`.
     """
 
     step: int
