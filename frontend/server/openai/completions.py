@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -12,20 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sidestep.frontend.input.no_tokenizer import refuse
-from sidestep.frontend.output.outputs import RequestOutput
+from sidestep.frontend.output.outputs import CompletionOutput, RequestOutput
+from sidestep.frontend.server.openai.answer import Answer, Encode, Ending
 from sidestep.frontend.server.openai.answer_logprobs import (
     CompletionLogprobWriter,
     joined,
     prompt_logprobs,
 )
-from sidestep.frontend.server.openai.choice_stream import Encode, events_of, writer_of
-from sidestep.frontend.server.openai.encoding import EventEncoder, IdsOfChoice, usage_event
+from sidestep.frontend.server.openai.encoding import EventEncoder, IdsOfChoice
 from sidestep.frontend.server.schemas.fields import (
     MAX_N,
     Natural,
     NumLogprobs,
     SamplingFields,
-    StreamOptions,
     refuse_not_yet,
     sampling_params,
 )
@@ -34,12 +32,11 @@ from sidestep.frontend.server.schemas.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     FinishWord,
+    Usage,
 )
 from sidestep.frontend.server.schemas.structure import form_of
-from sidestep.frontend.server.service.service import Choice, Service, new_id, usage_of
-from sidestep.frontend.server.transport.connection import DONE, EventStream, merged, while_connected
+from sidestep.frontend.server.service.service import Service, new_id
 from sidestep.frontend.server.transport.errors import refused
-from sidestep.frontend.server.transport.http_protocol import BodyWriter
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 
@@ -97,7 +94,6 @@ class CompletionRoute:
         prompts = await self._read(request, size)
         if request.echo and not service.llm.get_tokenizer().has_texts:
             refuse("echo", "repeats the prompt's text")
-        kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         if request.stream and (request.best_of or 0) > (request.n or 1):
             raise refused(
                 "best_of", "cannot be streamed: which completions are best is known at the end"
@@ -119,7 +115,7 @@ class CompletionRoute:
             request,
             limit,
             defaults,
-            output_kind=kind,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             logprobs=request.logprobs,
             n=request.n or 1,
             best_of=request.best_of,
@@ -127,7 +123,6 @@ class CompletionRoute:
         )
         if form is not None:
             await form.check(service.llm)
-        wants_prompt = request.prompt_logprobs is not None
         if request.echo and request.logprobs is not None:
             most = max(request.logprobs, request.prompt_logprobs or 0)
             params = msgspec.structs.replace(params, prompt_logprobs=most)
@@ -139,22 +134,17 @@ class CompletionRoute:
             else [""] * len(prompts)
         )
         answer = CompletionAnswer(
-            service,
-            name,
-            model,
-            choices,
-            n,
-            echo,
-            Shown(
-                prompt_logprobs=wants_prompt,
-                output=not only_echo,
-                token_ids=bool(request.return_token_ids),
-            ),
+            service=service,
+            name=name,
+            model=model,
+            choices=choices,
+            n=n,
+            with_ids=bool(request.return_token_ids),
+            echo=echo,
+            shows_prompt_logprobs=request.prompt_logprobs is not None,
+            shows_output=not only_echo,
         )
-        if not request.stream:
-            return await while_connected(answer.whole(), http.receive)
-        events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
-        return EventStream(events, {"x-request-id": name}, comment_s=service.args.stream_comments)
+        return await answer.respond(http, request)
 
     async def _read(self, request: CompletionRequest, size: int) -> list[list[int]]:
         """Return the token ids of each prompt. Raises ApiError."""
@@ -252,74 +242,40 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return cast(list[str | list[int]], prompt)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Parts of an answer that the request asks for, beside its text."""
+@dataclass(kw_only=True, eq=False)
+class CompletionAnswer(Answer):
+    """Answer to one request for completions."""
 
-    prompt_logprobs: bool
+    event_object = "text_completion"
+    content_key = "text"
+    echo: Sequence[str]
+    """For each prompt, the text that its completions begin with."""
+    shows_prompt_logprobs: bool
     """Whether the request asks for prompt_logprobs itself; logprobs with echo do not count."""
-    output: bool
+    shows_output: bool
     """Whether the answer has generated text; False: it is the echo alone."""
-    token_ids: bool
 
-
-class CompletionAnswer:
-    """Answer to one request, as one body or as a stream."""
-
-    def __init__(
-        self,
-        service: Service,
-        name: str,
-        model: str,
-        choices: Sequence[Choice],
-        n: int,
-        echo: Sequence[str],
-        shown: Shown,
-    ) -> None:
-        """Begin an answer.
-
-        n: number of choices of each prompt. echo: for each prompt, the text that its completions
-        begin with.
-        """
-        self._service = service
-        self._name = name
-        self._model = model
-        self._choices = choices
-        self._n = n
-        self._echo = echo
-        self._shown = shown
-        self._created = int(time.time())
-        self._last: list[RequestOutput | None] = [None] * len(choices)
-
-    async def whole(self) -> Response:
-        """Return the answer as one body."""
-        outputs = [self._trimmed(output) for output in await self._service.whole(self._choices)]
-        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
-        body = Completion(
-            id=self._name,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=usage_of(outputs, self._n),
-        )
-        return Response(
-            msgspec.json.encode(body),
-            media_type="application/json",
-            headers={"x-request-id": self._name},
+    def _body(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+        return Completion(
+            id=self.name,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, output) for i, output in enumerate(outputs)],
+            usage=usage,
         )
 
     def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
         completion, logprobs = output.outputs[0], self._writer(index)
         choice = CompletionChoice(
             index=index,
-            text=self._echo[index // self._n] + completion.text,
+            text=self.echo[index // self.n] + completion.text,
             logprobs=None if logprobs is None else logprobs.write(output),
             finish_reason=cast(FinishWord, completion.finish_reason),
             stop_reason=completion.stop_reason,
         )
-        if self._shown.prompt_logprobs and output.prompt_logprobs is not None:
+        if self.shows_prompt_logprobs and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        if self._shown.token_ids:
+        if self.with_ids:
             choice.prompt_token_ids, choice.token_ids = (
                 list(output.prompt_token_ids),
                 list(completion.token_ids),
@@ -328,7 +284,7 @@ class CompletionAnswer:
 
     def _trimmed(self, output: RequestOutput) -> RequestOutput:
         """Return an output without the generated token if the request asks for none."""
-        if self._shown.output:
+        if self.shows_output:
             return output
         completion = replace(output.outputs[0], text="", token_ids=[], logprobs=None)
         if completion.finish_reason == "stop":  # the dropped token has ended the text
@@ -338,92 +294,35 @@ class CompletionAnswer:
         )
 
     def _writer(self, index: int) -> CompletionLogprobWriter | None:
-        params = self._choices[index].params
+        params = self.choices[index].params
         if params.logprobs is None:
             return None
         return CompletionLogprobWriter(
-            self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n])
+            self.service.llm.get_tokenizer(), params, bool(self.echo[index // self.n])
         )
 
-    def events(
-        self, options: StreamOptions, writer: BodyWriter | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Return the answer as server-sent events."""
-        head: dict[str, object] = {
-            "id": self._name,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-        }
-        encoders = [
-            EventEncoder(i, head, "text", options.include_usage) for i in range(len(self._choices))
-        ]
-
-        def end() -> bytes:
-            outputs = cast(list[RequestOutput], self._last)
-            return (
-                usage_event(head, usage_of(outputs, self._n)) + DONE
-                if options.include_usage
-                else DONE
-            )
-
-        if len(encoders) == 1:
-            return events_of(
-                self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer
-            )
-        return merged(
-            [
-                events_of(self._service, self._choices[i], self._encode(i, encoder, options))
-                for i, encoder in enumerate(encoders)
-            ],
-            end,
-        )
-
-    def _encode(
-        self,
-        index: int,
-        encoder: EventEncoder,
-        options: StreamOptions,
-        end: Callable[[], bytes] | None = None,
-    ) -> Encode:
-        """Return a function that makes the events of one choice.
-
-        end: makes the events that follow the last one of the choice.
-        """
-        echo, logprobs = self._echo[index // self._n], self._writer(index)
+    def _makers(self, index: int, encoder: EventEncoder, ids: IdsOfChoice) -> tuple[Encode, Ending]:
+        echo, logprobs = self.echo[index // self.n], self._writer(index)
         untold: CompletionLogprobs | None = None
-        ids, has_begun = IdsOfChoice(self._shown.token_ids), False
+        has_begun = False
 
-        def encode(output: RequestOutput) -> bytes:
+        def make_new(output: RequestOutput) -> bytes:
             nonlocal echo, untold, has_begun
-            output = self._trimmed(output)
             before, has_begun = b"" if has_begun else ids.of_prompt(output.prompt_token_ids), True
-            ids.add(output.outputs[0].token_ids)
-            if options.continuous_usage_stats:
-                encoder.set_usage(usage_of([output], 1))
-            event, completion = b"", output.outputs[0]
-            text = completion.text
+            events, text = b"", output.outputs[0].text
             if logprobs is not None:
                 # The first output has the prompt's logprobs, so the prompt's text goes into the
                 # same event.
                 text, echo = echo + text, ""
                 untold = joined(untold, logprobs.write(output))
             elif echo:
-                event, echo, before = encoder.text(echo, None, before), "", b""
+                events, echo, before = encoder.text(echo, None, before), "", b""
             if text or before:
-                event += encoder.text(text, untold, before + ids.take())
+                events += encoder.text(text, untold, before + ids.take())
                 untold = None
-            if output.finished:
-                event += encoder.end(
-                    b'""',
-                    completion.finish_reason or "",
-                    completion.stop_reason,
-                    untold,
-                    ids.take(),
-                )
-                self._last[index] = output
-                if end is not None:
-                    event += end()
-            return event
+            return events
 
-        return encode
+        def ending(completion: CompletionOutput) -> tuple[str, CompletionLogprobs | None]:
+            return completion.finish_reason or "", untold
+
+        return make_new, ending

@@ -25,6 +25,7 @@ class EventEncoder:
         'delta' or 'text'.
         """
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._no_content = b'""' if key == "text" else b"{}"
         self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (
             _encode(head)[:-1],
             index,
@@ -57,16 +58,15 @@ class EventEncoder:
 
     def end(
         self,
-        empty: bytes,
         finish_reason: str,
         stop_reason: int | str | None,
         logprobs: ChatLogprobs | CompletionLogprobs | None = None,
         ids: bytes = b"",
     ) -> bytes:
-        """Return the choice's last event. empty: the JSON value under the key for new content."""
+        """Return the choice's last event, which has no new content. ids: see IdsOfChoice."""
         return b'%b%b,"logprobs":%b%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
             self._before,
-            empty,
+            self._no_content,
             _encode(logprobs),
             ids,
             _encode(finish_reason),

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.frontend.parsers.events import AnswerParser
+from sidestep.frontend.server.openai.answer import Encode, events_of, writer_of
 from sidestep.frontend.server.openai.answer_logprobs import content_logprobs
-from sidestep.frontend.server.openai.choice_stream import Encode, events_of, writer_of
 from sidestep.frontend.server.openai.prompt import PromptOptions, render
 from sidestep.frontend.server.openai.tool_use import AnswerReader, ToolUse
 from sidestep.frontend.server.responses.input_items import messages_of
