@@ -11,10 +11,14 @@ from sidestep.frontend.server.openai.tool_use import FunctionTool, ToolChoiceWor
 from sidestep.frontend.server.schemas.fields import (
     ClientFields,
     Count,
+    MinP,
     Natural,
     NumLogprobs,
     Penalty,
     Seed,
+    Temperature,
+    TopK,
+    TopP,
 )
 from sidestep.frontend.server.schemas.protocol import ContentLogprob, PromptDetails
 from sidestep.frontend.server.schemas.structure import TextConfigFormat, TextFormat
@@ -142,13 +146,13 @@ class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     """False: return only the first of the model's calls."""
     reasoning: ReasoningOptions | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     # As in /v1/chat/completions.
     seed: Seed | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     min_tokens: Natural | None = None
     ignore_eos: bool | None = None
     text: TextConfig | None = None

@@ -15,12 +15,22 @@ import msgspec
 from sidestep.frontend.server.schemas.structure import ResponseFormat, StructuredOutputs
 from sidestep.frontend.server.transport.errors import refused
 from sidestep.ipc.params.sampling_params import (
+    BIAS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_PATTERN,
     MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    MIN_P,
+    NUM_LOGPROBS,
+    PATTERN_COUNT,
+    PATTERN_SIZE,
+    PENALTY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
     RepetitionDetectionParams,
     SamplingParams,
 )
@@ -80,16 +90,21 @@ _ADVICE = {
 
 Seed = Annotated[int, msgspec.Meta(ge=-1, le=MAX_SEED)]
 """-1 asks for a random seed, as a request without the field does."""
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+Temperature = Annotated[float, TEMPERATURE]
+TopP = Annotated[float, TOP_P]
+TopK = Annotated[int, TOP_K, msgspec.Meta(le=2**31 - 1)]
+MinP = Annotated[float, MIN_P]
+Penalty = Annotated[float, PENALTY]
+NumLogprobs = Annotated[int, NUM_LOGPROBS]
+PatternSize = Annotated[int, PATTERN_SIZE, msgspec.Meta(le=MAX_PATTERN)]
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Rule that ends an answer whose last tokens repeat one pattern at least `min_count` times."""
 
-    max_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PATTERN)]
-    min_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PATTERN)] = 1
-    min_count: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] = 3
+    max_pattern_size: PatternSize
+    min_pattern_size: PatternSize = 1
+    min_count: Annotated[int, PATTERN_COUNT] = 3
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +124,10 @@ Metadata = Annotated[
 
 
 class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request that generates text. Null means the same as a missing field."""
+    """Fields of every request that generates text, which do not change the text.
+
+    Null means the same as a missing field.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -150,28 +168,30 @@ class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
         Annotated[
-            dict[Natural, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+            dict[Natural, Annotated[float, BIAS]],
             msgspec.Meta(max_length=MAX_LOGIT_BIAS),
         ]
         | None
     ) = None
     # The fields from here on have the names and meanings of vLLM.
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     min_tokens: Natural | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Natural], msgspec.Meta(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[Natural], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = (
+        None
+    )
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] | None = None
     allowed_token_ids: Annotated[list[Natural], msgspec.Meta(min_length=1)] | None = None
     bad_words: (
         Annotated[

@@ -25,6 +25,8 @@ SchemaName = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Form of an answer, as in vLLM. Exactly one of the first six fields is given."""
 
+    # See ipc/params/structured_outputs_params.py.
+
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
