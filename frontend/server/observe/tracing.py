@@ -1,10 +1,14 @@
 """OpenTelemetry spans of requests. Imported only when --otlp-traces-endpoint asks for them.
 
 A choice's span is made when the choice has ended, from times that are measured in any case, so
-tokens cost nothing more. Its children follow one another without gaps: `queue` (from the call to
-the first step), `prefill` (to the first token), `decode` (to the last token) and `deliver` (until
-everything has been handed to the client). A choice that ends early has only the children that it
-reached. The parent is the request's W3C `traceparent`; its sender also decides on sampling.
+tokens cost nothing more. Its children follow one another without gaps:
+- `queue`: from the call to the first step
+- `prefill`: to the first token
+- `decode`: to the last token
+- `deliver`: until everything has been handed to the client
+
+A choice that ends early has only the children that it reached. The parent is the request's W3C
+`traceparent`; its sender also decides on sampling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The first process's view of a server's other processes (--api-server-count).
 
 The first process owns the engine and the listening socket. All processes accept from that one
-socket, which the others inherit. The system hands a connection to a process that waits for one, so
+socket, which the others inherit. The system hands a connection to a process that waits for one. So
 a process that hangs gets none, and one that dies loses only connections that it has accepted. A
 process that dies after it has joined is replaced; one that cannot join ends the server.
 """

@@ -155,7 +155,7 @@ class Events:
 
 
 def _kind(item: Item) -> str:
-    """Return the part of events' names that stands for an item's text."""
+    """Return the part of the events' names for an item's text."""
     if isinstance(item, CallItem):
         return "function_call_arguments"
     return "reasoning_text" if isinstance(item, ReasoningItem) else "output_text"

@@ -14,14 +14,14 @@ FinishWord = Literal["stop", "length", "tool_calls", "repetition", "abort"]
 """Reason why a choice has ended.
 
 'repetition': see repetition_detection. 'abort': the deadline has passed, or the server shuts down;
-`stop_reason` tells which."""
+`stop_reason` says which."""
 
 
 class TokenLogprob(msgspec.Struct):
     """Log-probability of a token."""
 
     token: str
-    """Text of the token. A replacement character stands for bytes of an incomplete character."""
+    """Text of the token, with a replacement character for bytes of an incomplete character."""
     logprob: float
     bytes: list[int]
     """Bytes of the token, in UTF-8."""

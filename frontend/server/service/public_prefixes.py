@@ -1,10 +1,9 @@
 """Beginnings of prompts that the operator declares public.
 
 Tenants share the cached blocks of public prefixes, and no others. A salt separates the blocks of
-each tenant (guard.py). It enters the chain of a prompt's block hashes at the first block that is
-not wholly made of a public prefix's tokens, and it is a part of every hash from there on. So shared
-blocks hold public tokens only. A faster answer reveals only that another tenant has sent these
-tokens.
+each tenant (guard.py). It enters the chain of a prompt's block hashes at the first block that has
+tokens beyond the public prefix, and it is a part of every later hash. So shared blocks hold public
+tokens only. A faster answer reveals only that another tenant has sent these tokens.
 """
 
 from __future__ import annotations

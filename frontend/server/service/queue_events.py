@@ -32,7 +32,7 @@ class QueuePosition(msgspec.Struct, omit_defaults=True):
     before: int
     """Number of requests that wait before it."""
     or_more: bool = False
-    """Whether `before` is the largest number that the engine tells, so that it may be larger."""
+    """Whether `before` is the largest number that the engine returns; it may be larger then."""
 
 
 def asks_for_queue(http: Request, is_stream: bool) -> bool:
