@@ -1,4 +1,4 @@
-"""The application: its routes, and what each request passes on its way to one."""
+"""The ASGI application: its routes, and the layers that each request passes before a route."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from sidestep.frontend.server.transport.request_log import RequestLog
 Get = Callable[[Request], Awaitable[Response]]
 Post = Callable[[Request, bytes], Awaitable[Response]]
 _ROUTE = "sidestep.route"
-"""Where in a request's scope its route's pattern is: paths that clients make up must not become
-labels."""
+"""Key of a request's scope: the pattern of its route. It is the label of the metrics, because paths
+that clients make up must not become labels."""
 
 
 def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
-    """Everything, as one ASGI application. `keys`: one of them must come with each request, if
-    there are any.
+    """Return the ASGI application with all routes.
+
+    keys: each request must bring one of them, if there are any. version: the server's version.
     """
     status = StatusRoutes(service, version)
     gets: dict[str, Get] = {
@@ -117,11 +118,11 @@ async def _error(http: Request, error: Exception) -> Response:
 
 
 async def _gone(http: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # it reaches nobody, but the count
+    return Response(status_code=499)  # no client reads it, but the count of answers includes it
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
-    """What the router says of paths and methods."""
+    """Answer an unknown path or a wrong method, and name it in the message."""
     wrong = cast(HTTPException, error)
     text = {
         404: f"there is no {http.url.path} here{_why_not(http.url.path)}",
@@ -142,7 +143,7 @@ _NOT_SERVED = {
     "/v1/images": "this server reads and writes text alone",
     "/v1/moderations": "this server generates text and judges none",
 }
-"""Beginnings of paths of OpenAI's API -> the reason why this server refuses them."""
+"""Beginning of a path of OpenAI's API -> the reason why this server refuses it."""
 
 
 def _why_not(path: str) -> str:
@@ -150,13 +151,15 @@ def _why_not(path: str) -> str:
 
 
 class _Counted:
-    """Counts the answers by route and status."""
+    """ASGI layer that counts the answers by route and status."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._responses = service.metrics.responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, and count its answer."""
+
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._responses[scope.get(_ROUTE, "other"), str(message["status"])] += 1

@@ -1,4 +1,4 @@
-"""Requests of a batch file, answered by the server's own routes, without a socket."""
+"""Answer the requests of a batch file with the server's own routes, without a socket."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ async def answer_all(
     max_concurrency: int,
     take: Callable[[BatchResult], None],
 ) -> None:
-    """Gives `take` the results as they come, of at most so many requests at a time. Raises
-    EngineDeadError: the requests that ran then have no result, so another run does them.
+    """Answer all requests, and pass each result to `take` as soon as it is there.
+
+    max_concurrency: largest number of requests that run at the same time. Raises EngineDeadError:
+    the requests that ran at that time have no result, so another run does them.
     """
-    # The one who starts this owns the engine: there is nobody to keep out.
+    # The process that runs a batch owns the engine and opens no socket, so it needs no keys.
     transport = httpx2.ASGITransport(
         make_app(Service(llm, args, names), Keys(), ""), raise_app_exceptions=False
     )

@@ -1,4 +1,4 @@
-"""OpenAI's batch files: requests, one a line, and the lines with their answers."""
+"""OpenAI's batch files: an input with one request per line, an output with one answer per line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sidestep.ipc.common.errors import ValidationError
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ID = "batch_req_"
 _BEGINNING = b'{"id":"' + _ID.encode()
-"""Of every line that is written here."""
+"""First bytes of every line of an output."""
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of the input; its body is what the URL's route takes."""
+    """One line of the input. Its body is the body of a request to the URL's route."""
 
     custom_id: str
     method: str
@@ -28,16 +28,16 @@ class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BatchError(msgspec.Struct):
-    """Why a line was not run at all."""
+    """Reason why a line was not run at all."""
 
     code: str
     message: str
     line: int
-    """Its number in the input, from 1."""
+    """Number of the line in the input, from 1."""
 
 
 class BatchResponse(msgspec.Struct):
-    """What the route has answered, be it a refusal."""
+    """Answer of the route, which may be an error."""
 
     status_code: int
     request_id: str
@@ -49,42 +49,42 @@ class BatchResult(msgspec.Struct, kw_only=True):
 
     id: str = msgspec.field(default_factory=lambda: f"{_ID}{uuid.uuid4().hex}")
     custom_id: str | None
-    """None where the input's line has none that could be read."""
+    """None if the input's line has no custom_id that could be read."""
     response: BatchResponse | None = None
     error: BatchError | None = None
 
     @property
     def succeeded(self) -> bool:
-        """Whether there is an answer, and it is no refusal."""
+        """Whether the route answered with status 200."""
         return self.response is not None and self.response.status_code == 200
 
 
 @dataclass
 class Written:
-    """What an output holds already, from a run before."""
+    """Results that an output already holds, from an earlier run."""
 
     succeeded: dict[str, bool] = field(default_factory=dict)
-    """Of each custom_id."""
+    """custom_id -> whether its request succeeded."""
     broken: set[int] = field(default_factory=set)
-    """Lines of the input that were not run."""
+    """Numbers of the input's lines that were not run."""
     size: int = 0
-    """Bytes of its whole lines."""
+    """Bytes of the output's complete lines."""
 
 
 @dataclass
 class Plan:
-    """What there is to do for an input."""
+    """Work that remains for an input."""
 
     requests: list[BatchRequest] = field(default_factory=list)
     broken: list[BatchResult] = field(default_factory=list)
     skipped: int = 0
-    """Lines that the output has already."""
+    """Number of lines whose result the output already holds."""
     failed_before: int = 0
-    """Those of them that have no good answer there."""
+    """Number of skipped lines that failed in an earlier run."""
 
 
 class _Broken(Exception):
-    """A line that cannot be run."""
+    """Error of a line that cannot be run."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ _results = msgspec.json.Decoder(BatchResult)
 
 
 def make_plan(lines: Iterable[bytes], written: Written) -> Plan:
-    """What of an input is still to be done. Empty lines are none."""
+    """Return the lines of an input that are still to be run. Empty lines are skipped."""
     plan, seen = Plan(), set[str]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -165,13 +165,14 @@ def _id_of(line: bytes) -> str | None:
 
 
 def read_output(file: BinaryIO) -> Written:
-    """What is there already. Raises ValidationError for a file that is something else: it is not to
-    be touched.
+    """Return the results that an output file already holds.
+
+    Raises ValidationError for a file that is no output of a batch, so that it is left as it is.
     """
     written, number = Written(), 0
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
-            # The line that was being written when a run before was ended: its request is run again.
+            # An earlier run was ended while it wrote this line. The line's request is run again.
             if not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
                 raise _not_an_output(file, number)
             break
@@ -183,8 +184,8 @@ def read_output(file: BinaryIO) -> Written:
         if result.response is None and result.error is None:
             raise _not_an_output(file, number)
         if result.error is not None:
-            # By its number rather than its custom_id, which it may lack, or share with another
-            # line.
+            # Identify the line by its number: a broken line may lack a custom_id, or share it with
+            # another line.
             written.broken.add(result.error.line)
         elif result.custom_id is not None:
             written.succeeded[result.custom_id] = result.succeeded
@@ -200,28 +201,32 @@ def _not_an_output(file: BinaryIO, number: int) -> ValidationError:
 
 
 class OutputFile:
-    """The results, appended to what was there. Each line is whole in the file before the next one
-    is written.
+    """File to which results are appended.
+
+    Each line is complete in the file before the next one is written.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises ValidationError, and OSError."""
+        """Open the file, read its results, and cut off an incomplete last line.
+
+        Raises ValidationError for a file that is no output of a batch, and OSError.
+        """
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             with open(path, "rb") as file:
                 self.written = read_output(file)
-            # What is left of a line that a run before did not finish.
+            # Remove the incomplete line of an earlier run.
             os.ftruncate(self._fd, self.written.size)
         except BaseException:
             os.close(self._fd)
             raise
 
     def write(self, result: BatchResult) -> None:
-        """One more line."""
+        """Append one result as a line."""
         line = memoryview(msgspec.json.encode(result) + b"\n")
         while line:
             line = line[os.write(self._fd, line) :]
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file."""
         os.close(self._fd)

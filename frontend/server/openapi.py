@@ -1,5 +1,6 @@
-"""The OpenAPI document, made from the structs that requests are read into and answers are encoded
-from.
+"""Make the OpenAPI document from the structs of requests and answers.
+
+Requests are decoded into these structs, and answers are encoded from them.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from sidestep.frontend.server.transport.errors import ErrorBody
 
 @dataclass(frozen=True)
 class Operation:
-    """One route's line in the document."""
+    """One route, as the document describes it."""
 
     path: str
     summary: str
     answer: type | None
-    """None for plain text."""
+    """Struct of the answer; None for plain text."""
     request: type | None = None
     event: type | None = None
-    """What each event of a stream holds, where there is one."""
+    """Struct of each event of a stream; None if the route does not stream."""
     more_statuses: tuple[str, ...] = ()
     open: bool = False
-    """Needs no key."""
+    """Whether the route needs no key."""
     query: Mapping[str, Any] = field(default_factory=dict)
-    """Its parameters in the URL: the schema of each."""
+    """Name -> schema of each parameter in the URL."""
 
 
 OPERATIONS = (
@@ -112,7 +113,7 @@ _REF = "#/components/schemas/{name}"
 
 
 def make_document(version: str) -> dict[str, Any]:
-    """The document of this version."""
+    """Return the document for this version of the server."""
     used: list[Any] = [ErrorBody]
     for operation in OPERATIONS:
         used += [
@@ -171,7 +172,7 @@ def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
             "200": {"description": "Success.", "content": content},
             **{s: {"description": _STATUSES[s], "content": error} for s in sorted(statuses)},
         },
-        # The empty alternative: keys are needed only where the server was given some.
+        # The empty object allows requests without a key, for servers that have no keys.
         "security": [] if operation.open else [{}, {"key": []}],
     }
     if operation.query:
@@ -201,7 +202,7 @@ def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _add_neutral_values(schemas: dict[str, Any]) -> None:
-    """Fields that do nothing yet take only the values that ask for nothing."""
+    """Restrict the fields that are not implemented to their neutral values."""
     for request, table in (
         (ChatRequest, NOT_YET),
         (CompletionRequest, NOT_YET),
@@ -226,10 +227,11 @@ def _add_neutral_values(schemas: dict[str, Any]) -> None:
 
 
 class OpenApiRoute:
-    """Serves the document."""
+    """Route that serves the document."""
 
     def __init__(self, version: str) -> None:
         self._body = msgspec.json.encode(make_document(version))
 
     async def __call__(self, http: Request) -> Response:
+        """Return the document as JSON."""
         return Response(self._body, media_type="application/json")

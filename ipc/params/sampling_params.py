@@ -27,6 +27,26 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_PATTERN = 128
+TEMPERATURE = msgspec.Meta(ge=0, le=2)
+"""Range of `temperature`. Requests of the HTTP server must keep to it and to those below too."""
+TOP_P = msgspec.Meta(gt=0, le=1)
+"""Range of `top_p`."""
+TOP_K = msgspec.Meta(ge=-1)
+"""Range of `top_k`."""
+MIN_P = msgspec.Meta(ge=0, le=1)
+"""Range of `min_p`."""
+PENALTY = msgspec.Meta(ge=-2, le=2)
+"""Range of `presence_penalty` and `frequency_penalty`."""
+REPETITION_PENALTY = msgspec.Meta(ge=0.01, le=100)
+"""Range of `repetition_penalty`."""
+NUM_LOGPROBS = msgspec.Meta(ge=0, le=MAX_LOGPROBS)
+"""Range of `logprobs` and `prompt_logprobs`."""
+BIAS = msgspec.Meta(ge=-100, le=100)
+"""Range of each number in `logit_bias`."""
+PATTERN_SIZE = msgspec.Meta(ge=1)
+"""Range of the pattern sizes in `repetition_detection`, in tokens; at most MAX_PATTERN."""
+PATTERN_COUNT = msgspec.Meta(ge=2, le=2**31 - 1)
+"""Range of `repetition_detection.min_count`."""
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -54,6 +74,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_in(value: Any, limits: msgspec.Meta) -> bool:
+    """Return whether a number is within the limits."""
+    return (
+        (limits.ge is None or value >= limits.ge)
+        and (limits.gt is None or value > limits.gt)
+        and (limits.le is None or value <= limits.le)
+    )
+
+
 class RepetitionDetectionParams(
     msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, metaclass=ParamsMeta
 ):
@@ -72,9 +101,9 @@ class RepetitionDetectionParams(
     def __post_init__(self) -> None:
         name = "repetition_detection"
         _check(
-            _is_int(self.min_pattern_size) and self.min_pattern_size >= 1,
+            _is_int(self.min_pattern_size) and _is_in(self.min_pattern_size, PATTERN_SIZE),
             f"{name}.min_pattern_size",
-            f"must be at least 1, not {self.min_pattern_size!r}",
+            f"must be at least {PATTERN_SIZE.ge}, not {self.min_pattern_size!r}",
         )
         _check(
             _is_int(self.max_pattern_size)
@@ -83,9 +112,9 @@ class RepetitionDetectionParams(
             f"must be between min_pattern_size and {MAX_PATTERN}, not {self.max_pattern_size!r}",
         )
         _check(
-            _is_int(self.min_count) and 2 <= self.min_count <= 2**31 - 1,
+            _is_int(self.min_count) and _is_in(self.min_count, PATTERN_COUNT),
             f"{name}.min_count",
-            f"must be at least 2, not {self.min_count!r}",
+            f"must be at least {PATTERN_COUNT.ge}, not {self.min_count!r}",
         )
 
     def found_in(self, tokens: list[int], first: int) -> bool:
@@ -206,24 +235,24 @@ class SamplingParams(
             "is known only at the end, so it cannot go with output_kind DELTA",
         )
         _check(
-            _is_number(self.temperature) and 0 <= self.temperature <= 2,
+            _is_number(self.temperature) and _is_in(self.temperature, TEMPERATURE),
             "temperature",
-            f"must be between 0 and 2, not {self.temperature!r}",
+            f"must be between {TEMPERATURE.ge} and {TEMPERATURE.le}, not {self.temperature!r}",
         )
         _check(
-            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            _is_number(self.top_p) and _is_in(self.top_p, TOP_P),
             "top_p",
-            f"must be in (0, 1], not {self.top_p!r}",
+            f"must be in ({TOP_P.gt}, {TOP_P.le}], not {self.top_p!r}",
         )
         _check(
-            _is_int(self.top_k) and self.top_k >= -1,
+            _is_int(self.top_k) and _is_in(self.top_k, TOP_K),
             "top_k",
-            f"must be -1 or 0 (all) or at least 1, not {self.top_k!r}",
+            f"must be {TOP_K.ge} or 0 (all) or at least 1, not {self.top_k!r}",
         )
         _check(
-            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            _is_number(self.min_p) and _is_in(self.min_p, MIN_P),
             "min_p",
-            f"must be in [0, 1], not {self.min_p!r}",
+            f"must be in [{MIN_P.ge}, {MIN_P.le}], not {self.min_p!r}",
         )
         _check(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
@@ -256,10 +285,10 @@ class SamplingParams(
                 "probable ones can be told",
             )
             _check(
-                value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
+                value is None or (_is_int(value) and _is_in(value, NUM_LOGPROBS)),
                 field,
-                f"must be between 0 and {MAX_LOGPROBS}, not {value!r}: more of each token would cost more than "
-                "sampling it",
+                f"must be between {NUM_LOGPROBS.ge} and {NUM_LOGPROBS.le}, not {value!r}: more of "
+                "each token would cost more than sampling it",
             )
         self._check_logit_bias()
         self._check_tokens_and_words()
@@ -359,14 +388,16 @@ class SamplingParams(
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
             _check(
-                _is_number(value) and -2 <= value <= 2,
+                _is_number(value) and _is_in(value, PENALTY),
                 field,
-                f"must be between -2 and 2, not {value!r}",
+                f"must be between {PENALTY.ge} and {PENALTY.le}, not {value!r}",
             )
         _check(
-            _is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
+            _is_number(self.repetition_penalty)
+            and _is_in(self.repetition_penalty, REPETITION_PENALTY),
             "repetition_penalty",
-            f"must be between 0.01 and 100, not {self.repetition_penalty!r}",
+            f"must be between {REPETITION_PENALTY.ge} and {REPETITION_PENALTY.le}, "
+            f"not {self.repetition_penalty!r}",
         )
         detection = self.repetition_detection
         _check(
@@ -437,9 +468,9 @@ class SamplingParams(
                 f"holds {token!r}, which is not a token id",
             )
             _check(
-                _is_number(value) and -100 <= value <= 100,
+                _is_number(value) and _is_in(value, BIAS),
                 "logit_bias",
-                f"of token {token} must be between -100 and 100, not {value!r}",
+                f"of token {token} must be between {BIAS.ge} and {BIAS.le}, not {value!r}",
             )
 
     @property

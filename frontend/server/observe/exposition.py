@@ -1,6 +1,6 @@
-"""The server's figures, and the engine's beside them, as Prometheus reads them.
+"""Figures of the server and of the engine in Prometheus' text format.
 
-Names end as those of vLLM do, so its dashboards need another prefix only.
+The names end like those of vLLM, so its dashboards need only another prefix.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sidestep.frontend.server.observe.metrics import HISTOGRAMS
 from sidestep.ipc.transport.records import STEP_KINDS, WAIT_REASONS
 
 PREFIX = "sidestep:"
+"""First part of each metric's name."""
 _ENGINE_GAUGES = {
     "num_requests_running": ("num_running", "Requests that the engine computes."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for the engine."),
@@ -48,20 +49,23 @@ _ENGINE_COUNTERS = {
     "device_no_work_seconds": ("device_no_work_s", "Time in which there was nothing to compute."),
 }
 _ENGINE = ("engine",)
-"""The label with a replica's number."""
+"""Label with a replica's number."""
 Stats = Mapping[int, Mapping[str, float]]
+"""Number of a replica -> its statistics by name."""
 _IDLE_CAUSES = ("result", "schedule", "prepare")
 
 
 class Exposition:
-    """Makes the text for one server."""
+    """Make the text for one server."""
 
     def __init__(self, model_name: str) -> None:
         self._label = {"model_name": model_name}
 
     def text(self, engines: Stats, replicas: Sequence[ReplicaStatus], figures: Figures) -> bytes:
-        """Return the metrics in the text format. engines: the stats of each replica that answers.
-        figures: the counts of the server's processes.
+        """Return the metrics in the text format.
+
+        engines: the statistics of each replica that answers. figures: the counts of all of the
+        server's processes.
         """
         registry = CollectorRegistry(auto_describe=False)
         registry.register(
@@ -226,15 +230,16 @@ class Exposition:
 
 
 class _Collected:
-    """What the library's registry wants: something to ask."""
+    """Collector of finished metrics, for the library's registry."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> list[Metric]:
+        """Return the metrics."""
         return self._metrics
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound, as the library takes them."""
+    """Return cumulative counts by upper bound, as the library takes them."""
     return list(zip((*map(str, bounds), "+Inf"), map(float, accumulate(counts)), strict=True))

@@ -1,5 +1,6 @@
-"""What the processes of one server have counted, so that it can be added up: whoever asks, asks any
-one of them.
+"""Counts of one server's processes, in structs that can be sent and added.
+
+Any of the processes can answer with the sum over all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ K = TypeVar("K")
 
 
 class HistogramFigures(msgspec.Struct):
-    """Counts by size, and the sum of all values."""
+    """Number of values in each bucket of a histogram, and the sum of all values."""
 
     counts: list[int]
     sum: float
 
 
 class TenantCounts(msgspec.Struct):
-    """What one tenant has asked for: one API key, or whoever comes to a server without any."""
+    """Counts of one tenant: of one API key, or of all clients of a server without keys."""
 
     running: int = 0
     requests: int = 0
@@ -28,35 +29,36 @@ class TenantCounts(msgspec.Struct):
 
 
 class Figures(msgspec.Struct):
-    """Of one process, or of several together."""
+    """Counts of one process, or of several processes together."""
 
     histograms: dict[str, HistogramFigures]
     finished: dict[str, int]
-    """Choices by how they ended."""
+    """Reason of the end -> number of choices."""
     responses: dict[tuple[str, str], int]
-    """Answers by route and status."""
+    """Route and status -> number of answers."""
     rejections: dict[str, int]
-    """Requests that were not admitted, by reason."""
+    """Reason -> number of requests that were not admitted."""
     tenants: dict[str, TenantCounts]
     prompt_tokens: int
     cached_tokens: int
     generation_tokens: int
     tokens_received: int
-    """As they come, of requests that go on too."""
+    """Number of tokens so far, those of running requests too."""
     cpu_seconds: float
     last_ttfts: list[float]
+    """Seconds to the first token of the last requests."""
     last_gaps: list[float]
-    """Seconds to the first token of the last requests, and between the last tokens."""
+    """Seconds between the last tokens."""
     num_processes: int = 1
-    """How many have given theirs just now."""
+    """Number of processes that gave their figures just now."""
 
     @property
     def num_running(self) -> int:
-        """Choices whose clients wait."""
+        """Number of choices whose clients wait."""
         return sum(counts.running for counts in self.tenants.values())
 
     def add(self, other: Self) -> None:
-        """Another process's on top."""
+        """Add the figures of another process."""
         for name, histogram in other.histograms.items():
             own = self.histograms[name]
             own.counts = [a + b for a, b in zip(own.counts, histogram.counts, strict=True)]
@@ -76,8 +78,9 @@ class Figures(msgspec.Struct):
         self.num_processes += other.num_processes
 
     def end(self) -> None:
-        """The process has ended: what it counted stays counted, so that no counter falls; nothing
-        of it runs.
+        """Keep only what stays true after the end of the process.
+
+        Counters stay, so that no counter falls. Running requests and last values go.
         """
         for counts in self.tenants.values():
             counts.running = 0

@@ -1,5 +1,6 @@
-"""What one process of the server counts: in plain lists, since some of it is counted for each
-token.
+"""Counters and histograms of one process of the server.
+
+They are plain numbers and lists, because some of them change with each token.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ HISTOGRAMS = {
     "request_generation_tokens": ("Tokens of a request's output.", _COUNTS),
     "request_params_n": ("Choices that a request asked for.", _COUNTS[:8]),
 }
-"""What each is for people, and its upper bounds."""
+"""Name of a histogram -> its help text, and the upper bounds of its buckets."""
 
 
 class Histogram:
-    """Counts of values by size; an observation costs a third of a microsecond."""
+    """Histogram of values. One observation costs a third of a microsecond."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -67,27 +68,29 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """`times` values of this size."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
 
 class ServerMetrics:
-    """All that one process of a server counts."""
+    """Counters and histograms of one process of a server."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.token_gaps = self.histograms["inter_token_latency_seconds"]
         self.last_ttfts, self.last_gaps = Window(1024), Window(4096)
-        """Seconds to the first token of the last requests, and between the last tokens."""
+        """Seconds to the first token of the last requests, and seconds between the last tokens."""
         self.finished: Counter[str] = Counter()
-        """Requests by how they ended."""
+        """Reason of the end -> number of choices."""
         self.responses: Counter[tuple[str, str]] = Counter()
-        """Answers by route and status."""
+        """Route and status -> number of answers."""
         self.rejections: Counter[str] = Counter()
-        """Requests that were not admitted, by reason."""
+        """Reason -> number of requests that were not admitted."""
         self.tenants: defaultdict[str, TenantCounts] = defaultdict(TenantCounts)
-        """By the tenant's name, which is never its key; as many as there are keys at most."""
+        """Name of a tenant, which is never its key -> its counts.
+
+        There are at most as many tenants as keys."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
@@ -95,8 +98,10 @@ class ServerMetrics:
     def choice_ended(
         self, tenant: str, output: RequestOutput | None, reason: str, *, is_first: bool
     ) -> None:
-        """One choice has ended; `output` is its last one, if it gave any. is_first: of those of its
-        prompt, which is counted with it.
+        """Count a choice that has ended.
+
+        output: the choice's last output, if it gave any. reason: how the choice ended. is_first:
+        whether it is the first choice of its prompt; the prompt's tokens are counted with it.
         """
         self.finished[reason] += 1
         counts = self.tenants[tenant]
@@ -120,7 +125,7 @@ class ServerMetrics:
         self.histograms[name].observe(value)
 
     def figures(self, tokens_received: int) -> Figures:
-        """A copy, to be sent to other processes and added to theirs."""
+        """Return a copy of the counts, which other processes can add to theirs."""
         return Figures(
             histograms={
                 name: HistogramFigures(each.counts.copy(), each.sum)
@@ -141,7 +146,7 @@ class ServerMetrics:
 
 
 def _spans(metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
-    """The times between a request's events, of those that have come."""
+    """Yield histogram and seconds of each span between events of a request that have happened."""
     first, last, scheduled = metrics.first_token_ts, metrics.last_token_ts, metrics.scheduled_ts
     if scheduled is not None and metrics.queued_ts is not None:
         yield "request_queue_time_seconds", max(0.0, scheduled - metrics.queued_ts)

@@ -1,10 +1,14 @@
 """OpenTelemetry spans of requests. Imported only when --otlp-traces-endpoint asks for them.
 
-A choice's span is made when the choice has ended, from the times that were taken anyway: a token
-costs nothing more. Below it lie, one after the other without gaps, `queue` (from the call to the
-first step), `prefill` (to the first token), `decode` (to the last token) and `deliver` (until the
-client has been handed everything). A choice that ends early has those that it came to. The parent
-is the request's W3C `traceparent`; who sent that also decides on sampling.
+A choice's span is made when the choice has ended, from times that are measured in any case, so
+tokens cost nothing more. Its children follow one another without gaps:
+- `queue`: from the call to the first step
+- `prefill`: to the first token
+- `decode`: to the last token
+- `deliver`: until everything has been handed to the client
+
+A choice that ends early has only the children that it reached. The parent is the request's W3C
+`traceparent`; its sender also decides on sampling.
 """
 
 from __future__ import annotations
@@ -29,16 +33,15 @@ from sidestep.frontend.output.outputs import RequestMetrics, RequestOutput
 _PHASES = ("queue", "prefill", "decode", "deliver")
 _FAILURES = ("error", "rejected")
 _LAST_SPANS_S = 2.0
-"""Seconds that the end of the server waits at most for a collector that does not answer."""
+"""Most seconds for which the end of the server waits for a collector that does not answer."""
 _propagator = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """Makes the spans of one server."""
+    """Maker of the spans of one server."""
 
     def __init__(self, processor: SpanProcessor, version: str) -> None:
-        # What operators say in OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME goes before what we
-        # say.
+        # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME of the operator take precedence over these.
         own = Resource.create({"service.name": "sidestep", "service.version": version})
         self._provider = TracerProvider(
             resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
@@ -48,7 +51,7 @@ class Tracing:
 
     @classmethod
     def to_endpoint(cls, endpoint: str, version: str) -> Self:
-        """Sends spans by OTLP over HTTP, from a thread of its own."""
+        """Return an object that sends spans by OTLP over HTTP, from a thread of its own."""
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), version)
 
     def begin(
@@ -60,9 +63,7 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Send the remaining spans, for a bounded time: the library alone would try again and
-        again.
-        """
+        """Send the remaining spans, within a bounded time; the library alone would retry longer."""
         sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         sending.start()
         sending.join(_LAST_SPANS_S)
@@ -70,17 +71,18 @@ class Tracing:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """What is kept of a request until its choices end."""
+    """Data of a request for the spans of its choices, which are made when the choices end."""
 
     tracer: Tracer
     parent: Context
     model: str
     begin: float
-    """time.monotonic()"""
+    """Start of the request, in seconds of time.monotonic()."""
     notes: Mapping[str, str]
+    """Client's notes about the request, by name."""
 
     def choice_ended(self, request_id: str, last: RequestOutput | None, reason: str) -> None:
-        """Makes the spans of one choice; `last` is its last output, if it gave any."""
+        """Make the spans of one choice. last: its last output, if it gave any."""
         end, since_epoch = time.monotonic(), time.time() - time.monotonic()
 
         def nanoseconds(moment: float) -> int:
@@ -118,16 +120,16 @@ class RequestTrace:
 
 
 def _moments(metrics: RequestMetrics, end: float) -> Iterator[float]:
-    """The borders of the phases that it came to, each not before the one before it; the last one is
-    `end`.
+    """Yield the borders of the phases that a choice reached, in seconds, in ascending order.
+
+    The last border is `end`.
     """
     latest = metrics.arrival_time
     yield latest
     for moment in (metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts):
         if moment is None:
             break
-        latest = max(
-            latest, min(moment, end)
-        )  # processes read the one clock at slightly different times
+        # Two processes may read the same clock in another order than that of the events.
+        latest = max(latest, min(moment, end))
         yield latest
     yield end

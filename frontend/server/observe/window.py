@@ -1,5 +1,6 @@
-"""The last values of a measure, for people who watch: a histogram is too coarse for them, and never
-forgets.
+"""Last values of a measurement, for people who watch the engine live.
+
+A histogram is too coarse for them, and never forgets.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import msgspec
 
 
 class Percentiles(msgspec.Struct):
-    """Of the last values; None while there are none."""
+    """Percentiles of the last values; None while there are no values."""
 
     count: int
     p50: float | None
@@ -19,19 +20,19 @@ class Percentiles(msgspec.Struct):
 
 
 class Window:
-    """The last `size` values themselves."""
+    """Last `size` values of a measurement."""
 
     def __init__(self, size: int) -> None:
         self._values: deque[float] = deque(maxlen=size)
         self.add = self._values.append
 
     def values(self) -> list[float]:
-        """Oldest first."""
+        """Return the values, oldest first."""
         return list(self._values)
 
 
 def percentiles(values: list[float]) -> Percentiles:
-    """Nearest rank."""
+    """Return the percentiles of these values, by the nearest rank."""
     ordered = sorted(values)
     count = len(ordered)
     p50, p90, p99 = (

@@ -1,5 +1,6 @@
-"""Log-probabilities in the shapes of OpenAI's API. A token that is a part of a character is told by
-its bytes.
+"""Log-probabilities in the shapes of OpenAI's API.
+
+The bytes of a token are given too, because a token may be a part of a character.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from sidestep.frontend.server.schemas.protocol import (
 from sidestep.ipc.params.sampling_params import SamplingParams
 
 LOWEST = -9999.0
-"""JSON has no minus infinity."""
+"""Log-probability that replaces minus infinity, which JSON does not have."""
 Entries = Mapping[int, Logprob]
+"""Log-probabilities at one position, by token id; the position's own token comes first."""
 
 
 def content_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[Entries], most: int
 ) -> list[ContentLogprob]:
-    """Of chats and responses; `most` alternatives of each token."""
+    """Return the log-probabilities of an answer's tokens, for chats and responses.
+
+    most: number of alternatives of each token.
+    """
     return [_content(tokenizer, entries, most) for entries in tokens]
 
 
@@ -51,7 +56,7 @@ def _number(found: Logprob) -> float:
 
 
 def prompt_logprobs(tokens: Sequence[Entries | None]) -> list[dict[int, PromptLogprob] | None]:
-    """As users of vLLM know them."""
+    """Return the log-probabilities of a prompt's tokens, in the shape of vLLM."""
     return [
         None
         if entries is None
@@ -64,24 +69,28 @@ def prompt_logprobs(tokens: Sequence[Entries | None]) -> list[dict[int, PromptLo
 
 
 class CompletionLogprobWriter:
-    """Those of one completion, which may come in several outputs."""
+    """Convert the log-probabilities of one completion, which may come in several outputs."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, echo: bool) -> None:
-        """echo: the prompt comes first, as the tokenizer writes it without special tokens."""
+        """Begin a completion.
+
+        echo: the prompt comes first, as the tokenizer writes it without special tokens.
+        """
         self._tokenizer = tokenizer
         self._most = params.logprobs or 0
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._echo = echo
-        # Places in the text: a token that ends inside a character moves on by no character.
+        # Offsets count characters of the text. A token that ends inside a character adds only the
+        # characters that it completes.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def write(self, output: RequestOutput) -> CompletionLogprobs:
-        """What is new in an output."""
+        """Return the log-probabilities of an output's new tokens."""
         made, completion = CompletionLogprobs([], [], [], []), output.outputs[0]
         if self._echo:
             self._echo = False
-            # Fewer, if it was ended before the prompt was computed.
+            # There are fewer entries if the request ended before its prompt was computed.
             for token, prompt_entries in zip(
                 output.prompt_token_ids, output.prompt_logprobs or (), strict=False
             ):
@@ -104,14 +113,14 @@ class CompletionLogprobWriter:
     def _by_text(self, own: int, entries: Entries) -> dict[str, float]:
         made: dict[str, float] = {}
         for token, found in entries.items():
-            # Parts of characters look alike: the one that comes first stays.
+            # Parts of characters have the same text: the first one is kept.
             if token == own or found.rank <= self._most:
                 made.setdefault(self._tokenizer.token_text(token), _number(found))
         return made
 
 
 def joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> CompletionLogprobs:
-    """One after the other."""
+    """Return the log-probabilities of `first`, then those of `second`."""
     if first is None:
         return second
     return CompletionLogprobs(

@@ -1,16 +1,16 @@
-"""/v1/chat/completions."""
+"""Route /v1/chat/completions."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sidestep.frontend.output.outputs import RequestOutput
+from sidestep.frontend.output.outputs import CompletionOutput, RequestOutput
 from sidestep.frontend.parsers.events import (
     AnswerParser,
     CallArguments,
@@ -18,6 +18,7 @@ from sidestep.frontend.parsers.events import (
     Content,
     Event,
 )
+from sidestep.frontend.server.openai.answer import Answer, Encode, Ending
 from sidestep.frontend.server.openai.answer_logprobs import (
     Entries,
     content_logprobs,
@@ -30,11 +31,10 @@ from sidestep.frontend.server.openai.chat_protocol import (
     template_messages,
     tool_use_of,
 )
-from sidestep.frontend.server.openai.choice_stream import Encode, events_of, writer_of
-from sidestep.frontend.server.openai.encoding import EventEncoder, IdsOfChoice, usage_event
+from sidestep.frontend.server.openai.encoding import EventEncoder, IdsOfChoice
 from sidestep.frontend.server.openai.prompt import PromptOptions, render
 from sidestep.frontend.server.openai.tool_use import AnswerReader, ToolUse
-from sidestep.frontend.server.schemas.fields import StreamOptions, refuse_not_yet, sampling_params
+from sidestep.frontend.server.schemas.fields import refuse_not_yet, sampling_params
 from sidestep.frontend.server.schemas.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -46,25 +46,25 @@ from sidestep.frontend.server.schemas.protocol import (
     FunctionDelta,
     ToolCall,
     ToolCallDelta,
+    Usage,
 )
 from sidestep.frontend.server.schemas.structure import form_of
 from sidestep.frontend.server.service.queue_events import asks_for_queue
-from sidestep.frontend.server.service.service import Choice, Service, new_id, usage_of
-from sidestep.frontend.server.transport.connection import DONE, EventStream, merged, while_connected
-from sidestep.frontend.server.transport.http_protocol import BodyWriter
+from sidestep.frontend.server.service.service import Service, new_id
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 class ChatRoute:
-    """Answers chats of one server."""
+    """Route that answers chats."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._reader = AnswerReader(service)
 
     async def __call__(self, http: Request, body: bytes) -> Response:
+        """Answer a chat, as one body or as a stream. Raises ApiError and ValidationError."""
         service, size = self._service, len(body)
         request = await service.large.decode(body, _decoder)
         model = service.check_model(request.model)
@@ -94,14 +94,16 @@ class ChatRoute:
         name = new_id("chatcmpl")
         choices = service.choices(http, name, [ids], params, request, n=request.n)
         answer = ChatAnswer(
-            service, name, model, choices, parsers, self._reader, bool(request.return_token_ids)
+            service=service,
+            name=name,
+            model=model,
+            choices=choices,
+            n=len(choices),
+            with_ids=bool(request.return_token_ids),
+            parsers=parsers,
+            reader=self._reader,
         )
-        if not request.stream:
-            return await while_connected(answer.whole(), http.receive)
-        events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
-        if in_queue:
-            events = service.queue.events(events, choices[0].request_id)
-        return EventStream(events, {"x-request-id": name}, comment_s=service.args.stream_comments)
+        return await answer.respond(http, request, in_queue=in_queue)
 
 
 def _render(service: Service, request: ChatRequest, use: ToolUse | None) -> str:
@@ -119,53 +121,32 @@ def _render(service: Service, request: ChatRequest, use: ToolUse | None) -> str:
     )
 
 
-class ChatAnswer:
-    """The answer to one request, in its two forms."""
+@dataclass(kw_only=True, eq=False)
+class ChatAnswer(Answer):
+    """Answer to one chat."""
 
-    def __init__(
-        self,
-        service: Service,
-        name: str,
-        model: str,
-        choices: Sequence[Choice],
-        parsers: Sequence[AnswerParser | None],
-        reader: AnswerReader,
-        with_ids: bool,
-    ) -> None:
-        """with_ids: send token ids beside the text."""
-        self._service = service
-        self._name = name
-        self._model = model
-        self._choices = choices
-        self._parsers = parsers
-        self._reader = reader
-        self._with_ids = with_ids
-        self._created = int(time.time())
-        self._last: list[RequestOutput | None] = [None] * len(choices)
+    event_object = "chat.completion.chunk"
+    content_key = "delta"
+    parsers: Sequence[AnswerParser | None]
+    """One for each choice; None if the choice is text alone."""
+    reader: AnswerReader
 
-    async def whole(self) -> Response:
-        """One body."""
-        outputs = await self._service.whole(self._choices)
-        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+    def _body(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         body = ChatCompletion(
-            id=self._name,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=usage_of(outputs, len(outputs)),
+            id=self.name,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, output) for i, output in enumerate(outputs)],
+            usage=usage,
         )
         if (asked := outputs[0].prompt_logprobs) is not None:
             body.prompt_logprobs = prompt_logprobs(asked)
-        if self._with_ids:
+        if self.with_ids:
             body.prompt_token_ids = list(outputs[0].prompt_token_ids)
-        return Response(
-            msgspec.json.encode(body),
-            media_type="application/json",
-            headers={"x-request-id": self._name},
-        )
+        return body
 
     def _choice(self, index: int, output: RequestOutput) -> ChatChoice:
-        completion, parser = output.outputs[0], self._parsers[index]
+        completion, parser = output.outputs[0], self.parsers[index]
         message = AnswerMessage(content=completion.text)
         if parser is not None:
             message = self._message(parser.feed(completion.text) + parser.finish())
@@ -177,15 +158,15 @@ class ChatAnswer:
             finish_reason=reason,
             stop_reason=completion.stop_reason,
         )
-        if self._with_ids:
+        if self.with_ids:
             choice.token_ids = list(completion.token_ids)
         return choice
 
     def _logprobs(self, index: int, tokens: Sequence[Entries] | None) -> ChatLogprobs | None:
-        most = self._choices[index].params.logprobs
+        most = self.choices[index].params.logprobs
         if most is None or not tokens:
             return None
-        return ChatLogprobs(content_logprobs(self._service.llm.get_tokenizer(), tokens, most))
+        return ChatLogprobs(content_logprobs(self.service.llm.get_tokenizer(), tokens, most))
 
     def _message(self, events: Sequence[Event]) -> AnswerMessage:
         content, reasoning, calls = "", "", list[ToolCall]()
@@ -194,7 +175,7 @@ class ChatAnswer:
                 content += event.text
             elif isinstance(event, CallBegin):
                 calls.append(
-                    ToolCall(id=self._reader.new_call_id(), function=FunctionCall(event.name, ""))
+                    ToolCall(id=self.reader.new_call_id(), function=FunctionCall(event.name, ""))
                 )
             elif isinstance(event, CallArguments):
                 calls[-1].function.arguments += event.text
@@ -207,108 +188,49 @@ class ChatAnswer:
             message.tool_calls = calls
         return message
 
-    def events(
-        self, options: StreamOptions, writer: BodyWriter | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events."""
-        head: dict[str, object] = {
-            "id": self._name,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model,
-        }
-        encoders = [
-            EventEncoder(i, head, "delta", options.include_usage) for i in range(len(self._choices))
-        ]
+    def _makers(self, index: int, encoder: EventEncoder, ids: IdsOfChoice) -> tuple[Encode, Ending]:
+        parser = self.parsers[index]
+        deltas = None if parser is None else _Deltas(self.reader)
+        untold, has_begun = list[Entries](), False
 
-        def end() -> bytes:
-            outputs = cast(list[RequestOutput], self._last)
-            return (
-                usage_event(head, usage_of(outputs, len(outputs))) + DONE
-                if options.include_usage
-                else DONE
-            )
-
-        if len(encoders) == 1:
-            return events_of(
-                self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer
-            )
-        return merged(
-            [
-                events_of(self._service, self._choices[i], self._encode(i, encoder, options))
-                for i, encoder in enumerate(encoders)
-            ],
-            end,
-        )
-
-    def _encode(
-        self,
-        index: int,
-        encoder: EventEncoder,
-        options: StreamOptions,
-        end: Callable[[], bytes] | None = None,
-    ) -> Encode:
-        """What makes the events of one choice; `end` gives what follows the last of them."""
-        parser = self._parsers[index]
-        deltas = None if parser is None else _Deltas(self._reader)
-        untold, ids, has_begun = list[Entries](), IdsOfChoice(self._with_ids), False
-
-        def encode(output: RequestOutput) -> bytes:
+        def make_new(output: RequestOutput) -> bytes:
             nonlocal has_begun
-            if options.continuous_usage_stats:
-                encoder.set_usage(usage_of([output], 1))
-            event = (
-                b""
-                if has_begun
-                else encoder.delta(
-                    Delta(role="assistant", content=""),
-                    None,
-                    ids.of_prompt(output.prompt_token_ids),
-                )
-            )
-            has_begun, completion = True, output.outputs[0]
+            events, completion = b"", output.outputs[0]
+            if not has_begun:
+                has_begun, prompt = True, ids.of_prompt(output.prompt_token_ids)
+                events = encoder.delta(Delta(role="assistant", content=""), None, prompt)
             untold.extend(completion.logprobs or ())
-            ids.add(completion.token_ids)
             if deltas is None or parser is None:
                 if completion.text:
-                    event += encoder.content(
-                        completion.text, self._logprobs(index, untold), ids.take()
-                    )
+                    logprobs = self._logprobs(index, untold)
+                    events += encoder.content(completion.text, logprobs, ids.take())
                     untold.clear()
             else:
-                for delta in deltas.of(
-                    parser.feed(completion.text) + (parser.finish() if output.finished else [])
-                ):
-                    # Those of a token go with the first that comes of it.
-                    event += encoder.delta(delta, self._logprobs(index, untold), ids.take())
+                found = parser.feed(completion.text)
+                for event in found + (parser.finish() if output.finished else []):
+                    # The first event that a token gives carries its logprobs and its id.
+                    events += encoder.delta(
+                        deltas.of(event), self._logprobs(index, untold), ids.take()
+                    )
                     untold.clear()
-            if output.finished:
-                word = _finish_word(
-                    completion.finish_reason, deltas is not None and deltas.num_calls > 0
-                )
-                event += encoder.end(
-                    b"{}", word, completion.stop_reason, self._logprobs(index, untold), ids.take()
-                )
-                self._last[index] = output
-                if end is not None:
-                    event += end()
-            return event
+            return events
 
-        return encode
+        def ending(completion: CompletionOutput) -> tuple[FinishWord, ChatLogprobs | None]:
+            word = _finish_word(completion.finish_reason, bool(deltas and deltas.num_calls))
+            return word, self._logprobs(index, untold)
+
+        return make_new, ending
 
 
 class _Deltas:
-    """What a parser finds, as the deltas of a stream."""
+    """Convert the events of a parser to the deltas of a stream."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
         self.num_calls = 0
 
-    def of(self, events: Sequence[Event]) -> list[Delta]:
-        """One delta for each event."""
-        return [self._delta(event) for event in events]
-
-    def _delta(self, event: Event) -> Delta:
+    def of(self, event: Event) -> Delta:
+        """Return the delta of an event."""
         if isinstance(event, Content):
             return Delta(content=event.text)
         if isinstance(event, CallBegin):

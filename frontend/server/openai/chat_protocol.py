@@ -1,4 +1,4 @@
-"""The request of /v1/chat/completions, and its messages as chat templates read them."""
+"""Request of /v1/chat/completions, and its messages as chat templates read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestep.frontend.server.transport.errors import refused
 
 
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message; text is the only kind there is."""
+    """Part of a message. Text is the only kind."""
 
     type: Literal["text"]
     text: str
@@ -26,7 +26,7 @@ Text = str | list[TextPart]
 class SystemMessage(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"
 ):
-    """What the model is to keep to."""
+    """Message with the instructions for the model."""
 
     content: Text
     name: str | None = None
@@ -35,13 +35,13 @@ class SystemMessage(
 class DeveloperMessage(
     SystemMessage, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="developer"
 ):
-    """The system's message by its newer name: the same for every model that is served here."""
+    """System message under its newer name; chat templates get the role `system`."""
 
 
 class UserMessage(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"
 ):
-    """What the user says."""
+    """Message of the user."""
 
     content: Text
     name: str | None = None
@@ -51,26 +51,27 @@ Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)]
 
 
 class PastCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call that the model has made before, as client libraries send it back."""
+    """Call that the model made in an earlier answer, as client libraries send it back."""
 
     id: str
     type: Literal["function"] = "function"
     function: PastFunction
     index: int | None = None
-    """Its place in the message's list of calls. The list itself has the same order."""
+    """Index of the call in the message's list of calls, which has the same order."""
     provider_specific_fields: dict[str, Any] | None = None
-    """Notes of a client library about the answer that had this. The prompt does not contain
-    them."""
+    """Notes of a client library about the answer that had this call.
+
+    The prompt does not contain them."""
 
 
 class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The function of such a call."""
+    """Function of an earlier call, and its arguments."""
 
     name: str
     arguments: str
     """JSON, as the model wrote it."""
     parsed_arguments: Any = None
-    """The arguments, as a client library has parsed them."""
+    """Arguments, as a client library parsed them."""
     provider_specific_fields: dict[str, Any] | None = None
     """See PastCall."""
 
@@ -78,8 +79,9 @@ class PastFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class AssistantMessage(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
 ):
-    """An earlier answer of the model. The last fields are empty in answers of this server, or
-    repeat it.
+    """Earlier answer of the model.
+
+    In answers of this server the last fields are empty, or repeat the answer.
     """
 
     content: Text | None = None
@@ -87,9 +89,9 @@ class AssistantMessage(
     reasoning_content: str | None = None
     tool_calls: list[PastCall] | None = None
     refusal: str | None = None
-    """Text that another model gave in the place of content."""
+    """Text of another model that refused to answer. It replaces a missing content."""
     parsed: Any = None
-    """The content, as a client library has parsed it."""
+    """Content, as a client library parsed it."""
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
@@ -101,7 +103,7 @@ class AssistantMessage(
 class ToolMessage(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"
 ):
-    """What a call has given."""
+    """Output of a call."""
 
     content: Text
     tool_call_id: str
@@ -116,31 +118,31 @@ _ROLES: dict[type, str] = {
     AssistantMessage: "assistant",
     ToolMessage: "tool",
 }
-"""As templates know them."""
+"""Struct of a message -> its role in chat templates."""
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool; functions are the only kind there is."""
+    """Tool that the model may use. Functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The name of one of the tools."""
+    """Name of one of the tools."""
 
     name: str
 
 
 class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The function that is to be called."""
+    """Function that the model must call."""
 
     type: Literal["function"] = "function"
     function: ChosenFunction
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to /v1/chat/completions."""
+    """Body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -149,16 +151,17 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     """False: return only the first of the model's calls."""
     reasoning_effort: Effort | None = None
-    """Given to the model's template as the variable `reasoning_effort`, or as `enable_thinking`."""
+    """Effort that the model's template gets as its variable `reasoning_effort` or
+    `enable_thinking`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """What else the model's template is given, such as {"enable_thinking": false}."""
+    """Further variables for the model's template, such as {"enable_thinking": false}."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of an answer; true if not given."""
     continue_final_message: bool | None = None
     """Continue the last message instead of beginning a new one."""
     add_special_tokens: bool | None = None
-    """Whether the prompt gets the tokens that the model puts around every text, beside those that
-    its template writes; false if not given."""
+    """Whether the tokenizer adds the model's special tokens to those that the template writes;
+    false if not given."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     # Not implemented: see fields.NOT_YET.
@@ -173,7 +176,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 def max_tokens_of(request: ChatRequest) -> int | None:
-    """The limit under either of its names. Raises ApiError when they differ."""
+    """Return the limit on the answer's tokens, which has two names.
+
+    Raises ApiError if both are given and differ.
+    """
     new, old = request.max_completion_tokens, request.max_tokens
     if new is not None and old is not None and new != old:
         raise refused("max_tokens", f"is {old}, and max_completion_tokens, its new name, is {new}")
@@ -181,7 +187,10 @@ def max_tokens_of(request: ChatRequest) -> int | None:
 
 
 def num_logprobs_of(request: ChatRequest) -> int | None:
-    """How many of the most probable tokens are asked for. Raises ApiError."""
+    """Return the number of most probable tokens per token; None without logprobs.
+
+    Raises ApiError.
+    """
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:
@@ -190,7 +199,10 @@ def num_logprobs_of(request: ChatRequest) -> int | None:
 
 
 def template_messages(messages: list[ChatMessage]) -> list[Message]:
-    """As templates of the hub read them. Raises ApiError, which names the field."""
+    """Return the messages as chat templates of the Hugging Face hub read them.
+
+    Raises ApiError, which names the field.
+    """
     return [_template_message(i, message) for i, message in enumerate(messages)]
 
 
@@ -231,6 +243,7 @@ def _template_message(index: int, message: ChatMessage) -> Message:
 
 def arguments_of(field: str, written: str) -> Any:
     """Return a call's arguments as an object, because templates write them as JSON themselves.
+
     Raises ApiError.
     """
     try:
@@ -240,8 +253,9 @@ def arguments_of(field: str, written: str) -> Any:
 
 
 def tool_use_of(request: ChatRequest) -> ToolUse | None:
-    """Return the tools that the request offers the model, and how it may call them; None without
-    tools. Raises ApiError.
+    """Return the tools of the request, and how the model may call them; None without tools.
+
+    Raises ApiError.
     """
     choice = request.tool_choice
     word, chosen = (

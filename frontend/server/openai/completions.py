@@ -1,9 +1,8 @@
-"""/v1/completions."""
+"""Route /v1/completions."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -12,20 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sidestep.frontend.input.no_tokenizer import refuse
-from sidestep.frontend.output.outputs import RequestOutput
+from sidestep.frontend.output.outputs import CompletionOutput, RequestOutput
+from sidestep.frontend.server.openai.answer import Answer, Encode, Ending
 from sidestep.frontend.server.openai.answer_logprobs import (
     CompletionLogprobWriter,
     joined,
     prompt_logprobs,
 )
-from sidestep.frontend.server.openai.choice_stream import Encode, events_of, writer_of
-from sidestep.frontend.server.openai.encoding import EventEncoder, IdsOfChoice, usage_event
+from sidestep.frontend.server.openai.encoding import EventEncoder, IdsOfChoice
 from sidestep.frontend.server.schemas.fields import (
     MAX_N,
     Natural,
     NumLogprobs,
     SamplingFields,
-    StreamOptions,
     refuse_not_yet,
     sampling_params,
 )
@@ -34,17 +32,16 @@ from sidestep.frontend.server.schemas.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     FinishWord,
+    Usage,
 )
 from sidestep.frontend.server.schemas.structure import form_of
-from sidestep.frontend.server.service.service import Choice, Service, new_id, usage_of
-from sidestep.frontend.server.transport.connection import DONE, EventStream, merged, while_connected
+from sidestep.frontend.server.service.service import Service, new_id
 from sidestep.frontend.server.transport.errors import refused
-from sidestep.frontend.server.transport.http_protocol import BodyWriter
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 
 MAX_CHOICES = 1024
-"""Prompts times n of one request."""
+"""Largest number of choices of one request: its prompts times n or best_of."""
 _DEFAULT_TOKENS = 16
 
 
@@ -53,21 +50,24 @@ PromptIds = Annotated[list[Natural], msgspec.Meta(min_length=1)]
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to /v1/completions."""
+    """Body of a request to /v1/completions."""
 
     prompt: PromptText | Annotated[list[PromptText | int | PromptIds], msgspec.Meta(min_length=1)]
-    """Text, token ids, or a list of either."""
+    """Prompt as text or token ids, or a list of either."""
     max_tokens: Natural | None = None
     """0 is allowed only with echo, for the prompt's logprobs."""
     echo: bool | None = None
     """Repeat the prompt before the completion."""
     add_special_tokens: bool | None = None
-    """Whether a text gets the tokens that the model puts around every text; true if not given."""
+    """Whether the tokenizer adds the model's special tokens to a text; true if not given."""
     logprobs: NumLogprobs | None = None
-    """Of each token, and of this many most probable ones; with echo, of the prompt's too."""
+    """Return the logprobs of each token and of this many most probable ones; with echo, of the
+    prompt's tokens too."""
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
-    """Make so many completions of each prompt, and return the `n` most probable; not in streams."""
-    # As users of vLLM know it; not in streams, nor with fields that change how tokens are sampled.
+    """Number of completions of each prompt, of which the `n` most probable are returned; not in
+    streams."""
+    # Beam search, as in vLLM. It goes neither with streams nor with fields that change how tokens
+    # are sampled.
     use_beam_search: bool | None = None
     """Return the `n` best continuations that a search over as many beams finds."""
     length_penalty: float | None = None
@@ -80,12 +80,13 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 class CompletionRoute:
-    """Completes prompts for one server."""
+    """Route that completes prompts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(self, http: Request, body: bytes) -> Response:
+        """Answer a request, as one body or as a stream. Raises ApiError and ValidationError."""
         service, size = self._service, len(body)
         request = await service.large.decode(body, _decoder)
         model = service.check_model(request.model)
@@ -93,7 +94,6 @@ class CompletionRoute:
         prompts = await self._read(request, size)
         if request.echo and not service.llm.get_tokenizer().has_texts:
             refuse("echo", "repeats the prompt's text")
-        kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         if request.stream and (request.best_of or 0) > (request.n or 1):
             raise refused(
                 "best_of", "cannot be streamed: which completions are best is known at the end"
@@ -115,7 +115,7 @@ class CompletionRoute:
             request,
             limit,
             defaults,
-            output_kind=kind,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             logprobs=request.logprobs,
             n=request.n or 1,
             best_of=request.best_of,
@@ -123,7 +123,6 @@ class CompletionRoute:
         )
         if form is not None:
             await form.check(service.llm)
-        wants_prompt = request.prompt_logprobs is not None
         if request.echo and request.logprobs is not None:
             most = max(request.logprobs, request.prompt_logprobs or 0)
             params = msgspec.structs.replace(params, prompt_logprobs=most)
@@ -135,25 +134,20 @@ class CompletionRoute:
             else [""] * len(prompts)
         )
         answer = CompletionAnswer(
-            service,
-            name,
-            model,
-            choices,
-            n,
-            echo,
-            Shown(
-                prompt_logprobs=wants_prompt,
-                output=not only_echo,
-                token_ids=bool(request.return_token_ids),
-            ),
+            service=service,
+            name=name,
+            model=model,
+            choices=choices,
+            n=n,
+            with_ids=bool(request.return_token_ids),
+            echo=echo,
+            shows_prompt_logprobs=request.prompt_logprobs is not None,
+            shows_output=not only_echo,
         )
-        if not request.stream:
-            return await while_connected(answer.whole(), http.receive)
-        events = answer.events(request.stream_options or StreamOptions(), writer_of(http))
-        return EventStream(events, {"x-request-id": name}, comment_s=service.args.stream_comments)
+        return await answer.respond(http, request)
 
     async def _read(self, request: CompletionRequest, size: int) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError."""
+        """Return the token ids of each prompt. Raises ApiError."""
         prompts = await self._service.large.run(size, _prompts, request.prompt)
         num = request.best_of or request.n or 1
         if len(prompts) * num > MAX_CHOICES:
@@ -207,11 +201,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "repetition_detection": (),
 }
-"""Fields that would do nothing to a beam search, and the values that ask for nothing."""
+"""Field that has no effect on a beam search -> its neutral values."""
 
 
 def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearchParams | None:
-    """What a search is asked for; None if there is none. Raises ApiError and ValidationError."""
+    """Return the parameters of the beam search; None if the request asks for none.
+
+    Raises ApiError and ValidationError.
+    """
     if not request.use_beam_search:
         for name in ("length_penalty", "early_stopping"):
             if getattr(request, name) is not None:
@@ -231,7 +228,7 @@ def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearc
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One text or list of token ids for each prompt. Raises ApiError for a mixture."""
+    """Return one text or list of token ids for each prompt. Raises ApiError for a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     if all(isinstance(item, int) for item in prompt):
@@ -245,70 +242,40 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return cast(list[str | list[int]], prompt)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Parts of an answer that the request asks for, beside its text."""
+@dataclass(kw_only=True, eq=False)
+class CompletionAnswer(Answer):
+    """Answer to one request for completions."""
 
-    prompt_logprobs: bool
-    """Whether the request asks for them itself; the echo's logprobs do not count."""
-    output: bool
-    """False: the answer consists of the echo alone."""
-    token_ids: bool
+    event_object = "text_completion"
+    content_key = "text"
+    echo: Sequence[str]
+    """For each prompt, the text that its completions begin with."""
+    shows_prompt_logprobs: bool
+    """Whether the request asks for prompt_logprobs itself; logprobs with echo do not count."""
+    shows_output: bool
+    """Whether the answer has generated text; False: it is the echo alone."""
 
-
-class CompletionAnswer:
-    """The answer to one request, in its two forms."""
-
-    def __init__(
-        self,
-        service: Service,
-        name: str,
-        model: str,
-        choices: Sequence[Choice],
-        n: int,
-        echo: Sequence[str],
-        shown: Shown,
-    ) -> None:
-        """echo: for each prompt, the text that its completions begin with."""
-        self._service = service
-        self._name = name
-        self._model = model
-        self._choices = choices
-        self._n = n
-        self._echo = echo
-        self._shown = shown
-        self._created = int(time.time())
-        self._last: list[RequestOutput | None] = [None] * len(choices)
-
-    async def whole(self) -> Response:
-        """One body."""
-        outputs = [self._trimmed(output) for output in await self._service.whole(self._choices)]
-        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
-        body = Completion(
-            id=self._name,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=usage_of(outputs, self._n),
-        )
-        return Response(
-            msgspec.json.encode(body),
-            media_type="application/json",
-            headers={"x-request-id": self._name},
+    def _body(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+        return Completion(
+            id=self.name,
+            created=self.created,
+            model=self.model,
+            choices=[self._choice(i, output) for i, output in enumerate(outputs)],
+            usage=usage,
         )
 
     def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
         completion, logprobs = output.outputs[0], self._writer(index)
         choice = CompletionChoice(
             index=index,
-            text=self._echo[index // self._n] + completion.text,
+            text=self.echo[index // self.n] + completion.text,
             logprobs=None if logprobs is None else logprobs.write(output),
             finish_reason=cast(FinishWord, completion.finish_reason),
             stop_reason=completion.stop_reason,
         )
-        if self._shown.prompt_logprobs and output.prompt_logprobs is not None:
+        if self.shows_prompt_logprobs and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        if self._shown.token_ids:
+        if self.with_ids:
             choice.prompt_token_ids, choice.token_ids = (
                 list(output.prompt_token_ids),
                 list(completion.token_ids),
@@ -317,7 +284,7 @@ class CompletionAnswer:
 
     def _trimmed(self, output: RequestOutput) -> RequestOutput:
         """Return an output without the generated token if the request asks for none."""
-        if self._shown.output:
+        if self.shows_output:
             return output
         completion = replace(output.outputs[0], text="", token_ids=[], logprobs=None)
         if completion.finish_reason == "stop":  # the dropped token has ended the text
@@ -327,88 +294,35 @@ class CompletionAnswer:
         )
 
     def _writer(self, index: int) -> CompletionLogprobWriter | None:
-        params = self._choices[index].params
+        params = self.choices[index].params
         if params.logprobs is None:
             return None
         return CompletionLogprobWriter(
-            self._service.llm.get_tokenizer(), params, bool(self._echo[index // self._n])
+            self.service.llm.get_tokenizer(), params, bool(self.echo[index // self.n])
         )
 
-    def events(
-        self, options: StreamOptions, writer: BodyWriter | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events."""
-        head: dict[str, object] = {
-            "id": self._name,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-        }
-        encoders = [
-            EventEncoder(i, head, "text", options.include_usage) for i in range(len(self._choices))
-        ]
-
-        def end() -> bytes:
-            outputs = cast(list[RequestOutput], self._last)
-            return (
-                usage_event(head, usage_of(outputs, self._n)) + DONE
-                if options.include_usage
-                else DONE
-            )
-
-        if len(encoders) == 1:
-            return events_of(
-                self._service, self._choices[0], self._encode(0, encoders[0], options, end), writer
-            )
-        return merged(
-            [
-                events_of(self._service, self._choices[i], self._encode(i, encoder, options))
-                for i, encoder in enumerate(encoders)
-            ],
-            end,
-        )
-
-    def _encode(
-        self,
-        index: int,
-        encoder: EventEncoder,
-        options: StreamOptions,
-        end: Callable[[], bytes] | None = None,
-    ) -> Encode:
-        """What makes the events of one choice; `end` gives what follows the last of them."""
-        echo, logprobs = self._echo[index // self._n], self._writer(index)
+    def _makers(self, index: int, encoder: EventEncoder, ids: IdsOfChoice) -> tuple[Encode, Ending]:
+        echo, logprobs = self.echo[index // self.n], self._writer(index)
         untold: CompletionLogprobs | None = None
-        ids, has_begun = IdsOfChoice(self._shown.token_ids), False
+        has_begun = False
 
-        def encode(output: RequestOutput) -> bytes:
+        def make_new(output: RequestOutput) -> bytes:
             nonlocal echo, untold, has_begun
-            output = self._trimmed(output)
             before, has_begun = b"" if has_begun else ids.of_prompt(output.prompt_token_ids), True
-            ids.add(output.outputs[0].token_ids)
-            if options.continuous_usage_stats:
-                encoder.set_usage(usage_of([output], 1))
-            event, completion = b"", output.outputs[0]
-            text = completion.text
+            events, text = b"", output.outputs[0].text
             if logprobs is not None:
-                # The prompt's come with the first output, and the prompt with them.
+                # The first output has the prompt's logprobs, so the prompt's text goes into the
+                # same event.
                 text, echo = echo + text, ""
                 untold = joined(untold, logprobs.write(output))
             elif echo:
-                event, echo, before = encoder.text(echo, None, before), "", b""
+                events, echo, before = encoder.text(echo, None, before), "", b""
             if text or before:
-                event += encoder.text(text, untold, before + ids.take())
+                events += encoder.text(text, untold, before + ids.take())
                 untold = None
-            if output.finished:
-                event += encoder.end(
-                    b'""',
-                    completion.finish_reason or "",
-                    completion.stop_reason,
-                    untold,
-                    ids.take(),
-                )
-                self._last[index] = output
-                if end is not None:
-                    event += end()
-            return event
+            return events
 
-        return encode
+        def ending(completion: CompletionOutput) -> tuple[str, CompletionLogprobs | None]:
+            return completion.finish_reason or "", untold
+
+        return make_new, ending

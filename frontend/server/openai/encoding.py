@@ -1,5 +1,7 @@
-"""The bytes of a stream's events. What is the same for all of a choice's events is made once; a
-token costs its own text's encoding and one join.
+"""Encode the events of a stream.
+
+The bytes that all events of a choice share are made once. Each further event costs the encoding of
+its own text and one join.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventEncoder:
-    """Events of one choice of one stream."""
+    """Encoder of the events of one choice of one stream."""
 
-    def __init__(self, index: int, head: dict[str, object], slot: str, include_usage: bool) -> None:
-        """head: what each event has besides its choice. slot: the choice's key for what is new:
+    def __init__(self, index: int, head: dict[str, object], key: str, include_usage: bool) -> None:
+        """Make the bytes that all events share.
+
+        head: the fields of each event besides its choice. key: the choice's key for new content,
         'delta' or 'text'.
         """
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._no_content = b'""' if key == "text" else b"{}"
         self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (
             _encode(head)[:-1],
             index,
-            slot.encode(),
+            key.encode(),
         )
         self._set_tail(tail)
 
@@ -34,7 +39,7 @@ class EventEncoder:
         self._tail = tail
 
     def set_usage(self, usage: Usage) -> None:
-        """The events from here on have these counts."""
+        """Give the events from here on these counts of tokens."""
         self._set_tail(b',"usage":%b}\n\n' % _encode(usage))
 
     def content(self, text: str, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
@@ -44,25 +49,24 @@ class EventEncoder:
     def text(
         self, text: str, logprobs: CompletionLogprobs | None = None, ids: bytes = b""
     ) -> bytes:
-        """New text of a completion."""
+        """Return the event with new text of a completion. ids: see IdsOfChoice."""
         return b"%b%b%b" % (self._before, _encode(text), self._with(logprobs, ids))
 
     def delta(self, delta: Delta, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
-        """Anything else that is new of a chat."""
+        """Return the event with any other new part of a chat. ids: see IdsOfChoice."""
         return b"%b%b%b" % (self._before, _encode(delta), self._with(logprobs, ids))
 
     def end(
         self,
-        empty: bytes,
         finish_reason: str,
         stop_reason: int | str | None,
         logprobs: ChatLogprobs | CompletionLogprobs | None = None,
         ids: bytes = b"",
     ) -> bytes:
-        """The choice's last event; `empty` is what stands where the new text was."""
+        """Return the choice's last event, which has no new content. ids: see IdsOfChoice."""
         return b'%b%b,"logprobs":%b%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
             self._before,
-            empty,
+            self._no_content,
             _encode(logprobs),
             ids,
             _encode(finish_reason),
@@ -71,14 +75,14 @@ class EventEncoder:
         )
 
     def _with(self, logprobs: ChatLogprobs | CompletionLogprobs | None, ids: bytes) -> bytes:
-        """What follows the new text."""
+        """Return the bytes that follow the new content."""
         if logprobs is None and not ids:
             return self._after
         return b',"logprobs":%b%b%b' % (_encode(logprobs), ids, self._rest)
 
 
 class IdsOfChoice:
-    """The token ids of one choice in the events of its stream, if the request asks for them."""
+    """Token ids of one choice for the events of its stream, if the request asks for them."""
 
     def __init__(self, asked: bool) -> None:
         self.asked = asked
@@ -103,5 +107,5 @@ class IdsOfChoice:
 
 
 def usage_event(head: dict[str, object], usage: Usage) -> bytes:
-    """The event after the last choice's end."""
+    """Return the event with the counts of tokens, which follows the last choice's end."""
     return b"data: %b\n\n" % _encode({**head, "choices": [], "usage": usage})

@@ -23,7 +23,7 @@ _OWN_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The request's fields that change the prompt, beside its messages."""
+    """Fields of a request that change the prompt, beside its messages."""
 
     variables: Mapping[str, Any] | None = None
     """Further variables for the template, from the field chat_template_kwargs."""

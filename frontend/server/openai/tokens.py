@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: the model's tokenizer, as users of vLLM reach it."""
+"""Routes /tokenize and /detokenize: the model's tokenizer, as in vLLM's API."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from sidestep.frontend.server.transport.errors import refused
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to /tokenize: a prompt or messages."""
+    """Body of a request to /tokenize: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    """Of a prompt: whether it gets the tokens that the model puts around every text; true if not
-    given."""
+    """Whether the tokenizer adds the model's special tokens to a prompt; true if not given."""
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -32,7 +31,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to /detokenize."""
+    """Body of a request to /detokenize."""
 
     model: str | None = None
     tokens: list[Natural]
@@ -43,12 +42,13 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class TokenizeRoute:
-    """Text or messages to token ids."""
+    """Route that converts text or messages to token ids."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(self, http: Request, body: bytes) -> Response:
+        """Answer with the token ids of a prompt or of messages. Raises ApiError."""
         service, size = self._service, len(body)
         request = await service.large.decode(body, _tokenize)
         service.check_model(request.model)
@@ -92,12 +92,13 @@ def _render(service: Service, request: TokenizeRequest) -> str:
 
 
 class DetokenizeRoute:
-    """Token ids to text, special tokens included."""
+    """Route that converts token ids to text, with special tokens."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(self, http: Request, body: bytes) -> Response:
+        """Answer with the text of token ids. Raises ApiError."""
         large = self._service.large
         request = await large.decode(body, _detokenize)
         self._service.check_model(request.model)

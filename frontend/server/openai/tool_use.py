@@ -31,14 +31,14 @@ FunctionName = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """With tool_choice 'auto': hold the arguments to the schema. Required calls are always held to
-    it."""
+    """With tool_choice 'auto': whether the arguments must match the schema. Required calls always
+    match it."""
 
 
 ToolChoiceWord = Literal["auto", "none", "required"]
@@ -46,13 +46,13 @@ ToolChoiceWord = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The functions that an answer may call."""
+    """Functions that an answer may call."""
 
     functions: tuple[FunctionTool, ...]
     must: bool
     """Whether the answer must consist of calls."""
     chosen: str | None
-    """The one function that must be called."""
+    """Name of the one function that must be called, if the request names one."""
     parallel: bool
     """Whether an answer may have several calls."""
 
@@ -65,8 +65,9 @@ class ToolUse:
         parallel: bool | None,
         chosen_field: str,
     ) -> ToolUse | None:
-        """Return the tools that these fields allow; None if the prompt is to list no tools. chosen:
-        the function that tool_choice names, in the field `chosen_field`. Raises ApiError.
+        """Return the tools that these fields allow; None if the prompt must list no tools.
+
+        chosen: the function that tool_choice names, in the field `chosen_field`. Raises ApiError.
         """
         if not functions:
             if chosen is not None or choice not in (None, "none"):
@@ -85,7 +86,7 @@ class ToolUse:
 
     @property
     def most(self) -> int:
-        """The largest number of calls of an answer that must have some."""
+        """Largest number of calls of an answer that must have some."""
         return MOST_CALLS if self.parallel and self.chosen is None else 1
 
     def for_template(self) -> list[dict[str, Any]]:
@@ -112,7 +113,7 @@ class ToolUse:
 
 
 class AnswerReader:
-    """Parse the answers of one server, with its parsers of tool calls and of reasoning."""
+    """Parsers of one server for the tool calls and the reasoning of its answers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -131,7 +132,7 @@ class AnswerReader:
 
     def new_call_id(self) -> str:
         """Return an id for a call that the parser has found."""
-        assert self._tools is not None  # only it finds calls
+        assert self._tools is not None  # without it no parser finds a call
         return self._tools.new_call_id()
 
     def check(self, use: ToolUse | None) -> None:
@@ -156,8 +157,9 @@ class AnswerReader:
         return AnswerParser(reasoning, calls, 1 if use is not None and not use.parallel else None)
 
     def form(self, asked: Form | None, use: ToolUse | None, prompt: str) -> Form | None:
-        """Return the form that the answer must have. asked: the form that other fields ask for.
-        Raises ApiError.
+        """Return the form that the answer must have; None for any text.
+
+        asked: the form that other fields demand. Raises ApiError.
         """
         form = asked
         if use is not None and self._tools is not None:
@@ -179,7 +181,8 @@ class AnswerReader:
         """Return the sampling parameters that parsing calls needs. Raises ApiError."""
         if use is None or self._tools is None or not self._tools.special_tokens:
             return {}
-        # The parser's marks are special tokens. The one that ends the text is left out in any case.
+        # The parser's marks are special tokens, so the text must have them. The end-of-sequence
+        # token is left out in any case.
         if skip_special_tokens:
             raise refused(
                 "skip_special_tokens", "this model's tool calls are marked by special tokens"

@@ -1,9 +1,9 @@
-"""GET /v1/flight: the flight recorder for whoever watches the engine live, in bounded pieces.
+"""GET /v1/flight: the flight recorder for clients that watch the engine live, in bounded pieces.
 
-A watcher asks again and again, each time from the step where the last answer ended. What an answer
-costs is bounded, in the core too: of steps and of requests in each state at most so many are in it,
-the newest steps and the oldest requests. All times are microseconds of one monotonic clock;
-`now_us` is when the answer was made.
+A client polls, each time from the step where the last answer ended. The cost of an answer is
+bounded, in the core too. An answer holds at most the newest MOST_STEPS steps, and in each state at
+most the oldest MOST_REQUESTS requests. All times are microseconds of one monotonic clock; `now_us`
+is the time at which the answer was made.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from sidestep.ipc.common.errors import EngineDeadError, EngineStalledError
 from sidestep.ipc.transport.records import RequestRecord, StepKind, StepRecord, WaitReason
 
 MOST_STEPS = 256
+"""Largest number of steps of an answer."""
 MOST_REQUESTS = 64
-"""Of those that run, and of those that wait."""
+"""Largest number of running requests of an answer, and of waiting requests."""
 _IN_FLIGHT = 2
-"""Steps that were scheduled and may not be back yet."""
+"""Number of steps that were scheduled and whose results may be missing still."""
 
 
 class FlightIdle(msgspec.Struct):
-    """How long the device stood still before a step, in microseconds, by cause; see
-    docs/architecture.md.
+    """Microseconds for which the device was idle before a step, by cause.
+
+    See docs/architecture.md.
     """
 
     no_work: int
@@ -41,9 +43,11 @@ class FlightIdle(msgspec.Struct):
 
 
 class FlightStep(msgspec.Struct):
-    """One step. The core scheduled it from `schedule_us` to `submit_us`, the worker prepared and
-    launched it from `received_us` to `launched_us`, the device ran it from `start_us` to `end_us`;
-    the core took its output at `taken_us` and told its tokens at `told_us`.
+    """One step of the engine.
+
+    The core scheduled the step from `schedule_us` to `submit_us`. The worker prepared and launched
+    it from `received_us` to `launched_us`, and the device ran it from `start_us` to `end_us`. The
+    core received its output at `taken_us` and had its tokens ready for the frontend at `told_us`.
     """
 
     step: int
@@ -71,9 +75,9 @@ class FlightRequest(msgspec.Struct):
     request_id: str
     """Empty for a request of another user, unless the caller has an operator's key."""
     status: str
-    """waiting, running or preempted."""
+    """State of the request: waiting, running or preempted."""
     waiting_for: WaitReason | None
-    """None while it runs."""
+    """Reason why the request waits; None while it runs."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
@@ -87,20 +91,20 @@ class FlightReplica(msgspec.Struct):
 
     replica: int
     dead: str | None
-    """What it has died of."""
+    """Cause of the replica's death; None while it lives."""
     stalled: str | None
     """Why the replica counts as stalled: it lives and makes no progress."""
 
 
 class Flight(msgspec.Struct):
-    """The answer to /v1/flight, of one replica."""
+    """Answer to /v1/flight, for one replica."""
 
     replica: int
     replicas: list[FlightReplica]
-    """All that there are."""
+    """All replicas of the engine."""
     now_us: int
     next: int
-    """What `since` is to be the next time."""
+    """Value of `since` for the client's next request."""
     model: str
     device: str
     num_kv_blocks: int
@@ -110,9 +114,9 @@ class Flight(msgspec.Struct):
     num_running: int
     num_waiting: int
     steps: list[FlightStep]
-    """Oldest first."""
+    """Newest steps of the replica, oldest first."""
     requests: list[FlightRequest]
-    """Those that run, then those that wait."""
+    """Running requests, then waiting requests."""
     ttft_s: Percentiles
     """Seconds to the first token, of this server's last requests."""
     itl_s: Percentiles
@@ -120,12 +124,13 @@ class Flight(msgspec.Struct):
 
 
 class FlightRoute:
-    """The route."""
+    """Route of /v1/flight."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(self, http: Request) -> Response:
+        """Answer with the steps and requests of one replica."""
         since, wanted = _numbers(http)
         service, llm = self._service, self._service.llm
         if wanted is not None and wanted >= len(llm.replicas):
@@ -138,8 +143,8 @@ class FlightRoute:
         if stats is None:
             raise EngineStalledError(f"replica {replica}: the engine core does not answer")
         scheduled = int(stats["num_steps"])
-        # Another engine's number may be larger than any of this one's: then the watcher begins
-        # anew.
+        # `since` may come from an earlier engine and be larger than any step of this one: then the
+        # client begins at the first step.
         first = max(0, scheduled - _IN_FLIGHT - MOST_STEPS, since if since <= scheduled else 0)
         records, requests, figures = await asyncio.gather(
             llm.get_step_records(first, replica=replica),
@@ -177,7 +182,7 @@ class FlightRoute:
 
 
 def _numbers(http: Request) -> tuple[int, int | None]:
-    """The step to begin with, and the replica if one is named."""
+    """Return the step to begin with, and the replica if one is named. Raises ApiError."""
     for name in http.query_params:
         if name not in ("since", "replica"):
             raise refused(name, "is no parameter of this route", "unknown_field")

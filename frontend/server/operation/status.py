@@ -1,6 +1,4 @@
-"""What operators and routers ask: is it alive, does it take requests, what does it serve, how busy
-is it.
-"""
+"""Routes for operators and routers of requests: health, readiness, models, load and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from sidestep.ipc.common.errors import EngineDeadError, EngineStalledError
 
 
 class StatusRoutes:
-    """All of them; each method is one route's."""
+    """Handlers of these routes, one method for each route."""
 
     def __init__(self, service: Service, version: str) -> None:
         self._service = service
@@ -47,7 +45,7 @@ class StatusRoutes:
         return _json(await self._health("ready"))
 
     async def _health(self, good: str) -> Status:
-        await self._service.llm.check_health()  # what it raises is a 503
+        await self._service.llm.check_health()  # its errors become answers with status 503
         replicas = self._service.llm.replicas
         dead = {str(status.number): status.dead for status in replicas if status.dead is not None}
         stalled = {
@@ -56,19 +54,19 @@ class StatusRoutes:
         return Status("degraded" if dead or stalled else good, dead, stalled)
 
     async def version(self, http: Request) -> Response:
-        """The server's version."""
+        """Answer with the server's version."""
         return _json(Version(self._version))
 
     async def models(self, http: Request) -> Response:
-        """The model, under all its names."""
+        """Answer with the model, once for each of its names."""
         return _json(ModelList(data=[self._model(name) for name in self._service.names]))
 
     async def model(self, http: Request) -> Response:
-        """The model under one of its names."""
+        """Answer with the model under one of its names."""
         return _json(self._model(self._service.check_model(http.path_params["model"])))
 
     async def load(self, http: Request) -> Response:
-        """How busy the engine is."""
+        """Answer with the load of the engine."""
         stats, figures = (
             sum_stats((await self._service.stats()).values()),
             await self._service.figures(),
@@ -83,7 +81,7 @@ class StatusRoutes:
         )
 
     async def metrics(self, http: Request) -> Response:
-        """For Prometheus."""
+        """Answer with the metrics for Prometheus."""
         service = self._service
         figures = await service.figures()
         try:

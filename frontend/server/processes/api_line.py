@@ -1,7 +1,7 @@
-"""The private line between a server's first process, which owns the engine, and another one: an
-unnamed socket pair.
+"""Private line between a server's first process, which owns the engine, and another process.
 
-Either side may ask the other for figures; the first process answers with those of all.
+It is an unnamed socket pair. Each side may ask the other for figures; the first process answers
+with those of all processes.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ _SIZE = struct.Struct("<I")
 
 
 class Joined(msgspec.Struct, tag=True):
-    """To the first process: the engine has taken this one; it could serve."""
+    """Message to the first process: this process has joined the engine and could serve."""
 
 
 class Serve(msgspec.Struct, tag=True):
-    """From the first process: take connections."""
+    """Message from the first process: take connections."""
 
 
 class Drain(msgspec.Struct, tag=True):
-    """From the first process: take no more requests, and end when those that run have ended."""
+    """Message from the first process: take no more requests, and end after the running ones."""
 
 
 class Ask(msgspec.Struct, tag=True):
-    """For figures."""
+    """Question for figures."""
 
     call_id: int
 
 
 class Tell(msgspec.Struct, tag=True):
-    """The answer."""
+    """Answer to a question for figures."""
 
     call_id: int
     figures: Figures
 
 
 Word = Joined | Serve | Drain
+"""Message that expects no answer."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Joined | Serve | Drain | Ask | Tell).decode
 
 
 class Line:
-    """One end. `run` must run for anything to be heard."""
+    """One end of the line. It receives messages only while `run` runs."""
 
     def __init__(
         self,
@@ -58,19 +59,22 @@ class Line:
         figures: Callable[[], Awaitable[Figures]],
         on_word: Callable[[Word], None],
     ) -> None:
-        """figures: what the other side is told when it asks."""
+        """Make an end that is not open yet.
+
+        figures: makes the figures for the other side's questions. on_word: gets each other message.
+        """
         self._connection = connection
         self._figures = figures
         self._on_word = on_word
         self._writer: asyncio.StreamWriter | None = None
         self.opened = asyncio.Event()
-        """From here on what is said is sent."""
+        """Set once the line is open; messages before that are not sent."""
         self._calls: dict[int, asyncio.Future[Figures]] = {}
         self._call_ids = itertools.count()
         self._answers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until the other side has gone."""
+        """Open the line and receive messages until the other side closes it."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
         self.opened.set()
         try:
@@ -88,13 +92,16 @@ class Line:
                 future.cancel()
 
     def say(self, message: Word | Ask | Tell) -> None:
-        """Sends; whoever has gone hears nothing."""
+        """Send a message, unless the line is closed or not open yet."""
         if self._writer is not None:
             data = _encode(message)
             self._writer.write(_SIZE.pack(len(data)) + data)
 
     async def ask(self, timeout_s: float) -> Figures | None:
-        """The other side's figures; None if it does not answer in time, or has gone."""
+        """Return the figures of the other side.
+
+        Return None if it does not answer within `timeout_s` seconds, or the line is closed.
+        """
         if self._writer is None:
             return None
         call_id = next(self._call_ids)

@@ -1,5 +1,6 @@
-"""One of a server's other processes: it joins the engine, and serves from the socket that it has
-inherited.
+"""Process of a server that does not own the engine.
+
+It joins the engine, and serves from a listening socket that it inherits.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
     from sidestep.frontend.server.observe.tracing import Tracing
 
 _GATHER_S = 5.0
+"""Seconds to wait for the first process's answer with the figures of all processes."""
 
 
 def main(raw: bytes) -> None:
-    """Entry point of the process. The exit status is 0 after a drain."""
+    """Run the process, as its entry point. The exit status is 0 after a drain."""
     job = decode_args(raw, ApiProcessArgs)
     try:
         llm = AsyncLLM.join(job.invitation)

@@ -1,10 +1,9 @@
-"""A server's other processes (--api-server-count), as the first one sees them, which owns the
-engine and the socket.
+"""The first process's view of a server's other processes (--api-server-count).
 
-All accept from the one listening socket, which the others inherit: the system hands a connection to
-whoever is there to take it, so a process that hangs gets none and one that dies takes none with it
-that it has not accepted. One that dies after it has joined is replaced; one that cannot join ends
-the server.
+The first process owns the engine and the listening socket. All processes accept from that one
+socket, which the others inherit. The system hands a connection to a process that waits for one. So
+a process that hangs gets none, and one that dies loses only connections that it has accepted. A
+process that dies after it has joined is replaced; one that cannot join ends the server.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.processes.process import Child, spawn
 
 _ANSWER_S = 2.0
-"""For figures, of a process that may hang."""
+"""Seconds to wait for the figures of a process, which may hang."""
 _LAST_S = 5.0
-"""What the others may need beyond --shutdown-timeout, before they are ended."""
+"""Seconds that the others may need beyond --shutdown-timeout, before they are ended."""
 
 
 class ApiProcessArgs(msgspec.Struct):
-    """What one of them is started with."""
+    """Arguments of such a process."""
 
     args: ServerArgs
     keys: Keys
@@ -41,13 +40,13 @@ class ApiProcessArgs(msgspec.Struct):
     public_prefixes: list[list[int]]
     invitation: str
     listener: int
-    """The listening socket's descriptor."""
+    """Descriptor of the listening socket."""
     line: int
-    """The descriptor of its end of the private line."""
+    """Descriptor of the process's end of the private line."""
 
 
 class _Member:
-    """One of them."""
+    """One of the other processes."""
 
     def __init__(self, child: Child, line: Line) -> None:
         self.child = child
@@ -56,17 +55,17 @@ class _Member:
         self.has_joined = asyncio.Event()
         self.ended = asyncio.Event()
         self.latest: Figures | None = None
-        """What it told last."""
+        """Last figures of the process."""
         self.serves = False
 
     def serve(self) -> None:
-        """Has it take connections."""
+        """Let the process take connections."""
         self.serves = True
         self.line.say(Serve())
 
 
 class ApiProcesses:
-    """All of them."""
+    """All of the other processes."""
 
     def __init__(self, service: Service, keys: Keys, version: str, listener: socket.socket) -> None:
         self._service = service
@@ -75,35 +74,42 @@ class ApiProcesses:
         self._listener = listener
         self._members: dict[int, _Member] = {}
         self._past: Figures | None = None
-        """What those counted that have ended."""
+        """Sum of the figures of processes that have ended."""
         self._is_serving = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.failure: SidestepError | None = None
-        """Why one could not be replaced."""
+        """Reason why a process could not be replaced."""
         self.on_failure: Callable[[], None] = lambda: None
         service.gather = self.gather
 
     async def start(self) -> None:
-        """Returns when all could serve. Raises EngineStartError when one ends before it could."""
+        """Start all processes, and return when all of them could serve.
+
+        Raises EngineStartError when one ends before that.
+        """
         count = self._service.args.api_server_count
         await asyncio.gather(*(self._add(number) for number in range(1, count)))
 
     def serve(self) -> None:
-        """Has all of them take connections."""
+        """Let all processes take connections."""
         self._is_serving = True
         for member in self._members.values():
             member.serve()
 
     def drain(self) -> None:
-        """They take no more requests, and end when those that run have ended, or --shutdown-timeout
-        has passed.
+        """Let the processes take no more requests and end after the running ones.
+
+        They end after --shutdown-timeout at the latest.
         """
         self._is_serving = False
         for member in self._members.values():
             member.line.say(Drain())
 
     async def wait_ended(self) -> None:
-        """Returns when all that served have ended by themselves, or could have."""
+        """Wait until all processes that served have ended.
+
+        Return at the latest after the time in which they should have ended by themselves.
+        """
         self._is_serving = False
         ends = [
             asyncio.create_task(member.ended.wait())
@@ -118,7 +124,7 @@ class ApiProcesses:
                 task.cancel()
 
     async def close(self) -> None:
-        """Ends those that are left."""
+        """End the processes that still run."""
         self._is_serving = False
         for task in self._tasks:
             task.cancel()
@@ -131,8 +137,9 @@ class ApiProcesses:
         )
 
     async def gather(self) -> Figures:
-        """The figures of all processes, this one's and those of the past among them: no counter
-        ever falls.
+        """Return the figures of all processes, of this one and of those that have ended.
+
+        So no counter ever falls.
         """
         members = list(self._members.values())
         answers = await asyncio.gather(*(member.line.ask(_ANSWER_S) for member in members))
@@ -211,14 +218,14 @@ class ApiProcesses:
         try:
             await self._add(number)
         except EngineDeadError:
-            pass  # it died of that, and the server ends of it
+            pass  # the process died with the engine, whose death ends the server too
         except (SidestepError, OSError) as error:
             self.failure = SidestepError(f"an API process could not be replaced: {error}")
             self.on_failure()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From the thread that watches a process."""
+    """Call a function on the loop, from the thread that watches a process."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:

@@ -1,6 +1,4 @@
-"""One server's life: it listens once the engine serves, drains at SIGTERM, and ends with the
-engine.
-"""
+"""Run a server: listen once the engine serves, drain at SIGTERM, and end with the engine."""
 
 from __future__ import annotations
 
@@ -21,18 +19,21 @@ from sidestep.ipc.common.errors import EngineDeadError, ValidationError
 from sidestep.ipc.common.logs import tell
 
 _COLLECT = (50_000, 20, 100)
-"""Thresholds of the garbage collector: new objects before it looks at the youngest generation, and
-how often it looks at the next ones."""
+"""Thresholds of the garbage collector for its three generations.
+
+The first one counts new objects; the others count collections of the generation before."""
 _LAST_SENDS_S = 2
-"""For answers that are complete, to clients that read slowly, before connections are closed."""
+"""Seconds in which clients can read complete answers before their connections are closed."""
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections: who closes one first must not be the one who is just
-being asked."""
+"""Seconds for which an idle connection is kept, which is longer than clients keep one.
+
+So the client closes an idle connection first, and no request meets a connection that closes."""
 
 
 def bind(args: ServerArgs) -> socket.socket:
-    """The socket to listen at. Raises ValidationError: an address in use is known before the engine
-    starts.
+    """Return a socket that is bound to the address of the server.
+
+    Raises ValidationError, so that an address in use is known before the engine starts.
     """
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     made = socket.socket(family)
@@ -50,12 +51,15 @@ def bind(args: ServerArgs) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which drains before it shuts down."""
+    """uvicorn server that drains before it shuts down."""
 
     def __init__(
         self, config: uvicorn.Config, service: Service, others: ApiProcesses | None = None
     ) -> None:
-        """others: the server's other processes, which end before this one does."""
+        """Make a server that is not started.
+
+        others: the server's other processes, which end before this one does.
+        """
         super().__init__(config)
         self.service = service
         self._others = others
@@ -64,26 +68,29 @@ class Server(uvicorn.Server):
         self.listens = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections are taken once this has returned."""
+        """Start to take connections."""
         await super().startup(sockets)
         self.listens.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends at once."""
+        """Drain at the first signal, end at once at the second."""
         self._loop.call_soon_threadsafe(self.end, self.service.is_draining)
 
     def end(self, at_once: bool = False) -> None:
-        """Takes no more requests; ends when those that run have ended."""
+        """Take no more requests, and end when the running ones have ended.
+
+        at_once: end now, and abort the running requests.
+        """
         if at_once:
             self.force_exit = self.should_exit = True
-            # Their requests end like those of clients that have left: without an answer.
+            # Their requests end without an answer, like those of clients that have gone.
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
         elif self._ends is None:
             self._ends = asyncio.create_task(self._drain())
 
     async def wait_requests(self) -> None:
-        """Return when no request is left, but after `_LAST_SENDS_S` seconds at the latest."""
+        """Wait until no request is left, for at most `_LAST_SENDS_S` seconds."""
         if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=_LAST_SENDS_S)
 
@@ -97,7 +104,7 @@ class Server(uvicorn.Server):
 
 
 def check_certificates(args: ServerArgs) -> None:
-    """Raises ValidationError for certificates that cannot be used, before the engine starts."""
+    """Raise ValidationError for certificates that cannot be used, before the engine starts."""
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
         """Answer no request."""
@@ -109,16 +116,20 @@ def check_certificates(args: ServerArgs) -> None:
 def make_server(
     service: Service, keys: Keys, version: str, others: ApiProcesses | None = None
 ) -> Server:
-    """A server that is not started. Raises ValidationError for certificates that cannot be used."""
+    """Return a server that is not started.
+
+    Raises ValidationError for certificates that cannot be used.
+    """
     return Server(_config(make_app(service, keys, version), service.args), service, others)
 
 
 async def serve(
     service: Service, keys: Keys, version: str, listener: socket.socket
 ) -> EngineDeadError | None:
-    """Serves until a signal, or the engine's death, which it returns. With --api-server-count the
-    other processes have joined before the first request is taken, and have ended when this returns.
-    Raises SidestepError if one of them cannot be started, or not again.
+    """Serve until a signal or the engine's death; return the death's error, else None.
+
+    With --api-server-count the other processes have joined before the first request is taken, and
+    have ended when this returns. Raises SidestepError if one of them cannot be started or replaced.
     """
     if service.args.api_server_count == 1:
         return await run(make_server(service, keys, version), listener)
@@ -130,7 +141,7 @@ async def serve(
         others.serve()
         dead = await run(server, listener)
         if dead is not None:
-            await others.wait_ended()  # they tell their clients
+            await others.wait_ended()  # they answer their clients with the error first
     finally:
         await others.close()
     if others.failure is not None:
@@ -141,12 +152,15 @@ async def serve(
 async def run(
     server: Server, listener: socket.socket, announce: bool = True
 ) -> EngineDeadError | None:
-    """One process's part of that. announce: say where it serves."""
+    """Serve with this process until a signal or the engine's death; return the death's error.
+
+    announce: print the address of the server.
+    """
     service, dead = server.service, list[EngineDeadError]()
 
     async def watch() -> None:
         dead.append(await service.llm.wait_dead())
-        server.should_exit = True  # the requests that ran have been told
+        server.should_exit = True  # the running requests have failed with the error already
 
     watcher = asyncio.create_task(watch())
     serving = asyncio.create_task(server.serve([listener]))
@@ -156,11 +170,11 @@ async def run(
         listening.cancel()
         if announce:
             _announce(service, listener)
-        # What is there now stays: the collector need not look at it again and again while tokens
-        # come and go.
+        # The objects that exist now stay, so the collector need not visit them again while it
+        # serves.
         gc.collect()
         gc.freeze()
-        # Look at new objects less often than after every few hundred: a body may make half a
+        # Collect less often than after every few hundred new objects: one body may make half a
         # million.
         gc.set_threshold(*_COLLECT)
         await serving

@@ -57,9 +57,7 @@ def _check(field: str, item: InputItem) -> None:
 
 
 def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
-    """Append a message for the item. All items of one answer go into one message of the
-    assistant.
-    """
+    """Append a message for the item. All items of one answer go into one assistant message."""
     if item.type == "function_call_output":
         made.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     elif item.type == "message" and item.role != "assistant":
@@ -85,9 +83,10 @@ def _add(made: list[dict[str, Any]], field: str, item: InputItem) -> None:
 
 
 def _assistant(made: list[dict[str, Any]], new: str | None) -> dict[str, Any]:
-    """Return the message that an item of an answer belongs to. new: the message's key for the item.
-    A message that already has this key, or the key of a later part of an answer, is complete, so a
-    new message begins.
+    """Return the message that an item of an answer belongs to.
+
+    new: the message's key for the item. A message that already has this key, or the key of a later
+    part of an answer, is complete, so a new message begins.
     """
     order = ("reasoning_content", "content", "tool_calls")
     last = made[-1] if made else None

@@ -1,4 +1,4 @@
-"""The items of an answer of /v1/responses as they grow, and the events that describe it."""
+"""Items of an answer of /v1/responses as they grow, and the events that describe their growth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Items:
-    """The answer's items: one for each stretch of reasoning and of text, and for each call."""
+    """Items of an answer: one for each stretch of reasoning or text, and for each call."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self.made: list[Item] = []
@@ -32,7 +32,7 @@ class Items:
 
     @property
     def last(self) -> Item:
-        """The item that is growing."""
+        """Item that is growing."""
         return self.made[-1]
 
     def opens(self, event: Event) -> bool:
@@ -82,8 +82,9 @@ class Items:
         return not self.made or isinstance(self.last, ReasoningItem)
 
     def add_logprobs(self, logprobs: list[ContentLogprob]) -> None:
-        """Add log-probabilities to the last item, which is a message: requests for them with calls
-        or reasoning are refused.
+        """Add log-probabilities to the last item.
+
+        It is a message, because requests for log-probabilities with calls or reasoning are refused.
         """
         if logprobs and isinstance(self.last, MessageItem):
             part = self.last.content[0]
@@ -117,7 +118,7 @@ class Events:
         part = item.content[0]
         shown = msgspec.structs.replace(item, content=[])
         return self.make("response.output_item.added", output_index=index, item=shown) + self.make(
-            "response.content_part.added", part=part, **_place(items)
+            "response.content_part.added", part=part, **_position(items)
         )
 
     def growth(self, items: Items, text: str, logprobs: list[ContentLogprob]) -> bytes:
@@ -126,7 +127,7 @@ class Events:
             f"response.{_kind(items.last)}.delta",
             delta=text,
             **_of_text(items.last, logprobs),
-            **_place(items),
+            **_position(items),
         )
 
     def closing(self, items: Items) -> bytes:
@@ -140,7 +141,7 @@ class Events:
                 f"response.{_kind(item)}.done",
                 name=item.name,
                 arguments=item.arguments,
-                **_place(items),
+                **_position(items),
             )
         else:
             part = item.content[0]
@@ -148,13 +149,13 @@ class Events:
                 f"response.{_kind(item)}.done",
                 text=part.text,
                 **_of_text(item, getattr(part, "logprobs", None) or []),
-                **_place(items),
-            ) + self.make("response.content_part.done", part=part, **_place(items))
+                **_position(items),
+            ) + self.make("response.content_part.done", part=part, **_position(items))
         return data + self.make("response.output_item.done", output_index=index, item=item)
 
 
 def _kind(item: Item) -> str:
-    """Return the part of events' names that stands for an item's text."""
+    """Return the part of the events' names for an item's text."""
     if isinstance(item, CallItem):
         return "function_call_arguments"
     return "reasoning_text" if isinstance(item, ReasoningItem) else "output_text"
@@ -165,7 +166,7 @@ def _of_text(item: Item, logprobs: list[ContentLogprob]) -> dict[str, Any]:
     return {"logprobs": logprobs} if isinstance(item, MessageItem) else {}
 
 
-def _place(items: Items) -> dict[str, Any]:
-    """Return the fields that name the place of the last item's text."""
-    place = {"item_id": items.last.id, "output_index": len(items.made) - 1}
-    return place if isinstance(items.last, CallItem) else {**place, "content_index": 0}
+def _position(items: Items) -> dict[str, Any]:
+    """Return the fields that name the position of the last item's text."""
+    position = {"item_id": items.last.id, "output_index": len(items.made) - 1}
+    return position if isinstance(items.last, CallItem) else {**position, "content_index": 0}

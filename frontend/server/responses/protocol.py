@@ -1,6 +1,4 @@
-"""The request and the answer of /v1/responses. The route serves text and functions, and stores
-nothing.
-"""
+"""Request and answer of /v1/responses. The route serves text and functions, and stores nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +11,14 @@ from sidestep.frontend.server.openai.tool_use import FunctionTool, ToolChoiceWor
 from sidestep.frontend.server.schemas.fields import (
     ClientFields,
     Count,
+    MinP,
     Natural,
     NumLogprobs,
     Penalty,
     Seed,
+    Temperature,
+    TopK,
+    TopP,
 )
 from sidestep.frontend.server.schemas.protocol import ContentLogprob, PromptDetails
 from sidestep.frontend.server.schemas.structure import TextConfigFormat, TextFormat
@@ -33,13 +35,13 @@ RESPONSES_NOT_YET: dict[str, tuple[Any, ...]] = {
     "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
 }
-"""As fields.NOT_YET, for this request."""
+"""Known field of this request that is not implemented -> its neutral values, besides null."""
 
 
 class InputText(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"
 ):
-    """Text of a message; text is the only kind there is."""
+    """Text of a message. Text is the only kind of content."""
 
     text: str
 
@@ -60,13 +62,13 @@ class GivenOutputText(
     """Text of an earlier answer, in an input."""
 
     parsed: Any = None
-    """The text, as a client library has parsed it."""
+    """Text, as a client library parsed it."""
 
 
 class RefusalText(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
 ):
-    """Text that another model gave in the place of an answer's."""
+    """Text of another model that refused to answer."""
 
     refusal: str
 
@@ -74,15 +76,13 @@ class RefusalText(
 class ReasoningText(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
 ):
-    """The reasoning before the answer."""
+    """Text of the reasoning before an answer."""
 
     text: str
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message, an item of an earlier answer, or the output of a call. Its id and its status are
-    not used.
-    """
+    """Message, item of an earlier answer, or output of a call. Its id and status are not used."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
@@ -95,20 +95,20 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     arguments: str | None = None
     parsed_arguments: Any = None
-    """The arguments, as a client library has parsed them."""
+    """Arguments, as a client library parsed them."""
     output: str | list[InputText] | None = None
     # Fields of reasoning.
     summary: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
 
 class FlatFunctionTool(FunctionTool, kw_only=True, forbid_unknown_fields=True):
-    """A tool in the form of this route. Functions are the only kind."""
+    """Tool in the form of this route. Functions are the only kind."""
 
     type: Literal["function"]
 
 
 class FlatToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The function that is to be called."""
+    """Function that the model must call."""
 
     type: Literal["function"]
     name: str
@@ -125,34 +125,34 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """What the text must be."""
+    """Form of the answer's text."""
 
     format: TextConfigFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to /v1/responses."""
+    """Body of a request to /v1/responses."""
 
     input: (
         Annotated[str, msgspec.Meta(min_length=1)]
         | Annotated[list[InputItem], msgspec.Meta(min_length=1)]
     )
     instructions: str | None = None
-    """The system's message."""
+    """System message."""
     max_output_tokens: Count | None = None
     tools: list[FlatFunctionTool] | None = None
     tool_choice: ToolChoiceWord | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: return only the first of the model's calls."""
     reasoning: ReasoningOptions | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     # As in /v1/chat/completions.
     seed: Seed | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     min_tokens: Natural | None = None
     ignore_eos: bool | None = None
     text: TextConfig | None = None
@@ -160,7 +160,7 @@ class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: NumLogprobs | None = None
-    """Of each token; asks for logprobs by itself, too."""
+    """Number of most probable tokens per token. A number above 0 asks for logprobs by itself."""
     # Not implemented: see RESPONSES_NOT_YET.
     background: Any = None
     conversation: Any = None
@@ -173,7 +173,7 @@ class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """The answer."""
+    """Item with the text of the answer."""
 
     id: str
     status: str
@@ -182,7 +182,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What led to it."""
+    """Item with the reasoning before the answer."""
 
     id: str
     status: str
@@ -191,11 +191,11 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the model wants."""
+    """Item with a call that the model makes."""
 
     id: str
     call_id: str
-    """Id by which the item with the call's output names the call."""
+    """Id of the call, which the item with the call's output repeats."""
     name: str
     arguments: str
     """JSON, as the model wrote it."""
@@ -206,13 +206,13 @@ Item = MessageItem | ReasoningItem | CallItem
 
 
 class OutputDetails(msgspec.Struct):
-    """More on the output's tokens."""
+    """Further counts of the output's tokens."""
 
     reasoning_tokens: int = 0
 
 
 class ResponsesUsage(msgspec.Struct, kw_only=True):
-    """Counts of tokens."""
+    """Number of tokens of a request and of its answer."""
 
     input_tokens: int
     input_tokens_details: PromptDetails
@@ -222,14 +222,14 @@ class ResponsesUsage(msgspec.Struct, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why an answer is not whole."""
+    """Reason why an answer is incomplete."""
 
     reason: str
     """'max_output_tokens', 'deadline', or 'abort' when the server shuts down."""
 
 
 class ResponsesAnswer(msgspec.Struct, kw_only=True):
-    """The answer, and the state of it in a stream's events."""
+    """Answer to /v1/responses, and its state in the events of a stream."""
 
     id: str
     object: Literal["response"] = "response"

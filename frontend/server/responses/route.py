@@ -1,5 +1,6 @@
-"""/v1/responses: OpenAI's newer API. An answer is a list of items, and the events of a stream
-describe how each grows.
+"""Route /v1/responses, OpenAI's newer API.
+
+An answer is a list of items, and the events of a stream describe how each item grows.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from starlette.responses import Response
 
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.frontend.parsers.events import AnswerParser
+from sidestep.frontend.server.openai.answer import Encode, events_of, writer_of
 from sidestep.frontend.server.openai.answer_logprobs import content_logprobs
-from sidestep.frontend.server.openai.choice_stream import Encode, events_of, writer_of
 from sidestep.frontend.server.openai.prompt import PromptOptions, render
 from sidestep.frontend.server.openai.tool_use import AnswerReader, ToolUse
 from sidestep.frontend.server.responses.input_items import messages_of
@@ -42,13 +43,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesRoute:
-    """Answers for one server."""
+    """Route that answers requests to /v1/responses."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._reader = AnswerReader(service)
 
     async def __call__(self, http: Request, body: bytes) -> Response:
+        """Answer a request, as one body or as a stream. Raises ApiError and ValidationError."""
         service, size = self._service, len(body)
         request = await service.large.decode(body, _decoder)
         model = service.check_model(request.model)
@@ -85,7 +87,10 @@ class ResponsesRoute:
         )
 
     def _num_logprobs(self, request: ResponsesRequest, use: ToolUse | None) -> int | None:
-        """Raises ApiError."""
+        """Return the number of most probable tokens per token; None without logprobs.
+
+        Raises ApiError.
+        """
         field = "include" if request.include else "top_logprobs" if request.top_logprobs else None
         if field is None:
             return None
@@ -240,8 +245,9 @@ class ResponseAnswer:
         return data + events.make(f"response.{self._answer.status}", response=self._answer)
 
     def _logprobs(self, output: RequestOutput) -> list[ContentLogprob]:
-        """Return the log-probabilities of an output's new tokens; none if the request does not ask
-        for them.
+        """Return the log-probabilities of an output's new tokens.
+
+        The list is empty if the request does not ask for them.
         """
         return content_logprobs(
             self._service.llm.get_tokenizer(),

@@ -1,9 +1,8 @@
-"""What the requests that generate text have in common, and the fields that are known but do nothing
-yet.
+"""Fields of all requests that generate text, and checks of fields that are not implemented.
 
-A field that is known is declared, so that the OpenAPI document has it. One that the engine does not
-implement is in NOT_YET: it may be left out, be null or have its neutral value, and anything else is
-refused by its name.
+Each known field is declared, so that the OpenAPI document contains it. A field that the engine does
+not implement is in NOT_YET. It may be left out, be null or have its neutral value; every other
+value is refused with an error that names the field.
 """
 
 from __future__ import annotations
@@ -16,21 +15,34 @@ import msgspec
 from sidestep.frontend.server.schemas.structure import ResponseFormat, StructuredOutputs
 from sidestep.frontend.server.transport.errors import refused
 from sidestep.ipc.params.sampling_params import (
+    BIAS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_PATTERN,
     MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    MIN_P,
+    NUM_LOGPROBS,
+    PATTERN_COUNT,
+    PATTERN_SIZE,
+    PENALTY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
     RepetitionDetectionParams,
     SamplingParams,
 )
 
 MAX_N = 128
-"""Choices of one prompt, as in OpenAI's API."""
+"""Largest number of choices of one prompt, as in OpenAI's API."""
 MAX_STOPS = 16
+"""Largest number of stop strings of one request."""
 MAX_STOP_CHARACTERS = 1024
-"""Of all stop strings together: each new token is held against all their beginnings."""
+"""Largest number of characters of all stop strings together.
+
+Each new token is compared with the beginnings of all of them."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -61,40 +73,47 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 _ADVICE = {
     "functions": "is the older form of tools; send tools",
     "function_call": "is the older form of tool_choice; send tools and tool_choice",
-    "chat_template": "is not taken from requests: a template is a program, and nothing could stop one that does not "
-    "end; the server renders with the model's own, which chat_template_kwargs reach",
+    "chat_template": "is not taken from requests: a template is a program, and nothing could stop "
+    "one that does not end; the server renders with the model's own, which chat_template_kwargs "
+    "reach",
     "guided_json": 'is an older name; send structured_outputs: {"json": ...} or response_format',
     "guided_regex": 'is an older name; send structured_outputs: {"regex": ...}',
     "guided_choice": 'is an older name; send structured_outputs: {"choice": [...]}',
     "guided_grammar": 'is an older name; send structured_outputs: {"grammar": ...}',
-    "guided_decoding_backend": "names no backend of this server, which has one; leave it out and send "
-    "structured_outputs",
-    "guided_whitespace_pattern": "is not supported by this server; structured_outputs has disable_any_whitespace",
+    "guided_decoding_backend": "names no backend of this server, which has one; leave it out and "
+    "send structured_outputs",
+    "guided_whitespace_pattern": "is not supported by this server; structured_outputs has "
+    "disable_any_whitespace",
 }
 """Known field -> the text of its refusal that replaces the general sentence."""
 
 
 Seed = Annotated[int, msgspec.Meta(ge=-1, le=MAX_SEED)]
 """-1 asks for a random seed, as a request without the field does."""
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+Temperature = Annotated[float, TEMPERATURE]
+TopP = Annotated[float, TOP_P]
+TopK = Annotated[int, TOP_K, msgspec.Meta(le=2**31 - 1)]
+MinP = Annotated[float, MIN_P]
+Penalty = Annotated[float, PENALTY]
+NumLogprobs = Annotated[int, NUM_LOGPROBS]
+PatternSize = Annotated[int, PATTERN_SIZE, msgspec.Meta(le=MAX_PATTERN)]
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An answer ends when its last tokens are one pattern of tokens, so many times in a row."""
+    """Rule that ends an answer whose last tokens repeat one pattern at least `min_count` times."""
 
-    max_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PATTERN)]
-    min_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PATTERN)] = 1
-    min_count: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] = 3
+    max_pattern_size: PatternSize
+    min_pattern_size: PatternSize = 1
+    min_count: Annotated[int, PATTERN_COUNT] = 3
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a stream is told."""
+    """Options of a stream's events."""
 
     include_usage: bool = False
-    """A last event with the counts of tokens."""
+    """Send a last event with the counts of tokens."""
     continuous_usage_stats: bool = False
-    """With include_usage: every event of a choice has that choice's counts so far."""
+    """With include_usage: every event has the counts of its choice so far."""
     include_obfuscation: Any = None
 
 
@@ -105,23 +124,24 @@ Metadata = Annotated[
 
 
 class ClientFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request that generates text, which do not change the text. Null means the
-    same as a missing field.
+    """Fields of every request that generates text, which do not change the text.
+
+    Null means the same as a missing field.
     """
 
     model: str | None = None
     stream: bool | None = None
     user: Note | None = None
-    """The client's name for its user. Traces and logs contain this field and the next three."""
+    """Client's name for its user. Traces and logs contain this field and the next three."""
     safety_identifier: Note | None = None
-    """The newer name of `user`."""
+    """Newer name of `user`."""
     prompt_cache_key: Note | None = None
-    """Not used: prefixes are found by their tokens."""
+    """Not used by the cache, which finds prefixes by their tokens."""
     metadata: Metadata | None = None
     store: bool | None = None
     """Ignored: answers are never stored."""
     priority: Annotated[int, msgspec.Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
-    """The lowest runs first. Needs --scheduling-policy priority."""
+    """Requests with the lowest number run first. Needs --scheduling-policy priority."""
     cache_salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     deadline_ms: Count | None = None
     """Milliseconds after which the request ends with the tokens that it has. Its choices then have
@@ -143,33 +163,35 @@ _NOTES = ("user", "safety_identifier", "prompt_cache_key")
 
 
 class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
-    """Fields of chats and completions."""
+    """Fields that /v1/chat/completions and /v1/completions have in common."""
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
         Annotated[
-            dict[Natural, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+            dict[Natural, Annotated[float, BIAS]],
             msgspec.Meta(max_length=MAX_LOGIT_BIAS),
         ]
         | None
     ) = None
-    # As users of vLLM know them.
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    # The fields from here on have the names and meanings of vLLM.
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     min_tokens: Natural | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Natural], msgspec.Meta(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[Natural], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = (
+        None
+    )
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] | None = None
     allowed_token_ids: Annotated[list[Natural], msgspec.Meta(min_length=1)] | None = None
     bad_words: (
         Annotated[
@@ -179,7 +201,7 @@ class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
         | None
     ) = None
     prompt_logprobs: NumLogprobs | None = None
-    """Of each token of the prompt; not in streams."""
+    """Return the logprobs of each token of the prompt; not in streams."""
     repetition_detection: RepetitionDetection | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -218,7 +240,7 @@ _ENGINE_FIELDS = (
 
 
 def refuse_not_yet(request: msgspec.Struct, table: Mapping[str, tuple[Any, ...]] = NOT_YET) -> None:
-    """Raises ApiError for a field that would do nothing."""
+    """Raise ApiError for a field that would have no effect."""
     for name in request.__struct_fields__:
         if (neutral := table.get(name)) is not None:
             refuse_unless(name, getattr(request, name), *neutral)
@@ -235,7 +257,7 @@ def refuse_not_yet(request: msgspec.Struct, table: Mapping[str, tuple[Any, ...]]
 
 
 def refuse_unless(name: str, value: object, *neutral: object) -> None:
-    """Raises ApiError unless the value is null or one of `neutral`; True is not 1 here."""
+    """Raise ApiError unless the value is null or one of `neutral`; True is not 1 here."""
     if value is None or any(
         value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
     ):
@@ -252,7 +274,7 @@ def refuse_unless(name: str, value: object, *neutral: object) -> None:
 
 
 def refusal_of(name: str) -> str:
-    """Return the OpenAPI document's sentence on a field that does nothing yet."""
+    """Return the OpenAPI document's sentence on a field that is not implemented."""
     return f"Not implemented: {_ADVICE[name]}." if name in _ADVICE else "Not implemented."
 
 

@@ -1,5 +1,7 @@
-"""The answers of the server, as msgspec structs: what is sent is encoded from them, and the OpenAPI
-document is made from them. Streams of tokens do not make one for each token; see sse.py.
+"""Answers of the server, as msgspec structs.
+
+Answers are encoded from these structs, and the OpenAPI document is made from them. A stream of
+tokens does not make a struct for each token; see openai/encoding.py.
 """
 
 from __future__ import annotations
@@ -9,48 +11,51 @@ from typing import Literal
 import msgspec
 
 FinishWord = Literal["stop", "length", "tool_calls", "repetition", "abort"]
-"""'repetition': see repetition_detection; 'abort': the deadline has passed, or the server shuts
-down; `stop_reason` has more."""
+"""Reason why a choice has ended.
+
+'repetition': see repetition_detection. 'abort': the deadline has passed, or the server shuts down;
+`stop_reason` says which."""
 
 
 class TokenLogprob(msgspec.Struct):
-    """A token and how probable the model found it."""
+    """Log-probability of a token."""
 
     token: str
-    """A replacement character stands for bytes that are no character by themselves."""
+    """Text of the token, with a replacement character for bytes of an incomplete character."""
     logprob: float
     bytes: list[int]
-    """UTF-8."""
+    """Bytes of the token, in UTF-8."""
 
 
 class ContentLogprob(TokenLogprob):
-    """The same of a token of the answer."""
+    """Log-probability of a token of the answer, and of its alternatives."""
 
     top_logprobs: list[TokenLogprob]
-    """The most probable tokens in its place, best first."""
+    """Most probable tokens at its position, best first."""
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Of a chat's answer, all its tokens, those of reasoning and of tool calls too."""
+    """Log-probabilities of all tokens of a chat's answer, with its reasoning and its tool calls."""
 
     content: list[ContentLogprob]
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Of a completion's tokens, and of its prompt's where that is repeated; null where nothing
-    comes before.
+    """Log-probabilities of a completion's tokens, and with echo of its prompt's tokens.
+
+    They are null for the first token of a prompt, because no token comes before it.
     """
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where each begins, in characters of the text."""
+    """Character of the text at which each token begins."""
 
 
 class PromptLogprob(msgspec.Struct):
-    """How probable the model found a token of the prompt."""
+    """Log-probability of a token of the prompt."""
 
     logprob: float
     rank: int
@@ -58,17 +63,17 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""For each token of a prompt, by token id; null for the first."""
+"""One mapping from token ids for each token of a prompt; null for the first token."""
 
 
 class PromptDetails(msgspec.Struct):
-    """More on the prompt's tokens."""
+    """Further counts of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all choices together; the prompt counts once."""
+    """Number of tokens of all choices together; the prompt counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -77,15 +82,15 @@ class Usage(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
-    """What the model wants called."""
+    """Function that the model calls, and its arguments."""
 
     name: str
     arguments: str
-    """JSON, as the model has written it."""
+    """JSON, as the model wrote it."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One call, in an answer and in the messages that follow it."""
+    """One call of a function, in an answer and in the messages of later requests."""
 
     id: str
     type: Literal["function"] = "function"
@@ -93,7 +98,7 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """What the model says."""
+    """Message of the model."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -103,7 +108,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer."""
+    """One choice of an answer to a chat."""
 
     index: int
     message: AnswerMessage
@@ -115,7 +120,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The answer to /v1/chat/completions."""
+    """Answer to /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -135,7 +140,7 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of one call; id and name come first, with the call's first delta."""
+    """New parts of one call; the call's first delta has its id and name."""
 
     index: int
     id: str | None = None
@@ -144,7 +149,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Delta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of an answer."""
+    """New parts of an answer."""
 
     role: str | None = None
     content: str | None = None
@@ -153,7 +158,7 @@ class Delta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """What is new of one choice."""
+    """New parts of one choice."""
 
     index: int
     delta: Delta
@@ -161,9 +166,9 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishWord | None = None
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """The prompt's token ids, in the choice's first event, if the request asks for them."""
+    """Token ids of the prompt, in the choice's first event, if the request asks for them."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """Token ids since the event before."""
+    """Token ids since the previous event."""
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -178,7 +183,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it."""
+    """One completion, or the new part of it in an event of a stream."""
 
     index: int
     text: str
@@ -191,7 +196,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """The answer to /v1/completions, and one event of its stream."""
+    """Answer to /v1/completions, and one event of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -202,7 +207,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A model that can be asked for."""
+    """Model that requests can name."""
 
     id: str
     object: Literal["model"] = "model"
@@ -214,14 +219,14 @@ class Model(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """The answer to /v1/models."""
+    """Answer to /v1/models."""
 
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 class Tokens(msgspec.Struct, kw_only=True):
-    """The answer to /tokenize."""
+    """Answer to /tokenize."""
 
     count: int
     max_model_len: int
@@ -230,36 +235,36 @@ class Tokens(msgspec.Struct, kw_only=True):
 
 
 class Text(msgspec.Struct):
-    """The answer to /detokenize."""
+    """Answer to /detokenize."""
 
     prompt: str
 
 
 class Status(msgspec.Struct, omit_defaults=True):
-    """The answer to /health and /ready."""
+    """Answer to /health and /ready."""
 
     status: str
     """'degraded' while some replicas serve and others are dead or stalled."""
     dead_replicas: dict[str, str] = {}
-    """The cause of death of each dead replica, by its number."""
+    """Number of each dead replica -> its cause of death."""
     stalled_replicas: dict[str, str] = {}
-    """The cause of each stall, by the replica's number."""
+    """Number of each stalled replica -> the cause of the stall."""
 
 
 class Version(msgspec.Struct):
-    """The answer to /version."""
+    """Answer to /version."""
 
     version: str
 
 
 class Load(msgspec.Struct):
-    """The answer to /v1/load: what a router of requests wants to know."""
+    """Answer to /v1/load: the load of the engine, for routers of requests."""
 
     num_running: int
-    """Requests that the engine computes."""
+    """Number of requests that the engine computes."""
     num_waiting: int
-    """Requests that wait for it."""
+    """Number of requests that wait for the engine."""
     num_connected: int
-    """Requests of this server whose clients wait for an answer."""
+    """Number of requests of this server whose clients wait for an answer."""
     kv_cache_usage: float
     """Share of the KV cache that is held, from 0 to 1."""

@@ -1,5 +1,6 @@
-"""The form that an answer must have: what requests say of it, as the engine takes it, with errors
-by the request's own field.
+"""Convert the fields that demand a form of the answer to the engine's StructuredOutputsParams.
+
+Errors name the request's own field.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ SchemaName = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """As users of vLLM know it: exactly one of the first six. See ipc.structured_outputs."""
+    """Form of an answer, as in vLLM. Exactly one of the first six fields is given."""
+
+    # See ipc/params/structured_outputs_params.py.
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
@@ -34,17 +37,17 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Any text."""
+    """Form of any text."""
 
 
 class JsonObjectFormat(
     msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"
 ):
-    """Any JSON object."""
+    """Form of any JSON object."""
 
 
 class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema. The answer keeps to it, strict or not."""
+    """JSON schema. The answer keeps to it, whatever `strict` is."""
 
     name: SchemaName
     schema: dict[str, Any]
@@ -55,7 +58,7 @@ class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class JsonSchemaFormat(
     msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
 ):
-    """JSON that a schema describes."""
+    """Form of JSON that a schema describes."""
 
     json_schema: NamedSchema
 
@@ -63,7 +66,7 @@ class JsonSchemaFormat(
 class FlatSchemaFormat(
     NamedSchema, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
 ):
-    """The same, as /v1/responses has it."""
+    """Form of JSON that a schema describes, as /v1/responses writes it."""
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -72,26 +75,26 @@ TextConfigFormat = TextFormat | JsonObjectFormat | FlatSchemaFormat
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer must be."""
+    """Form that an answer must have."""
 
     params: StructuredOutputsParams
     field: str | None
-    """The request's field that says so; None where the engine's name of it is the request's too."""
+    """Request's field that demands it; None if the engine's field has the same name."""
 
     async def check(self, llm: AsyncLLM) -> None:
-        """Raises ApiError if it cannot be compiled."""
+        """Raise ApiError if the form cannot be compiled."""
         try:
             await llm.check_structured_outputs(self.params)
         except ValidationError as error:
             raise self.refusal(error) from None
 
     def refusal(self, error: ValidationError) -> ApiError:
-        """What is wrong, by the request's field."""
+        """Return an engine's error as the error of the request's field."""
         return refused(self.field or error.field, str(error).partition(": ")[2])
 
 
 def make_form(field: str | None, **given: Any) -> Form:
-    """Raises ApiError."""
+    """Return the form with these parameters of the engine. Raises ApiError."""
     try:
         return Form(StructuredOutputsParams(**given), field)
     except ValidationError as error:
@@ -101,7 +104,10 @@ def make_form(field: str | None, **given: Any) -> Form:
 def form_of(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> Form | None:
-    """The form that one of these two fields asks for. Raises ApiError."""
+    """Return the form that one of these two fields demands; None if neither does.
+
+    Raises ApiError.
+    """
     form = _form_of_format(response_format, "response_format", "response_format.json_schema.schema")
     if structured is None:
         return form
@@ -119,7 +125,10 @@ def form_of(
 
 
 def form_of_text(text_format: TextConfigFormat | None) -> Form | None:
-    """The form that /v1/responses is asked for. Raises ApiError."""
+    """Return the form that a request to /v1/responses demands; None if any text will do.
+
+    Raises ApiError.
+    """
     return _form_of_format(text_format, "text.format", "text.format.schema")
 
 
@@ -141,7 +150,10 @@ def form_of_calls(
     most: int,
     special_tokens: Mapping[str, int],
 ) -> Form:
-    """From one to `most` calls of these functions, and nothing else. Raises ApiError."""
+    """Return the form of one to `most` calls of these functions, and nothing else.
+
+    Raises ApiError.
+    """
     return make_form(
         "tools", grammar=parser.grammar(functions, most, lambda text: literal(text, special_tokens))
     )
@@ -176,7 +188,10 @@ def calls_or_answer(calls: Form, answer: Form) -> Form:
 
 
 def form_of_strict_tools(parser: type[ToolParser], functions: Sequence[Function]) -> Form:
-    """An answer with or without calls, which keep to their schemas. Raises ApiError."""
+    """Return the form of an answer with or without calls, which keep to their schemas.
+
+    Raises ApiError.
+    """
     tag = parser.structural_tag(functions)
     if tag is None:
         raise refused(
@@ -189,7 +204,7 @@ def form_of_strict_tools(parser: type[ToolParser], functions: Sequence[Function]
 
 
 def after_reasoning(form: Form, reasoning: ReasoningParser | None) -> Form:
-    """The form holds for the answer; what the model reasons before it is free."""
+    """Return the form for the text after the reasoning; the reasoning itself has no form."""
     if reasoning is None or reasoning.marks is None:
         return form
     begin, end = reasoning.marks

@@ -1,5 +1,6 @@
-"""Requests to the engine as the server makes them: one for each prompt, whose choices are read one
-by one.
+"""Requests to the engine as the server makes them.
+
+There is one request for each prompt. Its choices are read separately.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sidestep.ipc.params.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """What AsyncLLM's methods take besides a prompt and parameters."""
+    """Arguments of AsyncLLM's methods besides a prompt and parameters."""
 
     request_id: str
     priority: int
@@ -30,21 +31,22 @@ class CallOptions:
 
 
 class Reader(Protocol):
-    """What gives the outputs of one choice; see RequestState."""
+    """Reader of the outputs of one choice; see RequestState."""
 
     async def next_output(self) -> RequestOutput:
-        """The next one. Raises what the request failed with."""
+        """Return the next output. Raises the error with which the request failed."""
 
     async def push(self, sink: Sink) -> None:
-        """Pushes outputs until the sink is not ready or the request has ended."""
+        """Push outputs to the sink until it is not ready or the request has ended."""
 
 
 class EngineCall(Protocol):
-    """One request to the engine; the first choice that is opened sends it."""
+    """One request to the engine. It is sent when its first choice is opened."""
 
-    def open(self, place: int) -> AbstractAsyncContextManager[Reader]:
-        """The reader of one choice; leaving it ends the choice. Raises what AsyncLLM's methods
-        raise.
+    def open(self, index: int) -> AbstractAsyncContextManager[Reader]:
+        """Return the reader of the choice with this index, as a context; its exit ends the choice.
+
+        Raises the errors of AsyncLLM's methods.
         """
 
 
@@ -55,7 +57,7 @@ def make_call(
     beam_search: BeamSearchParams | None,
     options: CallOptions,
 ) -> EngineCall:
-    """The call for a prompt; beam_search: instead of sampling."""
+    """Return the call for a prompt. beam_search: parameters of a search, instead of sampling."""
     if beam_search is not None:
         return _WholeCall(partial(_search, llm, prompt, beam_search, options))
     if params.ranks_choices:
@@ -68,7 +70,7 @@ def make_call(
 
 
 class _PlainCall:
-    """Of one choice."""
+    """Call with one choice."""
 
     def __init__(
         self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions
@@ -77,7 +79,7 @@ class _PlainCall:
         self._start = partial(llm.start, prompt, params, **vars(options))
 
     @asynccontextmanager
-    async def open(self, place: int) -> AsyncGenerator[Reader, None]:
+    async def open(self, index: int) -> AsyncGenerator[Reader, None]:
         (state,) = await self._start()
         try:
             yield state
@@ -86,7 +88,7 @@ class _PlainCall:
 
 
 class _SharedCall:
-    """Of several choices, each of which goes on and ends by itself."""
+    """Call with several choices, each of which ends by itself."""
 
     def __init__(
         self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, options: CallOptions
@@ -96,25 +98,29 @@ class _SharedCall:
         self._sending: asyncio.Task[list[RequestState]] | None = None
 
     @asynccontextmanager
-    async def open(self, place: int) -> AsyncGenerator[Reader, None]:
+    async def open(self, index: int) -> AsyncGenerator[Reader, None]:
         if self._sending is None:
             self._sending = asyncio.create_task(self._start())
         sending = self._sending
         try:
-            yield (await asyncio.shield(sending))[place]  # for the others it goes on
+            # A cancelled reader must not cancel the request of the other readers.
+            yield (await asyncio.shield(sending))[index]
         finally:
             if sending.done():
-                self._leave(place, sending)
+                self._leave(index, sending)
             else:
-                sending.add_done_callback(lambda sent: self._leave(place, sent))
+                sending.add_done_callback(lambda sent: self._leave(index, sent))
 
-    def _leave(self, place: int, sent: asyncio.Task[list[RequestState]]) -> None:
+    def _leave(self, index: int, sent: asyncio.Task[list[RequestState]]) -> None:
         if not sent.cancelled() and sent.exception() is None:
-            self._llm.leave(sent.result()[place])
+            self._llm.leave(sent.result()[index])
 
 
 class _WholeCall:
-    """Of choices that are known all together, at the end; it ends when the last of them is left."""
+    """Call whose choices are all known only at the end.
+
+    It ends when the last reader leaves.
+    """
 
     def __init__(self, run: Callable[[], Coroutine[Any, Any, RequestOutput]]) -> None:
         self._run = run
@@ -122,12 +128,12 @@ class _WholeCall:
         self._num_readers = 0
 
     @asynccontextmanager
-    async def open(self, place: int) -> AsyncGenerator[Reader, None]:
+    async def open(self, index: int) -> AsyncGenerator[Reader, None]:
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         self._num_readers += 1
         try:
-            yield _WholeReader(self._running, place)
+            yield _WholeReader(self._running, index)
         finally:
             self._num_readers -= 1
             if not self._num_readers:
@@ -135,26 +141,29 @@ class _WholeCall:
 
 
 class _WholeReader:
-    """Has one output, the last."""
+    """Reader with one output, the last one."""
 
-    def __init__(self, running: asyncio.Task[RequestOutput], place: int) -> None:
+    def __init__(self, running: asyncio.Task[RequestOutput], index: int) -> None:
         self._running = running
-        self._place = place
+        self._index = index
 
     async def next_output(self) -> RequestOutput:
-        return _choice_of(await asyncio.shield(self._running), self._place)
+        return _choice_of(await asyncio.shield(self._running), self._index)
 
     async def push(self, sink: Sink) -> None:
         raise AssertionError("nothing follows the last output")
 
 
-def _choice_of(output: RequestOutput, place: int) -> RequestOutput:
-    """One choice's. The tokens of the whole request, which are more than those of its choices,
-    count once.
+def _choice_of(output: RequestOutput, index: int) -> RequestOutput:
+    """Return the output of one choice.
+
+    The first choice's metrics count all tokens of the request, which are more than those of its
+    choices; the others' metrics count no tokens.
     """
-    ended = CompletionOutput(place, "", [], "abort")  # a search that was ended has found nothing
-    completion = output.outputs[place] if place < len(output.outputs) else ended
-    metrics = output.metrics if place == 0 else replace(output.metrics, num_generation_tokens=0)
+    # A search that was aborted may have found fewer texts.
+    ended = CompletionOutput(index, "", [], "abort")
+    completion = output.outputs[index] if index < len(output.outputs) else ended
+    metrics = output.metrics if index == 0 else replace(output.metrics, num_generation_tokens=0)
     return replace(output, outputs=[completion], metrics=metrics)
 
 

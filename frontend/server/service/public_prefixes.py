@@ -1,10 +1,9 @@
-"""Beginnings of prompts that the operator declares public: tenants share their cached blocks, and
-no others.
+"""Beginnings of prompts that the operator declares public.
 
-Tenants' blocks are told apart by a salt (guard.py). It enters the chain of a prompt's block hashes
-at the first block that is not wholly made of a public prefix's tokens, and is a part of every hash
-from there on. So what is shared holds public tokens alone, and what a faster answer can tell of
-other tenants is that one of them has sent these.
+Tenants share the cached blocks of public prefixes, and no others. A salt separates the blocks of
+each tenant (guard.py). It enters the chain of a prompt's block hashes at the first block that has
+tokens beyond the public prefix, and it is a part of every later hash. So shared blocks hold public
+tokens only. A faster answer reveals only that another tenant has sent these tokens.
 """
 
 from __future__ import annotations
@@ -21,37 +20,45 @@ from sidestep.ipc.common.errors import ValidationError
 
 
 class PublicPrefix(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of the file: either of the two."""
+    """One line of the file, which has one of the two fields."""
 
     text: str | None = None
-    """What prompts of completions begin with."""
+    """Beginning of prompts of completions."""
     messages: list[dict[str, Any]] | None = None
-    """What conversations begin with, most often a system message alone."""
+    """First messages of conversations, most often a system message alone."""
 
 
 class PublicPrefixes:
-    """All of them, as token ids."""
+    """Public prefixes of a server, as token ids."""
 
     def __init__(self, prefixes: list[list[int]]) -> None:
         self.prefixes = prefixes
 
     @classmethod
     def of(cls, entries: Sequence[PublicPrefix], tokenizer: Tokenizer) -> Self:
-        """Raises ValidationError for messages that the model's template refuses."""
+        """Return the prefixes of these lines.
+
+        Raises ValidationError for messages that the model's template refuses.
+        """
         try:
             return cls([_ids(entry, tokenizer) for entry in entries])
         except ValidationError as error:
             raise ValidationError("public_prefixes", str(error)) from None
 
     def length(self, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are those of a prefix. Not all of one need be there:
-        where a text ends, what follows may be a part of its last token.
+        """Return how many of a prompt's first tokens are those of a prefix.
+
+        A part of a prefix counts too, because the text that follows a prefix may become a part of
+        the prefix's last token.
         """
         return max((_num_common(prefix, prompt) for prefix in self.prefixes), default=0)
 
 
 def read_public_prefixes(file: str | None, keys: Collection[str]) -> list[PublicPrefix]:
-    """The file's lines. Raises ValidationError, which names a line that is wrong."""
+    """Return the lines of the file; none without a file.
+
+    Raises ValidationError, which names a line that is wrong.
+    """
     if file is None:
         return []
     if len(keys) < 2:
@@ -70,21 +77,21 @@ def read_public_prefixes(file: str | None, keys: Collection[str]) -> list[Public
     return entries
 
 
-def _entry(line: str, place: str) -> PublicPrefix:
+def _entry(line: str, source: str) -> PublicPrefix:
     try:
         entry = msgspec.json.decode(line, type=PublicPrefix)
     except msgspec.DecodeError as error:
-        raise ValidationError("public_prefixes", f"{place}: {error}") from None
+        raise ValidationError("public_prefixes", f"{source}: {error}") from None
     if bool(entry.text) == bool(entry.messages):
-        raise ValidationError("public_prefixes", f"{place}: must have either text or messages")
+        raise ValidationError("public_prefixes", f"{source}: must have either text or messages")
     return entry
 
 
 def _ids(entry: PublicPrefix, tokenizer: Tokenizer) -> list[int]:
     if entry.messages is None:
         return tokenizer.encode(entry.text or "")
-    # What the template makes of these messages whatever follows: what two conversations that go on
-    # have in common.
+    # The prefix is the beginning that the template gives to every conversation with these messages.
+    # Two conversations that go on differently have it in common.
     one, two = (
         tokenizer.encode(
             tokenizer.render_chat([*entry.messages, {"role": "user", "content": text}]), False

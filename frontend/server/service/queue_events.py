@@ -1,4 +1,4 @@
-"""The place in the queue, for streams that ask for it with the header `x-queue-events: 1`.
+"""Queue positions, for streams that ask for them with the header `x-queue-events: 1`.
 
 While such a stream waits, it gets events of type `queue`: `{"before": 3}`, the number of requests
 that wait before it. Other clients get no such event. The server asks the engine at most once a
@@ -21,21 +21,24 @@ from sidestep.ipc.common.errors import EngineDeadError, EngineStalledError
 
 HEADER = "x-queue-events"
 EVERY_S = 1.0
+"""Shortest time between two questions to the engine, in seconds."""
 _LIMIT = 64
 """Largest number of waiting requests that a replica returns."""
 
 
-class QueuePlace(msgspec.Struct, omit_defaults=True):
-    """The data of an event."""
+class QueuePosition(msgspec.Struct, omit_defaults=True):
+    """Data of an event."""
 
     before: int
+    """Number of requests that wait before it."""
     or_more: bool = False
-    """Whether the limit of requests wait before it, so that there may be more."""
+    """Whether `before` is the largest number that the engine returns; it may be larger then."""
 
 
 def asks_for_queue(http: Request, is_stream: bool) -> bool:
-    """Return whether a request has the header. Raises ApiError for another value than 1, or without
-    a stream.
+    """Return whether a request has the header.
+
+    Raises ApiError for another value than 1, or without a stream.
     """
     value = http.headers.get(HEADER)
     if value not in (None, "1"):
@@ -46,32 +49,34 @@ def asks_for_queue(http: Request, is_stream: bool) -> bool:
 
 
 class Queue:
-    """The places of waiting requests in the engine's queue, for the streams that ask for them."""
+    """Queue positions of waiting requests, for the streams that ask for them."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._places: dict[str, QueuePlace] = {}
-        self._last: QueuePlace | None = None
-        """The place of requests that the engine did not name, because too many wait."""
+        self._positions: dict[str, QueuePosition] = {}
+        self._last: QueuePosition | None = None
+        """Position of requests that the engine did not name, because too many wait."""
         self._asked = -EVERY_S
         self._lock = asyncio.Lock()
 
     async def events(
         self, stream: AsyncGenerator[bytes, None], name: str
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream. After its first event, which says that the engine has taken
-        the request, yield the request's place in the queue while it waits.
+        """Yield the events of a stream, and the request's queue positions while it waits.
+
+        The positions come after the stream's first event, which says that the engine has taken the
+        request.
         """
-        told: QueuePlace | None = None
+        told: QueuePosition | None = None
         async with aclosing(stream):
             yield await anext(stream)
             first = asyncio.ensure_future(anext(stream, None))
             try:
                 while not (await asyncio.wait((first,), timeout=EVERY_S))[0]:
-                    place = await self.place(name)
-                    if place is not None and place != told and not first.done():
-                        told = place
-                        yield b"event: queue\ndata: %b\n\n" % msgspec.json.encode(place)
+                    position = await self.position(name)
+                    if position is not None and position != told and not first.done():
+                        told = position
+                        yield b"event: queue\ndata: %b\n\n" % msgspec.json.encode(position)
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
@@ -80,16 +85,17 @@ class Queue:
                 async for event in stream:
                     yield event
 
-    async def place(self, name: str) -> QueuePlace | None:
-        """Return the place of the request with this name; None if it does not wait, or the engine
-        does not answer.
+    async def position(self, name: str) -> QueuePosition | None:
+        """Return the queue position of the request with this name.
+
+        Return None if the request does not wait, or the engine does not answer.
         """
         if not self._llm.is_waiting(name):
             return None
         async with self._lock:
             if time.monotonic() - self._asked >= EVERY_S:
                 await self._ask()
-        return self._places.get(name, self._last) if self._llm.is_waiting(name) else None
+        return self._positions.get(name, self._last) if self._llm.is_waiting(name) else None
 
     async def _ask(self) -> None:
         waiting: dict[int, list[str]] = {}
@@ -101,11 +107,11 @@ class Queue:
         for record in records:
             if record.waiting_for is not None:
                 waiting.setdefault(record.replica, []).append(record.request_id)
-        self._places = {
-            name: QueuePlace(before)
+        self._positions = {
+            name: QueuePosition(before)
             for names in waiting.values()
             for before, name in enumerate(names)
         }
         is_full = any(len(names) >= _LIMIT for names in waiting.values())
-        self._last = QueuePlace(_LIMIT, or_more=True) if is_full else None
+        self._last = QueuePosition(_LIMIT, or_more=True) if is_full else None
         self._asked = time.monotonic()

@@ -1,6 +1,4 @@
-"""What the routes share: the engine, its names, its requests that run for clients, and whether it
-still takes any.
-"""
+"""State that the routes share: the engine, the model's names and the running requests."""
 
 from __future__ import annotations
 
@@ -38,36 +36,40 @@ if TYPE_CHECKING:
     from sidestep.frontend.server.observe.tracing import RequestTrace, Tracing
 
 DEADLINE_HEADER = "x-deadline-ms"
+"""Header with the milliseconds after which a request ends with the tokens that it has."""
 _ANYBODY = "anonymous"
-"""The tenant of a server without keys."""
+"""Tenant of all requests to a server without keys."""
 _OTHER_VALUES = 4096
 """JSON values that a body may hold beside the token ids of the longest prompt."""
 _LAST_WORDS_S = 1.0
-"""For what requests that are ended still have to say."""
+"""Seconds in which aborted requests can send their last outputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One completion to make."""
+    """One completion that the engine makes for a client."""
 
     index: int
     request_id: str
-    """Of the request to the engine."""
+    """Id of the request to the engine, which the choices of one prompt share."""
     params: SamplingParams
     call: EngineCall
-    place: int
-    """Which of the call's it is."""
+    index_in_call: int
+    """Index of the choice among those of its call."""
     tenant: str
-    """Whose it is, for the counts."""
+    """Tenant for which the choice is counted."""
     trace: RequestTrace | None
 
     def open(self) -> AbstractAsyncContextManager[Reader]:
-        """What reads its outputs, within its `tally`. Raises what AsyncLLM.generate raises."""
-        return self.call.open(self.place)
+        """Return the reader of the choice's outputs, as a context inside its `tally`.
+
+        Raises the errors of AsyncLLM.generate.
+        """
+        return self.call.open(self.index_in_call)
 
 
 class Tally:
-    """The counts of one choice while it runs, from `with` to its end, however that comes."""
+    """Context that counts one choice while it runs, however it ends."""
 
     def __init__(self, service: Service, choice: Choice) -> None:
         self._service = service
@@ -84,7 +86,7 @@ class Tally:
         return self
 
     def note(self, output: RequestOutput) -> None:
-        """One more output."""
+        """Count an output of the choice."""
         self._last, metrics = output, output.metrics
         if (now := metrics.last_token_ts) is not None:
             new = metrics.num_generation_tokens - self._told
@@ -103,7 +105,7 @@ class Tally:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        reason = "abort"  # the client has gone, unless there is something else to say
+        reason = "abort"  # the client has gone, unless another reason is found below
         if isinstance(error, QueueFullError):
             reason = "rejected"
         elif isinstance(error, Exception):
@@ -114,7 +116,7 @@ class Tally:
 
 
 class Service:
-    """One server's hold on one engine."""
+    """One process of a server, and its connection to the engine."""
 
     def __init__(
         self,
@@ -124,8 +126,10 @@ class Service:
         tracing: Tracing | None = None,
         public_prefixes: PublicPrefixes | None = None,
     ) -> None:
-        """names: what requests may call the model; the first is what answers call it. tracing:
-        makes spans. public_prefixes: what prompts may begin with and share between tenants.
+        """Make a service that takes requests.
+
+        names: the model's names in requests; the first one is its name in answers. tracing: makes
+        spans. public_prefixes: beginnings of prompts whose blocks tenants share.
         """
         self.llm = llm
         self.args = args
@@ -138,7 +142,7 @@ class Service:
         self.started = int(time.time())
         self.is_draining = False
         self.gather: Callable[[], Awaitable[Figures]] | None = None
-        """Asks all of the server's processes, where there are several."""
+        """Function that collects the figures of all processes of the server, if it has several."""
         self._running: set[Choice] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -149,17 +153,20 @@ class Service:
         )
 
     async def figures(self) -> Figures:
-        """What all processes of this server have counted."""
+        """Return the figures of all processes of this server."""
         return self.own_figures() if self.gather is None else await self.gather()
 
     def own_figures(self) -> Figures:
-        """What this process has counted."""
+        """Return the figures of this process."""
         return self.metrics.figures(self.llm.num_tokens_received)
 
-    # What a request must pass.
+    # Checks of requests.
 
     def check_model(self, name: str | None) -> str:
-        """The model's name for the answer. Raises ApiError (404) for another model's."""
+        """Return the model's name for the answer.
+
+        Raises ApiError (404) for the name of another model.
+        """
         if name is not None and name not in self.names:
             raise ApiError(
                 404,
@@ -170,7 +177,7 @@ class Service:
         return self.names[0] if name is None else name
 
     def check_admission(self) -> None:
-        """Raises ApiError (503) when the server takes no more requests."""
+        """Raise ApiError (503) when the server takes no more requests."""
         if self.is_draining:
             self.metrics.rejections["draining"] += 1
             raise ApiError(
@@ -184,8 +191,10 @@ class Service:
     async def tokenize(
         self, field: str, text: str, *, add_special_tokens: bool, must_fit: bool = True
     ) -> list[int]:
-        """Return a prompt's token ids. Raises ApiError (400) if its length shows that it cannot
-        fit, and with `must_fit` also if it leaves no room for output.
+        """Return a prompt's token ids.
+
+        Raises ApiError (400) if the text's length shows that it cannot fit, and with `must_fit`
+        also if it leaves no room for output. field: the request's field that the error names.
         """
         try:
             return await self.llm.tokenize(
@@ -197,13 +206,14 @@ class Service:
             ) from None
 
     def check_length(self, field: str, ids: Sequence[int]) -> None:
-        """Raises ApiError (400) for a prompt that leaves no room for output."""
+        """Raise ApiError (400) for a prompt that leaves no room for output."""
         if len(ids) + 1 > self.llm.max_model_len:
             raise too_long(field, self.llm.max_model_len, len(ids))
 
     def _check_priority(self, priority: int | None) -> int:
-        """Return the priority, 0 if none is given. Raises ApiError for a priority that would do
-        nothing.
+        """Return the priority, 0 if none is given.
+
+        Raises ApiError for a priority that would have no effect.
         """
         if priority and self.llm.scheduling_policy != "priority":
             raise refused(
@@ -225,11 +235,16 @@ class Service:
         n: int | None = None,
         beam_search: BeamSearchParams | None = None,
     ) -> list[Choice]:
-        """Return all completions that a request asks for, prompt by prompt. client: the request."""
+        """Return all choices of a request, prompt by prompt.
+
+        base: the answer's id, with which the engine's request ids begin. client: the request. n:
+        number of choices of each prompt. Raises ApiError.
+        """
         http.scope.get(LOGGED, {}).update({"response_id": base, **client.notes})
         deadline_s, n = _deadline(http, client.deadline_ms), n or 1
         priority, salt = self._check_priority(client.priority), client.cache_salt
-        # Who brings a salt asks for more isolation than the operator does, and gets it.
+        # A request with a salt of its own asks for more isolation than the operator does, so it
+        # shares no public prefixes.
         public = [
             0 if salt is not None else self.public_prefixes.length(prompt) for prompt in prompts
         ]
@@ -259,8 +274,10 @@ class Service:
         return made
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
-        """Users of different keys share no cached prefixes: how fast an answer comes would tell
-        what another asked.
+        """Return the salt of the request's cached blocks, which depends on its key.
+
+        Users of different keys share no cached prefixes, because the time of an answer would reveal
+        the prompts of other users.
         """
         of_key: str | None = http.scope.get(CACHE_SALT)
         return salt if of_key is None else f"{of_key}:{salt or ''}"
@@ -268,23 +285,23 @@ class Service:
     # Running.
 
     def request_ids(self, tenant: str) -> set[str]:
-        """Return the engine's names of this process's running requests of a tenant."""
+        """Return the ids of this process's running requests of a tenant."""
         return {choice.request_id for choice in self._running if choice.tenant == tenant}
 
     def tally(self, choice: Choice) -> Tally:
-        """Counts one choice."""
+        """Return a context that counts one choice."""
         return Tally(self, choice)
 
     def choice_begins(self, choice: Choice) -> None:
-        """A client waits for it from now on."""
+        """Note that a client waits for a choice from now on."""
         self._running.add(choice)
         self.metrics.tenants[choice.tenant].running += 1
         self._idle.clear()
 
     def choice_ends(self, choice: Choice, last: RequestOutput | None, reason: str) -> None:
-        """Nobody waits for it any more. `last` is its last output, if it gave any."""
+        """Note that a choice has ended. last: its last output, if it gave any."""
         self._running.remove(choice)
-        self.metrics.choice_ended(choice.tenant, last, reason, is_first=choice.place == 0)
+        self.metrics.choice_ended(choice.tenant, last, reason, is_first=choice.index_in_call == 0)
         if choice.trace is not None:
             choice.trace.choice_ended(choice.request_id, last, reason)
         if reason == "rejected":
@@ -293,7 +310,7 @@ class Service:
             self._idle.set()
 
     async def whole(self, choices: Sequence[Choice]) -> list[RequestOutput]:
-        """The last outputs of all choices; the first failure ends them all, and is raised."""
+        """Return the last outputs of all choices; raise the first failure, which ends them all."""
         tasks = [asyncio.create_task(self._last(choice)) for choice in choices]
         try:
             return await asyncio.gather(*tasks)
@@ -310,17 +327,16 @@ class Service:
         return output
 
     async def stats(self) -> dict[int, dict[str, float]]:
-        """Return the stats of each replica whose core answers. Raises EngineStalledError if none
-        does.
+        """Return the stats of each replica whose core answers.
+
+        Raises EngineStalledError if none does.
         """
         return await self.llm.get_stats_by_replica()
 
     # Ending.
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no more requests and waits for those that run; ends those that have not within the
-        time.
-        """
+        """Take no more requests, and wait for the running ones; abort them after `timeout_s`."""
         self.is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -331,16 +347,16 @@ class Service:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._idle.wait()
             except TimeoutError:
-                pass  # a client that does not read: its connection is closed next
+                pass  # a client does not read; the caller closes its connection next
 
 
 def new_id(kind: str) -> str:
-    """A request's name, in its answer and in the engine's records."""
+    """Return a new id for a request, for its answer and for the engine's records."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
 def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
-    """Tokens of all choices; those of a prompt count once for its `n` choices."""
+    """Return the tokens of all choices; a prompt counts once for its `n` choices."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs[::n])
     cached = sum(output.num_cached_tokens or 0 for output in outputs[::n])
     generated = sum(output.metrics.num_generation_tokens for output in outputs)
@@ -348,7 +364,10 @@ def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
 
 
 def _deadline(http: Request, field: int | None) -> float | None:
-    """Seconds; the sooner of what the field and the header say."""
+    """Return the seconds until the deadline: the smaller value of the field and the header.
+
+    Return None if neither is given. Raises ApiError.
+    """
     header = http.headers.get(DEADLINE_HEADER)
     if header is not None:
         if (

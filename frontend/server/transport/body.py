@@ -1,4 +1,4 @@
-"""From a request's bytes to its struct. What is wrong is said by the field's name."""
+"""Read the body of a request, and decode it to a struct. Errors name the field that is wrong."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ _SPELLING = re.compile(r"^Object contains unknown field|^Expected `int.*got `flo
 _CLIENTS_OWN = frozenset(
     ("parameters", "schema", "json", "structural_tag", "chat_template_kwargs", "metadata")
 )
-"""Fields whose values belong to the client: in a schema, null and 1.0 have meanings of their
-own."""
+"""Fields whose values belong to the client and stay unchanged.
+
+In a JSON schema, for example, null and 1.0 have meanings of their own."""
 _EXACT = 2**53
+"""From this magnitude on, floats do not hold every whole number."""
 _MEDIA = frozenset(("image_url", "input_audio", "video_url", "audio_url", "file", "file_data"))
 _TEXT_ONLY = "the models of this server read text alone: no images, audio, video or files"
 _ONE_KIND = {
     re.compile(r"\bcontent\[\d+\]\.type$"): _TEXT_ONLY,
     re.compile(r"^tools\[\d+\]\.type$"): "functions are the only tools of this server",
 }
-"""Places that take one kind of object -> the message for other kinds of OpenAI's API."""
+"""Pattern of a path that takes one kind of object -> the message for OpenAI's other kinds."""
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """All of a request's body, at most `limit` bytes of it. Raises ApiError (408, 413, 415),
-    ClientGoneError.
+    """Return the body of a request, which may have at most `limit` bytes.
+
+    Raises ApiError (408, 413, 415), and ClientGoneError.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # A page of another origin can send other types without asking first; see guard.py.
+        # Browsers let a page of another origin send other types without a preflight; see guard.py.
         raise ApiError(
             415, f"the body must be application/json, not {kind or 'without a content-type'}"
         )
@@ -71,8 +74,10 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the struct. Unknown fields whose value is null are ignored, and whole numbers may be
-    written as 1.0: clients send both. Raises ApiError (400).
+    """Return the struct of a JSON text.
+
+    Unknown fields whose value is null are ignored, and whole numbers may be written as 1.0, because
+    clients send both. Raises ApiError (400).
     """
     try:
         try:
@@ -90,8 +95,9 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value without nulls, and with whole numbers as int. The client's own values stay
-    as they are.
+    """Return the value without nulls, and with whole numbers as int.
+
+    The client's own values stay as they are.
     """
     if isinstance(value, dict):
         return {
@@ -107,8 +113,9 @@ def _plain(value: Any) -> Any:
 
 
 def _wrong_field(message: str) -> ApiError:
-    """msgspec's message, which ends with a path such as `$.messages[0].role`, as an error of that
-    field.
+    """Return the error for a message of msgspec.
+
+    The message ends with a path such as `$.messages[0].role`, which the error names as its field.
     """
     path = _PATH.search(message)
     at = path["path"] if path else ""
@@ -123,8 +130,8 @@ def _wrong_field(message: str) -> ApiError:
         )
     if (missing := _MISSING.search(text)) is not None:
         return refused(_join(at, missing["name"]), "is required", "missing_field")
-    for place, sentence in _ONE_KIND.items():
-        if place.search(at) is not None:
+    for pattern, sentence in _ONE_KIND.items():
+        if pattern.search(at) is not None:
             return refused(at, f"{sentence} ({text})", "unsupported_field")
     return refused(at, text) if at else ApiError(400, text)
 

@@ -1,5 +1,7 @@
-"""Answers as they leave: a client that goes away ends the work for it, and a stream is sent as its
-events come.
+"""Send answers to clients.
+
+Work for a client is cancelled when the client goes away. The events of a stream are sent as they
+come.
 """
 
 from __future__ import annotations
@@ -17,22 +19,27 @@ from sidestep.frontend.server.transport.errors import ApiError, ClientGoneError,
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+"""Last event of a stream."""
 RAW_SEND = "sidestep.send"
-"""Where in a request's scope the server's own `send` is: what wraps it looks at an answer's
-beginning only, and would cost as much for each token as the token's event."""
+"""Key of a request's scope: the server's own `send`.
+
+The layers that wrap it need only an answer's beginning, and would cost as much for each token as
+the token's event."""
 _MOST_READY = 256
-"""Events of several choices that wait to be sent together."""
+"""Largest number of events of several choices that wait to be sent together."""
 _AT_ONCE_S = 0.25
-"""Seconds in which an engine that refuses a request normally does so. The refusal is then an answer
-with an error status."""
+"""Seconds in which an engine that refuses a request normally does so.
+
+The answer then has an error status."""
 _COMMENT = b": waiting\n\n"
 """A comment, which readers of events ignore. It shows proxies that the connection is in use."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What `work` returns or raises. Cancels it when the client goes away, and raises
-    ClientGoneError then.
+    """Return the result of `work`, or raise its error.
+
+    When the client goes away, cancel the work and raise ClientGoneError.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_until_gone(receive))
@@ -61,8 +68,10 @@ def _error_event(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. An error before the engine has taken the request, or at once after that,
-    is an answer with an error status. Until the first event is there, send comments.
+    """Answer that is a stream of server-sent events.
+
+    An error before the engine has taken the request, or at once after that, becomes an answer with
+    an error status. Comments are sent until the first event is there.
     """
 
     media_type = "text/event-stream"
@@ -75,17 +84,20 @@ class EventStream(Response):
         *,
         comment_s: float,
     ) -> None:
-        """events: whole events, one or several at a time; the first, empty one says that the engine
+        """Begin a stream.
+
+        events: whole events, one or several at a time; the first, empty one says that the engine
         has taken the request. encode_error: makes the last event of a stream that fails. comment_s:
         seconds between comments; 0: none.
         """
         super().__init__(headers={**_STREAM_HEADERS, **(headers or {})})
-        del self.headers["content-length"]  # of the empty body that it would be without the events
+        del self.headers["content-length"]  # the length of an empty body
         self._events = events
         self._encode_error = encode_error or _error_event
         self._comment_s = comment_s or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream until its end, or until the client goes away. Raises ApiError."""
         try:
             await while_connected(self._send(send, scope.get(RAW_SEND, send)), receive)
         except ClientGoneError:
@@ -110,7 +122,7 @@ class EventStream(Response):
                 )
                 await self._send_rest(first, events, put)
             finally:
-                # Wait for its end: a generator that is still running cannot be closed.
+                # Wait for the end of this step: a generator that is still running cannot be closed.
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
             await send_body({"type": "http.response.body", "body": b"", "more_body": False})
@@ -136,9 +148,10 @@ class EventStream(Response):
 async def merged(
     streams: Sequence[AsyncGenerator[bytes, None]], end: Callable[[], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of several streams as they come, after each stream has given its first,
-    empty event; events that are ready together are sent together. Then yield the result of
-    `end`.
+    """Yield the events of several streams as they come, then the result of `end`.
+
+    The events begin after each stream has given its first, empty event. Events that are ready
+    together are yielded together.
     """
     ready: list[bytes] = []
     num_taken = 0
@@ -152,8 +165,8 @@ async def merged(
                     num_taken += not event
                     ready.append(event)
                     news.set()
-                    # While the client is slow, tokens merge in the streams' mailboxes rather than
-                    # pile up here.
+                    # While the client is slow, tokens merge in the mailboxes of the requests
+                    # instead of filling this list.
                     while len(ready) >= _MOST_READY:
                         taken.clear()
                         await taken.wait()

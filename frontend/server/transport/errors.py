@@ -1,6 +1,4 @@
-"""Every error leaves the server in the OpenAI API's shape: {"error": {message, type, param,
-code}}.
-"""
+"""Errors in the shape of OpenAI's API: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -21,28 +19,29 @@ from sidestep.ipc.common.errors import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = {"retry-after": "1"}
-"""Seconds: a queue that is full is so for some steps."""
+"""Header with the seconds to wait before the next try. A full queue stays full for some steps."""
 TOO_LONG = "context_length_exceeded"
+"""Code of the errors for prompts that are too long."""
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
     param: str | None = None
-    """The field of the request that is wrong."""
+    """Field of the request that is wrong."""
     code: str | None = None
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every answer that is no success."""
+    """Body of every answer that is an error."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer that is an error. The message is for whoever sent the request."""
+    """Error that becomes an answer. Its message is for the sender of the request."""
 
     def __init__(
         self,
@@ -60,37 +59,38 @@ class ApiError(Exception):
         self.body = ErrorBody(ErrorDetail(message, kind, param, code))
 
     def response(self) -> Response:
-        """As an answer of its own."""
+        """Return the answer with this error."""
         return Response(
             msgspec.json.encode(self.body), self.status, self.headers, media_type="application/json"
         )
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """Error of a request whose client has gone away."""
 
 
 def refused(param: str, problem: str, code: str | None = None) -> ApiError:
-    """A field with a wrong value."""
+    """Return the error for a field with a wrong value."""
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
 
 
 def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
-    """Return the error for a prompt that leaves no room for output, in the words that clients of
-    OpenAI's API look for.
+    """Return the error for a prompt that leaves no room for output.
+
+    Its message has the words that clients of OpenAI's API look for.
     """
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
-        f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. Please reduce "
-        f"the length of the {field}.",
+        f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. "
+        f"Please reduce the length of the {field}.",
         param=field,
         code=TOO_LONG,
     )
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception."""
+    """Return an exception as the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):

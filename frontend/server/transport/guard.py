@@ -1,9 +1,8 @@
 """Check every request before it reaches a route: its Host name, its Origin, and its key.
 
-A browser sends any page's requests to any server, a local one too. So requests that carry an
-`Origin` are served only for origins that are allowed, or that are this server itself. A name that
-resolves to this machine proves nothing (any name can be made to), so only `localhost` and plain
-addresses count as the server itself.
+A browser sends the requests of any page to any server, a local one too. So requests with an
+`Origin` are served only for allowed origins and for this server itself. Any name can be made to
+resolve to this machine, so only `localhost` and plain addresses count as the server itself.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from sidestep.frontend.server.transport.hosts import is_known, known_hosts
 from sidestep.frontend.server.transport.page import PATHS
 
 OPEN_PATHS = frozenset(("/health", "/ready", *PATHS))
-"""For whoever watches over the process, who has no key, and for the page that asks for one."""
+"""Paths that need no key: those for supervisors of the process, and those of the web page."""
 TENANT = "sidestep.tenant"
-"""Where in a request's scope its key's public name is: the first hexadecimal digits of the key's
-SHA-256."""
+"""Key of a request's scope: the public name of its API key, the first hexadecimal digits of the
+key's SHA-256."""
 OPERATOR = "sidestep.operator"
 """Key of a request's scope: whether the request may see the figures and requests of all users."""
 CACHE_SALT = "sidestep.cache_salt"
-"""Where in a request's scope its key's digest is, when there are several keys."""
+"""Key of a request's scope: the digest of its API key, when there are several keys."""
 _NAME_DIGITS = 8
-"""Enough to tell keys apart, far too few to find one again."""
+"""Number of digits in a key's name: enough to distinguish keys, far too few to find a key."""
 
 
 class Guard:
-    """Wraps the application."""
+    """ASGI layer that refuses requests before they reach the application."""
 
     def __init__(self, app: ASGIApp, keys: Keys, args: ServerArgs) -> None:
         self._app = app
-        # Digests are of one length: comparing them tells nothing of a key's.
+        # All digests have one length, so comparing them reveals nothing about the length of a key.
         self._keys = [_digest(key) for key in keys.all]
         self._operators = frozenset(_digest(key) for key in keys.operators)
         self._origins = frozenset(
@@ -49,6 +48,7 @@ class Guard:
         self._hosts = known_hosts(args, keys.all)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request, then pass it on or refuse it."""
         headers = Headers(scope=scope)
         if self._hosts is not None and not is_known(headers.get("host", ""), self._hosts):
             error = ApiError(
@@ -100,7 +100,7 @@ class Guard:
         if self._keys and scope["path"] not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
             given = _digest(key.strip())
-            # All are compared, so that the time tells nothing of which is right.
+            # All keys are compared, so that the time does not reveal which one matches.
             matches = [hmac.compare_digest(given, known) for known in self._keys]
             if kind.lower() != "bearer" or not any(matches):
                 error = ApiError(
@@ -133,7 +133,7 @@ def _is_this_server(host: str) -> bool:
 
 
 def _preflight(origin: str, wanted: str) -> Response:
-    """A browser asks before it sends: an allowed origin may send the headers it names."""
+    """Return the answer to a browser's preflight: an allowed origin may send these headers."""
     return Response(
         status_code=204,
         headers={

@@ -1,4 +1,4 @@
-"""The host names that a server without keys accepts.
+"""Host names that a server without keys accepts.
 
 A page may make its own name resolve to this machine and then send requests to that name. For the
 browser that is the page's own server, so `Origin` does not reveal it. Where only the address
@@ -41,9 +41,7 @@ def is_known(header: str, known: frozenset[str]) -> bool:
 
 
 def name_of(host: str) -> str | None:
-    """Return the name in 'name', 'name:port' or '[::1]:port', in lower case; None if there is
-    none.
-    """
+    """Return the name in 'name', 'name:port' or '[::1]:port' in lower case; None without a name."""
     try:
         if ipaddress.ip_address(host).version == 6:
             return host

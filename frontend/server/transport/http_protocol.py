@@ -1,6 +1,4 @@
-"""uvicorn's HTTP protocol with bounds on what comes before a body: the size of the headers, and the
-time they take.
-"""
+"""HTTP protocol of uvicorn with bounds on the size of the headers and on the time they take."""
 
 from __future__ import annotations
 
@@ -16,21 +14,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 logger = logging.getLogger(__name__)
 _MAX_HEAD = 64 << 10
-"""Bytes of a request's target and headers."""
-
-
+"""Largest number of bytes of a request's target and headers."""
 _LAST_FILES = 4
 """Number of descriptors below the limit. The system gives the lowest free descriptor, so one of
 these shows that no more are free."""
 _SAY_AGAIN_S = 60.0
+"""Shortest time between two warnings, in seconds."""
 WRITER = "sidestep.writer"
-"""Where in a request's scope its `BodyWriter` is."""
+"""Key of a request's scope: its `BodyWriter`."""
 
 
 class BodyWriter:
-    """Writes pieces of a chunked body without a task: for streams whose pieces come from a
-    callback.
-    """
+    """Writer of a chunked body, without a task, for streams whose pieces come from a callback."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -38,8 +33,9 @@ class BodyWriter:
         self._write = cycle.transport.write
 
     def ready(self) -> bool:
-        """Whether the client takes what is written: the answer's head is out, and not too much
-        waits to be sent.
+        """Return whether a piece can be written.
+
+        The answer's head must have been sent, and not too much data may wait to be sent.
         """
         cycle = self._cycle
         return bool(
@@ -47,13 +43,14 @@ class BodyWriter:
         )
 
     def write(self, body: bytes) -> None:
-        """One piece; not empty. Only when ready."""
+        """Write one piece, which is not empty. The writer must be ready."""
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def raise_file_limit() -> None:
-    """Let this process and its children open as many files as the system allows them: each
-    connection is one.
+    """Let this process and its children open as many files as the system allows.
+
+    Each connection is one open file.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -63,8 +60,9 @@ def raise_file_limit() -> None:
 
 
 class FileWatch:
-    """Log a warning when the process can open no more files. The event loop then closes further
-    connections silently.
+    """Watch that logs a warning when the process can open no more files.
+
+    The event loop then closes further connections silently.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,11 +82,12 @@ class FileWatch:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """HTTP protocol of one connection."""
 
     head_timeout = 30.0
-    """Seconds from the connection, or a request's first byte, to the end of its headers."""
+    """Most seconds from the connection, or a request's first byte, to the end of its headers."""
     files: FileWatch | None = None
+    """Watch that checks each new connection's descriptor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,29 +95,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin a connection, whose first request's headers must come in time."""
         super().connection_made(transport)
         if self.files is not None:
             self.files.opened(transport.get_extra_info("socket").fileno())
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """End the connection."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
+        """Begin a request, whose headers must come in time."""
         super().on_message_begin()
         self._head_size = 0
         self._await_head()
 
     def on_url(self, url: bytes) -> None:
+        """Take a piece of the target. Raises ValueError if the head is too large."""
         self._grow(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. Raises ValueError if the head is too large."""
         self._grow(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """End the head of a request, and put a `BodyWriter` into its scope."""
         self._stop_waiting()
         super().on_headers_complete()
         cast(dict[str, Any], self.scope)[WRITER] = BodyWriter(self.cycle)
@@ -126,7 +131,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _grow(self, size: int) -> None:
         self._head_size += size
         if self._head_size > _MAX_HEAD:
-            raise ValueError("the headers are too large")  # the parser makes a 400 of it
+            raise ValueError("the headers are too large")  # the parser answers with 400
 
     def _await_head(self) -> None:
         if self._head_timer is None:

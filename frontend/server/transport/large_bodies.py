@@ -1,9 +1,8 @@
-"""Read and render large bodies in a thread, one at a time, so that they do not block the event
-loop.
+"""Read and render large bodies in a thread, one at a time, so that the event loop is not blocked.
 
-A thread alone is not enough: one call makes all objects of a JSON text, and holds the interpreter
-lock. Long strings take little time, but many values take long, so their number is bounded before
-they are made.
+A thread alone is not enough, because one call makes all objects of a JSON text and holds the
+interpreter lock. Long strings take little time, but many values take long, so their number is
+bounded before they are made.
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ LARGE = 64 << 10
 _HUGE = 1 << 20
 """Bytes of a body from which its freed memory is returned to the system."""
 MOST_VALUES = 1 << 19
-"""Values that a body may hold. A longer model raises the limit, so that its longest prompt fits as
-token ids."""
+"""Largest number of JSON values in a body.
+
+A model with a longer context raises the limit, so that its longest prompt fits as token ids."""
 _MARKS = (b",", b"[", b"{")
 _PIECE = 1 << 20
+"""Bytes that are searched at once."""
 
 
 class LargeBodies:
-    """The thread of the server that works on large bodies."""
+    """Thread of the server that works on large bodies."""
 
     def __init__(self, most_values: int = MOST_VALUES) -> None:
         self._most_values = most_values
@@ -41,14 +42,15 @@ class LargeBodies:
         self._giving_back: asyncio.Task[None] | None = None
 
     async def decode(self, data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-        """Return the struct. Raises ApiError."""
+        """Return the struct of a JSON text. Raises ApiError."""
         return await self.run(len(data), self._decode, data, decoder)
 
     async def run(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return the result of a function that works on a body of `size` bytes. Run it here if the
-        body is small, else in the thread.
+        """Return the result of a function that works on a body of `size` bytes.
+
+        The function runs in the event loop if the body is small, else in the thread.
         """
         if size <= LARGE:
             return function(*args, **kwargs)
@@ -70,8 +72,9 @@ class LargeBodies:
 
 
 def has_more_values(data: bytes, most: int) -> bool:
-    """Return whether a JSON text has more than `most` commas and opening brackets outside of
-    strings. Each value but the first has one of them. Lets other threads run.
+    """Return whether a JSON text has more than `most` commas and opening brackets outside strings.
+
+    Each value but the first has one of them. Other threads can run meanwhile.
     """
     upper = 0
     for begin in range(0, len(data), _PIECE):
@@ -83,8 +86,9 @@ def has_more_values(data: bytes, most: int) -> bool:
 
 
 def _count_outside(data: bytes, most: int) -> int:
-    """Return the number of commas and opening brackets outside of strings. Stop counting above
-    `most`.
+    """Return the number of commas and opening brackets outside strings.
+
+    Counting stops once the number is above `most`.
     """
     count = at = 0
     while at < len(data) and count <= most:
@@ -97,7 +101,7 @@ def _count_outside(data: bytes, most: int) -> int:
 
 
 def _after_string(data: bytes, quote: int) -> int:
-    """Return the place after the string that begins at a quotation mark."""
+    """Return the offset after the string that begins at a quotation mark."""
     at = quote
     while (at := data.find(b'"', at + 1)) >= 0:
         before = at

@@ -1,7 +1,7 @@
-"""GET /: the page to chat with the model and to watch the engine, and the files it is made of.
+"""GET /: the web page to chat with the model and to watch the engine, and the page's files.
 
-The files are the same for everyone and hold nothing of anyone's, so they need no key: a browser
-that opens an address can bring none. What the page then asks for does.
+The files are the same for all users and hold no user's data. They need no key, because a browser
+that opens an address cannot bring one. The page's own requests need a key.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 PATHS = ("/", *(f"/page/{name}" for name in FILES[1:]))
-# Nothing inline and nothing from elsewhere: what a model writes is text on the page and never
-# becomes a part of it.
+"""Path of each of FILES."""
+# The page has no inline code and loads nothing from other servers. So a model's text is only text
+# on the page, and no part of the page's code.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'"
 )
 _HEADERS = {
     "content-security-policy": _POLICY,
@@ -49,16 +51,17 @@ _HEADERS = {
 
 
 class PageRoute:
-    """One of the files."""
+    """Route that serves one of the files."""
 
     def __init__(self, name: str) -> None:
         self._body = (_FOLDER / name).read_bytes()
         self._headers = {**_HEADERS, "content-type": _TYPES[Path(name).suffix]}
 
     async def __call__(self, http: Request) -> Response:
+        """Answer with the file."""
         return Response(self._body, headers=self._headers)
 
 
 def page_routes() -> dict[str, PageRoute]:
-    """Each file's, by its path."""
+    """Return the route of each file, by its path."""
     return {path: PageRoute(name) for path, name in zip(PATHS, FILES, strict=True)}

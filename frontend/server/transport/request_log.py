@@ -1,6 +1,6 @@
 """Give each request an id, return it with the answer, and write the access log.
 
-The id is the client's where it sends one, else that of the completion, else a new one.
+The id is the client's if it sends one, else the id of the completion, else a new one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sidestep.frontend.server.transport.errors import refused
 from sidestep.ipc.common.logs import FIELDS
 
 HEADER = "x-request-id"
+"""Header with the id, in requests and answers."""
 LOGGED = "sidestep.logged"
 """Key of a request's scope: further fields of its line in the access log."""
 _ID = re.compile(r"[A-Za-z0-9._:;=/+@-]{1,128}")
@@ -26,13 +27,17 @@ logger = logging.getLogger("sidestep.access")
 
 
 class RequestLog:
-    """Give ids and write the log. It wraps the guard, so refused requests have ids too."""
+    """ASGI layer that gives ids and writes the log.
+
+    It wraps the guard, so refused requests have ids too.
+    """
 
     def __init__(self, app: ASGIApp, *, access_log: bool) -> None:
         self._app = app
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, give its answer an id, and log it."""
         given = Headers(scope=scope).get(HEADER)
         is_good = given is None or _ID.fullmatch(given) is not None
         request_id = given if given is not None and is_good else uuid.uuid4().hex

@@ -1,4 +1,5 @@
-// Speaks to the server that this page came from. The API key lives in the tab's session storage and goes nowhere else.
+// Send requests to the server of this page. The API key stays in the tab's session storage, and is
+// sent to this server alone.
 
 const KEY = "sidestep-api-key";
 
@@ -8,7 +9,7 @@ export const apiKey = {
   forget: () => sessionStorage.removeItem(KEY),
 };
 
-/** What the server said, when it was no success. */
+/** Error of a request that the server did not answer with success. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -26,12 +27,14 @@ async function ask(path, options = {}) {
   try {
     message = (await answer.json()).error.message;
   } catch {
-    // Not the server itself: something between it and us.
+    // The answer came from something between the page and the server.
   }
   throw new ApiError(answer.status, message);
 }
 
-/** The flight recorder of a replica from a step on; null for the newest, and for the first replica that lives. */
+/** Return the flight recorder of a replica from the step `since` on.
+ *
+ *  since: null for the newest steps. replica: null for the first replica that lives. */
 export async function getFlight(since, replica, signal) {
   const query = new URLSearchParams();
   if (since !== null) query.set("since", since);
@@ -40,7 +43,9 @@ export async function getFlight(since, replica, signal) {
   return answer.json();
 }
 
-/** The chunks of a streamed chat, as they come. `onQueue(place)` is called with its place while it waits in the queue. */
+/** Yield the chunks of a streamed chat, as they come.
+ *
+ *  `onQueue(position)` is called with the request's queue position while it waits. */
 export async function* streamChat(body, signal, onQueue) {
   const answer = await ask("/v1/chat/completions", {
     method: "POST",
@@ -61,7 +66,9 @@ export async function* streamChat(body, signal, onQueue) {
   throw new ApiError(answer.status, "the stream broke off");
 }
 
-/** Server-sent events; this server sends one `data` line each, and comments while a stream waits. */
+/** Yield the server-sent events of a stream.
+ *
+ *  This server sends one `data` line for each, and comments while a stream waits. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,5 @@
-// Small SVG charts. Colours are the style sheet's, by class, so they follow dark and light by themselves.
+// Small SVG charts. Their colours come from the style sheet, by class, so they follow the dark and
+// the light scheme.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -13,7 +14,9 @@ export function text(x, y, words, attributes = {}) {
   return element("text", { x, y, ...attributes }, words);
 }
 
-/** Sets the drawing's size to the pixels that it has, so that letters and lines keep theirs; returns its width. */
+/** Set a drawing's view box to its size in pixels, so that text and lines are not scaled.
+ *
+ *  Return its width. */
 export function fit(svg, height) {
   const width = Math.max(200, Math.round(svg.parentElement.clientWidth));
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -21,10 +24,11 @@ export function fit(svg, height) {
   return width;
 }
 
-/** The least of 1, 2, 5, 10, 20 ... that is not below a value. */
+/** Return the least of 1, 2, 5, 10, 20 ... that is not below a value. */
 export function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((digit) => digit * power).find((candidate) => candidate >= value * 0.999999);
+  const candidates = [1, 2, 5, 10].map((digit) => digit * power);
+  return candidates.find((candidate) => candidate >= value * 0.999999);
 }
 
 export function milliseconds(value) {
@@ -33,7 +37,9 @@ export function milliseconds(value) {
   return `${(value / 1000).toFixed(value < 9950 ? 2 : 1)} s`;
 }
 
-/** Bars over time, and a line over them if there is one. `bars` and `line`: one value a place, null for none. */
+/** Draw bars over time, and a line over them if there is one.
+ *
+ *  bars, line: one value for each interval of time; null for no value. */
 export function drawBars(svg, bars, { line = null, top, label, kind }) {
   const height = 96, bottom = height - 16, head = 12, left = 34;
   const width = fit(svg, height), step = (width - left - 2) / bars.length;
@@ -43,16 +49,17 @@ export function drawBars(svg, bars, { line = null, top, label, kind }) {
     element("line", { class: "grid", x1: left, x2: width, y1: bottom, y2: bottom }),
     text(left - 6, y(top) + 4, label(top), { "text-anchor": "end" }),
     text(left - 6, bottom + 4, label(0), { "text-anchor": "end" }),
-    text(left, height - 3, "30 s ago"), text(width - 2, height - 3, "now", { "text-anchor": "end" }),
+    text(left, height - 3, "30 s ago"),
+    text(width - 2, height - 3, "now", { "text-anchor": "end" }),
   ];
-  bars.forEach((value, place) => {
+  bars.forEach((value, i) => {
     if (!value) return;
     drawn.push(element("rect", {
-      class: kind, x: left + place * step, y: y(value), width: step + 0.3, height: bottom - y(value),
+      class: kind, x: left + i * step, y: y(value), width: step + 0.3, height: bottom - y(value),
     }));
   });
   if (line?.some((value) => value)) {
-    const points = line.map((value, place) => `${left + (place + 0.5) * step},${y(value ?? 0)}`);
+    const points = line.map((value, i) => `${left + (i + 0.5) * step},${y(value ?? 0)}`);
     drawn.push(element("polyline", { class: "waiting", points: points.join(" ") }));
   }
   svg.replaceChildren(...drawn);

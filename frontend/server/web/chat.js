@@ -1,13 +1,13 @@
-// The conversation: what was said, the answer as it streams, and how fast it came.
+// The conversation: past messages, the answer as it streams, and its speed.
 
 import { ApiError, streamChat } from "/page/api.js";
 import { Renderer, copyButton } from "/page/render.js";
 
-const WAIT_MS = 400; // an answer that begins sooner is not announced
+const WAIT_MS = 400; // a wait that is shorter is not shown
 
 const byId = (id) => document.getElementById(id);
 
-/** Wires the chat. `onKeyNeeded(message)` is called when the server wants another API key. */
+/** Start the chat. `onKeyNeeded(message)` is called when the server wants another API key. */
 export function startChat(onKeyNeeded) {
   const log = byId("log"), form = byId("chat-form"), question = byId("question");
   const send = byId("send"), stop = byId("stop"), emptyNote = byId("log-empty");
@@ -39,7 +39,7 @@ export function startChat(onKeyNeeded) {
 
   async function answer(text) {
     emptyNote.remove();
-    const conversation = messages; // a new chat begins another
+    const conversation = messages; // a new chat has another list
     const control = running = new AbortController();
     const asked = addMessage(log, "user", text);
     const shown = addMessage(log, "assistant", "");
@@ -55,7 +55,9 @@ export function startChat(onKeyNeeded) {
         max_tokens: byId("max-tokens").valueAsNumber,
         temperature: byId("temperature").valueAsNumber,
       };
-      const onQueue = ({ before, or_more: orMore }) => shown.wait(`Waiting, ${before}${orMore ? " or more" : ""} before you.`);
+      const onQueue = ({ before, or_more: orMore }) => {
+        shown.wait(`Waiting, ${before}${orMore ? " or more" : ""} before you.`);
+      };
       for await (const chunk of streamChat(body, control.signal, onQueue)) {
         meter.note(chunk);
         const delta = chunk.choices[0]?.delta;
@@ -79,7 +81,7 @@ export function startChat(onKeyNeeded) {
     }
   }
 
-  /** What was asked goes back into its field, so that nothing need be typed twice. */
+  /** Show a failure. The question goes back into its field, so the user need not type it again. */
   function failed(error, text, asked, shown) {
     question.value ||= text;
     if (!shown.text) asked.element.remove();
@@ -96,15 +98,15 @@ export function startChat(onKeyNeeded) {
   }
 
   function setBusy(busy) {
-    // A screen reader reads the answer once it is whole, not token by token.
+    // A screen reader reads the complete answer, not each token.
     log.setAttribute("aria-busy", String(busy));
     stop.disabled = !busy;
     send.disabled = busy;
-    if (!busy && (document.activeElement === stop || document.activeElement === document.body)) question.focus();
+    if (!busy && [stop, document.body].includes(document.activeElement)) question.focus();
   }
 }
 
-/** One message in the log. */
+/** Add a message to the log, and return an object to extend and end it. */
 function addMessage(log, role, text) {
   const element = document.createElement("article");
   element.className = role;
@@ -120,7 +122,7 @@ function addMessage(log, role, text) {
   log.scrollTop = log.scrollHeight;
   let said = text, thoughts = null, waiting = null, timer = null;
 
-  /** Keeps the end in sight unless the reader has scrolled up. */
+  /** Make a change, and keep the end in sight unless the reader has scrolled up. */
   function scrolling(change) {
     const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
     change();
@@ -185,7 +187,7 @@ function addMessage(log, role, text) {
   };
 }
 
-/** Times an answer: the first token's wait, then the pace of the others. */
+/** Meter of an answer: the time to the first token, then the rate of the others. */
 class Meter {
   constructor() {
     this.sent = performance.now();
@@ -208,7 +210,7 @@ class Meter {
 
   words(reason = this.reason) {
     if (this.first === null) return `no text (${reason})`;
-    // An answer that was stopped has no usage: an event is a token then, or more of a fast model's.
+    // An answer that was stopped has no usage. Its events are counted: each has one token or more.
     const tokens = this.tokens ?? this.events, about = this.tokens === null ? "at least " : "";
     const parts = [`TTFT ${(this.first - this.sent).toFixed(0)} ms`, `${about}${tokens} tokens`];
     if (tokens > 1 && this.last > this.first) {

@@ -1,4 +1,5 @@
-// The live view: asks the flight recorder for what is new, and shows it. Asks nothing while the tab is hidden.
+// The live view: it polls the flight recorder and shows the new data. While the tab is hidden, it
+// asks nothing.
 
 import { ApiError, getFlight } from "/page/api.js";
 import { drawBars, milliseconds, roundUp } from "/page/charts.js";
@@ -6,17 +7,19 @@ import { queueRows } from "/page/queue.js";
 import { describe, drawTimeline, median } from "/page/timeline.js";
 
 const POLL_MS = 500, RETRY_MS = 2000, ANSWER_MS = 8000;
-const MOST_STEPS = 2048, PLACES = 120, PLACE_US = 250_000, RATE_US = 5_000_000;
+const MOST_STEPS = 2048, BINS = 120, BIN_US = 250_000, RATE_US = 5_000_000;
 const TABLE_STEPS = 12, TILES = ["running", "waiting", "kv", "tokens", "busy", "step"];
 const byId = (id) => document.getElementById(id);
 
-/** Wires the view. `onKeyNeeded(message)`: the server wants another API key; call `start()` when there is one. */
+/** Make the view. `onKeyNeeded(message)` is called when the server wants another API key.
+ *
+ *  Call `start()` once there is a key. */
 export function makeEngineView(onKeyNeeded) {
   const live = byId("live");
   const steps = [];
-  const places = new Map(); // by time: the largest batch, queue and share of the cache in it
+  const bins = new Map(); // interval of time -> its largest batch, queue and share of the cache
   const choice = byId("replica");
-  let replica = null, isChosen = false; // the replica that is shown, and whether the user has chosen it
+  let replica = null, isChosen = false; // the shown replica, and whether the user has chosen it
   let next = null, timer = null, asking = null, newest = null;
   let seen = 0, isKnown = false; // time of the newest data, and whether no request has failed since
 
@@ -35,7 +38,8 @@ export function makeEngineView(onKeyNeeded) {
     const mine = asking = new AbortController();
     let wait = POLL_MS;
     try {
-      const flight = await getFlight(next, replica, AbortSignal.any([mine.signal, AbortSignal.timeout(ANSWER_MS)]));
+      const signal = AbortSignal.any([mine.signal, AbortSignal.timeout(ANSWER_MS)]);
+      const flight = await getFlight(next, replica, signal);
       if (asking !== mine) return;
       take(flight);
       draw();
@@ -58,18 +62,25 @@ export function makeEngineView(onKeyNeeded) {
     timer = setTimeout(poll, wait);
   }
 
-  /** Return why there is no data. If the shown replica has died, show another one next, unless the user has chosen the
-   *  dead one. */
+  /** Return why there is no data.
+   *
+   *  If the shown replica has died, show another one next, unless the user has chosen the dead
+   *  one. */
   async function explain(error, signal) {
-    const overview = error instanceof ApiError ? await getFlight(null, null, signal).catch(() => null) : null;
-    if (newest !== null) newest.replicas = overview?.replicas ?? newest.replicas.map(({ replica: number }) => ({ replica: number, dead: null, stalled: null }));
+    const isAnswer = error instanceof ApiError;
+    const overview = isAnswer ? await getFlight(null, null, signal).catch(() => null) : null;
+    if (newest !== null) {
+      newest.replicas = overview?.replicas ?? newest.replicas.map(
+        ({ replica: number }) => ({ replica: number, dead: null, stalled: null }));
+    }
     if (overview !== null && !isChosen && !signal.aborted) turnTo(overview.replica);
-    if (error instanceof ApiError) return error.message;
-    return error.name === "TimeoutError" ? "the server does not answer" : "the server cannot be reached";
+    if (isAnswer) return error.message;
+    if (error.name === "TimeoutError") return "the server does not answer";
+    return "the server cannot be reached";
   }
 
   function take(flight) {
-    // Smaller than before: the server has been started anew, and counts from 0.
+    // A smaller number than before shows that the server was restarted and counts from 0.
     if (next !== null && flight.next < next) forget();
     next = flight.next;
     replica = flight.replica;
@@ -79,15 +90,17 @@ export function makeEngineView(onKeyNeeded) {
     steps.push(...flight.steps);
     steps.splice(0, steps.length - MOST_STEPS);
     const share = (free) => 1 - free / flight.num_kv_blocks;
-    for (const step of flight.steps) note(step.end_us, step.num_rows, step.num_waiting, share(step.num_free_blocks));
+    for (const step of flight.steps) {
+      note(step.end_us, step.num_rows, step.num_waiting, share(step.num_free_blocks));
+    }
     note(flight.now_us, 0, flight.num_waiting, flight.kv_cache_usage);
-    const oldest = Math.floor(flight.now_us / PLACE_US) - PLACES;
-    for (const place of places.keys()) if (place < oldest) places.delete(place);
+    const oldest = Math.floor(flight.now_us / BIN_US) - BINS;
+    for (const bin of bins.keys()) if (bin < oldest) bins.delete(bin);
   }
 
   function forget() {
     steps.length = 0;
-    places.clear();
+    bins.clear();
   }
 
   function turnTo(number) {
@@ -97,16 +110,20 @@ export function makeEngineView(onKeyNeeded) {
   }
 
   function note(time, rows, waiting, used) {
-    const key = Math.floor(time / PLACE_US), old = places.get(key) ?? { rows: 0, waiting: 0, used: 0 };
-    places.set(key, {
-      rows: Math.max(old.rows, rows), waiting: Math.max(old.waiting, waiting), used: Math.max(old.used, used) });
+    const bin = Math.floor(time / BIN_US), old = bins.get(bin) ?? { rows: 0, waiting: 0, used: 0 };
+    bins.set(bin, {
+      rows: Math.max(old.rows, rows),
+      waiting: Math.max(old.waiting, waiting),
+      used: Math.max(old.used, used),
+    });
   }
 
   /** Replace unknown figures by dashes. The charts show the past, and stay. */
   function drawNothing(problem) {
     isKnown = false;
     const when = newest === null ? "" : ` The charts end ${new Date(seen).toLocaleTimeString()}.`;
-    byId("engine-note").textContent = `${problem[0].toUpperCase()}${problem.slice(1).replace(/\.$/, "")}.${when}`;
+    const sentence = problem[0].toUpperCase() + problem.slice(1).replace(/\.$/, "");
+    byId("engine-note").textContent = `${sentence}.${when}`;
     byId("engine-note").hidden = false;
     for (const name of TILES) byId(`tile-${name}`).textContent = "–";
     fill(byId("queue"), []);
@@ -132,10 +149,12 @@ export function makeEngineView(onKeyNeeded) {
   function drawReplicas() {
     byId("replica-choice").hidden = newest.replicas.length < 2;
     if (choice.length !== newest.replicas.length) {
-      choice.replaceChildren(...newest.replicas.map((each) => new Option(each.replica, each.replica)));
+      const options = newest.replicas.map((each) => new Option(each.replica, each.replica));
+      choice.replaceChildren(...options);
     }
-    newest.replicas.forEach((each, place) => {
-      choice.options[place].text = each.dead ? `${each.replica} (dead)` : each.stalled ? `${each.replica} (stalled)` : each.replica;
+    newest.replicas.forEach((each, i) => {
+      const state = each.dead ? " (dead)" : each.stalled ? " (stalled)" : "";
+      choice.options[i].text = `${each.replica}${state}`;
     });
     choice.value = replica;
     const bad = newest.replicas.filter(trouble);
@@ -149,32 +168,39 @@ export function makeEngineView(onKeyNeeded) {
 
   function drawTiles() {
     const since = newest.now_us - RATE_US, last = steps.filter((step) => step.end_us > since);
-    // Steps come too fast for an answer to have them all: then the rates are of those it has.
-    const begin = last.length && last[0] !== steps[0] ? since : Math.max(since, steps[0]?.start_us ?? since);
+    // Steps may come too fast for an answer to hold them all. Then the rates are those of the steps
+    // that it holds.
+    const isFull = last.length && last[0] !== steps[0];
+    const begin = isFull ? since : Math.max(since, steps[0]?.start_us ?? since);
     const seconds = (newest.now_us - begin) / 1e6;
     const tokens = last.reduce((sum, step) => sum + step.num_sampled, 0);
-    const busy = last.reduce((sum, step) => sum + step.end_us - Math.max(begin, step.start_us), 0) / 1e6;
+    const busyUs = (step) => step.end_us - Math.max(begin, step.start_us);
+    const busy = last.reduce((sum, step) => sum + busyUs(step), 0) / 1e6;
     byId("tile-running").textContent = newest.num_running;
     byId("tile-waiting").textContent = newest.num_waiting;
     byId("tile-kv").textContent = percent(newest.kv_cache_usage);
     byId("tile-tokens").textContent = (tokens / seconds || 0).toFixed(0);
     byId("tile-busy").textContent = percent(Math.min(1, busy / seconds || 0));
-    byId("tile-step").textContent = steps.length
-      ? milliseconds(median(steps.slice(-64).map((step) => step.end_us - step.start_us)) / 1000) : "–";
+    const stepUs = median(steps.slice(-64).map((step) => step.end_us - step.start_us));
+    byId("tile-step").textContent = steps.length ? milliseconds(stepUs / 1000) : "–";
   }
 
   function drawHistory() {
-    const first = Math.floor(newest.now_us / PLACE_US) - PLACES + 1;
-    const values = Array.from({ length: PLACES }, (_, i) => places.get(first + i) ?? { rows: 0, waiting: 0, used: 0 });
-    const rows = values.map((v) => v.rows), waiting = values.map((v) => v.waiting), used = values.map((v) => v.used);
+    const first = Math.floor(newest.now_us / BIN_US) - BINS + 1;
+    const none = { rows: 0, waiting: 0, used: 0 };
+    const values = Array.from({ length: BINS }, (_, i) => bins.get(first + i) ?? none);
+    const rows = values.map((v) => v.rows), waiting = values.map((v) => v.waiting);
+    const used = values.map((v) => v.used);
     const most = Math.max(1, ...rows, ...waiting), mostUsed = Math.max(...used);
     drawBars(byId("batch"), rows, {
       line: waiting, top: most <= 4 ? most : roundUp(most), label: String, kind: "decode" });
+    const mostRows = Math.max(0, ...rows), mostWaiting = Math.max(0, ...waiting);
     byId("batch-note").textContent =
-      `At most ${Math.max(0, ...rows)} in a step; at most ${Math.max(0, ...waiting)} waiting (the line).`;
-    drawBars(byId("kv"), used, { top: mostUsed > 0.5 ? 1 : roundUp(Math.max(0.01, mostUsed)), label: percent, kind: "prepare" });
-    byId("kv-note").textContent =
-      `At most ${percent(mostUsed)} of ${newest.num_kv_blocks} blocks of ${newest.block_size} tokens.`;
+      `At most ${mostRows} in a step; at most ${mostWaiting} waiting (the line).`;
+    const top = mostUsed > 0.5 ? 1 : roundUp(Math.max(0.01, mostUsed));
+    drawBars(byId("kv"), used, { top, label: percent, kind: "prepare" });
+    const blocks = `${newest.num_kv_blocks} blocks of ${newest.block_size} tokens`;
+    byId("kv-note").textContent = `At most ${percent(mostUsed)} of ${blocks}.`;
   }
 
   function drawLatency(row, values, word) {
@@ -188,7 +214,8 @@ export function makeEngineView(onKeyNeeded) {
   function drawRequests() {
     const { rows, more } = queueRows(newest);
     fill(byId("queue"), rows);
-    byId("queue-note").textContent = !rows.length ? "No requests." : more > 0 ? `And ${more} more.` : "";
+    const rest = more > 0 ? `And ${more} more.` : "";
+    byId("queue-note").textContent = rows.length ? rest : "No requests.";
   }
 
   live.addEventListener("change", () => {
@@ -213,7 +240,7 @@ function trouble(replica) {
 
 function setState(kind, words) {
   const state = byId("state");
-  // A screen reader tells of each change: so there is one only when there is news.
+  // A screen reader announces each change, so the text changes only with the state.
   if (state.textContent !== words) state.textContent = words;
   state.dataset.state = kind;
 }
@@ -240,7 +267,8 @@ function makeRow(...cells) {
 
 function stepRow(step) {
   const length = (start, end) => milliseconds((end - start) / 1000), idle = step.idle_us;
-  return makeRow(step.step, step.kind, step.num_rows, step.num_tokens, length(step.schedule_us, step.submit_us),
-    length(step.received_us, step.launched_us), length(step.start_us, step.end_us),
+  return makeRow(step.step, step.kind, step.num_rows, step.num_tokens,
+    length(step.schedule_us, step.submit_us), length(step.received_us, step.launched_us),
+    length(step.start_us, step.end_us),
     milliseconds((idle.result + idle.schedule + idle.prepare) / 1000));
 }

@@ -1,14 +1,16 @@
-// Puts the page together, and asks for the API key when the server wants one.
+// Start the parts of the page, and ask for the API key when the server wants one.
 
 import { apiKey } from "/page/api.js";
 import { startChat } from "/page/chat.js";
 import { makeEngineView } from "/page/engine.js";
 
 const byId = (id) => document.getElementById(id);
-const form = byId("key-form"), field = byId("key"), note = byId("key-note"), forget = byId("forget-key");
+const form = byId("key-form"), field = byId("key"), note = byId("key-note");
+const forget = byId("forget-key");
 
 function askForKey(message) {
-  note.textContent = apiKey.get() === null ? "This server wants an API key." : `The server refused the key: ${message}`;
+  note.textContent = apiKey.get() === null
+    ? "This server wants an API key." : `The server refused the key: ${message}`;
   apiKey.forget();
   forget.hidden = true;
   form.hidden = false;

@@ -1,4 +1,5 @@
-// The table of requests: a row for each running request, and one for all that wait for the same reason.
+// The table of requests: a row for each running request, and a row for all requests that wait for
+// the same reason.
 
 import { milliseconds } from "/page/charts.js";
 
@@ -12,7 +13,9 @@ const REASONS = {
   grammar: "its grammar, which is being compiled",
 };
 
-/** Return rows of cells for the requests of a flight answer, and the number of requests that are in no row. */
+/** Return the table's rows for the requests of a flight answer.
+ *
+ *  more: the number of requests that are in no row. */
 export function queueRows(flight) {
   const running = flight.requests.filter((r) => r.status === "running").slice(0, MOST_RUNNING);
   const waiting = flight.requests.filter((r) => r.status !== "running");
@@ -21,7 +24,7 @@ export function queueRows(flight) {
   return { rows, more: flight.num_waiting + flight.num_running - waiting.length - running.length };
 }
 
-/** Group requests by state and reason to wait, in the order in which the first of each group came. */
+/** Group requests by state and reason to wait, in the order of the first request of each group. */
 function groups(waiting) {
   const found = new Map();
   for (const request of waiting) {
@@ -37,8 +40,9 @@ function groupRow(group, now) {
   const row = document.createElement("tr");
   row.className = first.status;
   if (reason !== null) row.dataset.waitingFor = reason;
+  const name = shorten(first.request_id) || "another user's";
   row.append(
-    cell("th", group.length === 1 ? shorten(first.request_id) || "another user's" : `${group.length} requests`),
+    cell("th", group.length === 1 ? name : `${group.length} requests`),
     cell("td", reason === null ? first.status : `${first.status} for ${REASONS[reason] ?? reason}`),
     cell("td", total(group, "num_prompt_tokens")), cell("td", total(group, "num_output_tokens")),
     cell("td", milliseconds((now - Math.min(...group.map((r) => r.arrival_us))) / 1000)));
@@ -57,7 +61,9 @@ function total(group, name) {
   return group.reduce((sum, request) => sum + request[name], 0);
 }
 
-/** Shorten a request's name, which is mostly random: keep its kind, the beginning of the random part and the choice. */
+/** Shorten a request's name, which is mostly random.
+ *
+ *  The kind, the beginning of the random part and the number of the choice stay. */
 function shorten(name) {
   if (!name) return "another's"; // the server names only the requests of the key that asks
   return name.replace(/^([a-z]+-)?([0-9a-f]{8})[0-9a-f]{24}(-\d+)?$/, "$1$2$3").slice(0, 40);

@@ -1,5 +1,5 @@
-// Show a model's text as it streams: text between code fences becomes a block of code with a copy button.
-// The page makes only text nodes of it, so no text of a model is ever parsed as HTML.
+// Show a model's text as it streams. Text between code fences becomes a block of code with a copy
+// button. The text is only put into text nodes, so no text of a model is ever parsed as HTML.
 
 const OPENING = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`\s]*)[^`]*$/;
 const MAY_BE_FENCE = /^ {0,3}(`*|`{3,}[^`]*|~+|~{3,}.*)$/;
@@ -7,7 +7,7 @@ const MAY_BE_FENCE = /^ {0,3}(`*|`{3,}[^`]*|~+|~{3,}.*)$/;
 /** Append text to `root`, piece by piece. */
 export class Renderer {
   #root;
-  #line = ""; // the last line so far; it is hidden while it may be a fence
+  #line = ""; // the last line so far, which is hidden while it may be a fence
   #shown = 0; // characters of that line that are shown
   #fence = null; // the marks that the open block of code began with
   #target; // the text node that grows
@@ -66,7 +66,7 @@ export class Renderer {
     block.className = "code";
     name.textContent = language || "code";
     head.append(name, copyButton("Copy code", () => code.textContent));
-    area.tabIndex = 0; // scrolled with the keyboard
+    area.tabIndex = 0; // so the keyboard can scroll it
     block.append(head, area);
     this.#root.append(block);
     this.#target = code.appendChild(document.createTextNode(""));
@@ -93,7 +93,8 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    return copyBySelection(text); // a page that came over plain HTTP from another machine has no clipboard
+    // A page that came over plain HTTP from another machine has no clipboard.
+    return copyBySelection(text);
   }
 }
 

@@ -1,4 +1,4 @@
-// The last steps on three tracks: what the core, the worker and the device did, and when.
+// The last steps on three lanes: the work of the core, the worker and the device over time.
 
 import { element, fit, milliseconds, roundUp, text } from "/page/charts.js";
 
@@ -7,7 +7,7 @@ const LANES = ["core", "worker", "device"];
 const HEIGHT = TOP + LANES.length * (LANE + GAP) + BOTTOM;
 const laneTop = (lane) => TOP + LANES.indexOf(lane) * (LANE + GAP);
 
-/** Draws the end of `steps` at a scale at which about `count` of them are in sight. */
+/** Draw the end of `steps` at a scale that shows about `count` of them. */
 export function drawTimeline(svg, steps, count) {
   const width = fit(svg, HEIGHT);
   if (!steps.length) return svg.replaceChildren(...lanes(width));
@@ -22,18 +22,22 @@ export function drawTimeline(svg, steps, count) {
   svg.replaceChildren(...drawn);
 }
 
-/** The newest step in words: was it there when the device wanted it? */
+/** Describe the newest step in words, and whether it was ready when the device needed it. */
 export function describe(steps) {
   if (!steps.length) return "No step yet.";
   const step = steps.at(-1), before = steps.at(-2);
-  const what = `Step ${step.step} (${step.kind}, ${count(step.num_rows, "request")}, ${count(step.num_tokens, "token")})`;
+  const size = `${count(step.num_rows, "request")}, ${count(step.num_tokens, "token")}`;
+  const what = `Step ${step.step} (${step.kind}, ${size})`;
   const ran = `ran ${milliseconds((step.end_us - step.start_us) / 1000)} on the device`;
   if (before?.step !== step.step - 1) return `${what} ${ran}.`;
   if (step.idle_us.no_work) return `${what} ${ran}, after a pause without work.`;
   const lead = before.end_us - step.launched_us;
-  return lead >= 0
-    ? `${what} ${ran}; it was packed and queued ${milliseconds(lead / 1000)} before step ${before.step} ended.`
-    : `${what} ${ran}; the device had waited ${milliseconds((step.start_us - before.end_us) / 1000)} for it.`;
+  if (lead >= 0) {
+    const early = milliseconds(lead / 1000);
+    return `${what} ${ran}; it was packed and queued ${early} before step ${before.step} ended.`;
+  }
+  const waited = milliseconds((step.start_us - before.end_us) / 1000);
+  return `${what} ${ran}; the device had waited ${waited} for it.`;
 }
 
 export function median(values) {
@@ -45,18 +49,19 @@ function count(number, word) {
 }
 
 function lanes(width) {
+  const size = { width: width - LEFT - 4, height: LANE };
   return LANES.flatMap((lane) => [
-    element("rect", { class: "lane", x: LEFT, y: laneTop(lane), width: width - LEFT - 4, height: LANE }),
+    element("rect", { class: "lane", x: LEFT, y: laneTop(lane), ...size }),
     text(LEFT - 8, laneTop(lane) + LANE / 2 + 4, lane, { "text-anchor": "end" })]);
 }
 
 function axis(width, span, x, begin) {
-  const parts = width < 480 ? 2 : 5; // on a narrow screen five labels would lie upon each other
+  const parts = width < 480 ? 2 : 5; // on a narrow screen five labels would overlap
   const tick = span / parts, bottom = laneTop("device") + LANE, drawn = [];
   for (let i = 0; i <= parts; i += 1) {
-    const at = x(begin + i * tick);
+    const at = x(begin + i * tick), label = i ? milliseconds(i * tick / 1000) : "0";
     drawn.push(element("line", { class: "grid", x1: at, x2: at, y1: TOP, y2: bottom + 4 }),
-      text(at, bottom + 16, i ? milliseconds(i * tick / 1000) : "0", { "text-anchor": i === parts ? "end" : "middle" }));
+      text(at, bottom + 16, label, { "text-anchor": i === parts ? "end" : "middle" }));
   }
   return drawn;
 }
@@ -64,7 +69,8 @@ function axis(width, span, x, begin) {
 function marks(step, x) {
   const drawn = [
     bar("core", "schedule", step.schedule_us, step.submit_us, step, x, 0, 0.6),
-    // The core schedules the next step between taking tokens and telling them: so this one lies below.
+    // The core schedules the next step after it has taken a step's tokens and before it tells them,
+    // so this bar lies below that of `schedule`.
     bar("core", "take", step.taken_us, step.told_us, step, x, 0.64, 0.36),
     bar("worker", "prepare", step.received_us, step.launched_us, step, x, 0, 1),
     bar("device", step.kind, step.start_us, step.end_us, step, x, 0, 1)];
