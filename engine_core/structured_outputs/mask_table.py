@@ -1,8 +1,8 @@
-"""Which masks the workers keep, and where.
+"""The table of masks that the workers keep.
 
 Masks repeat: within a string most tokens may follow, whatever the string, so that requests of one
-grammar share some tens of masks. A mask of a large vocabulary has tens of kilobytes, so a worker is
-sent each of them once, into the next free place of its table, and from then on its place.
+grammar share some tens of masks. A mask of a large vocabulary has tens of kilobytes. So a worker
+gets each mask once, into the next free entry of its table, and from then on only its mask index.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from sidestep.ipc.transport.step import Int32, StepMasks
 
 
 class MaskTable:
-    """What is in the workers' tables, which are all alike. When it is full it is begun anew: what
-    is still in use is sent once more.
+    """The core's copy of the workers' tables, which are all alike.
+
+    When the table is full it is begun anew: masks that are still in use are sent once more.
     """
 
     def __init__(self, num_places: int) -> None:
-        """num_places: at least the rows of a step."""
+        """Begin empty. num_places: entries of the table, at least the rows of a step."""
         self._num_places = num_places
         self._masks: list[bytes] = []
-        """By place."""
+        """The mask of each entry."""
         self._places: dict[bytes, int] = {}
 
     def __repr__(self) -> str:
@@ -33,12 +34,9 @@ class MaskTable:
     def message(
         self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
     ) -> StepMasks:
-        """What the workers must know of a step's masks, [words] each, those of requests in these
-        rows.
-        """
-        if (
-            len(self._masks) + len(requests) > self._num_places
-        ):  # nothing that this step needs may be overwritten
+        """Return the message with a step's masks, [words] each, of the requests in these rows."""
+        # Nothing that this step needs may be overwritten.
+        if len(self._masks) + len(requests) > self._num_places:
             self._masks.clear()
             self._places.clear()
         first_new = len(self._masks)
@@ -53,8 +51,9 @@ class MaskTable:
         )
 
     def _place(self, mask: bytes, guess: int) -> int:
-        """Where a mask is, if need be from now on. guess: where it may be; to compare is faster
-        than to look it up.
+        """Return the index of a mask, which is added if the table lacks it.
+
+        guess: an index that it may have; to compare is faster than to look it up.
         """
         if guess < len(self._masks) and self._masks[guess] == mask:
             return guess
