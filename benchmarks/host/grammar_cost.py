@@ -158,8 +158,8 @@ def run(
         with watch("table"):
             wire.take(message)
         with watch("all sent"):
-            places = np.arange(count, dtype=np.int32)
-            alone.take(alone.send(StepMasks(0, 0, places, places, np.concatenate(masks))))
+            indices = np.arange(count, dtype=np.int32)
+            alone.take(alone.send(StepMasks(0, 0, indices, indices, np.concatenate(masks))))
         for i, mask in enumerate(masks):
             key = mask.tobytes()
             if key not in allowed:

@@ -111,7 +111,7 @@ class Request:
     """Time of the masks of all its choices."""
     grammar_account: MaskAccount | None = None
     """Time of the masks of all requests with its grammar."""
-    mask_place: int = 0
+    mask_index: int = 0
     """Mask index of its last mask; see engine_core/structured_outputs/mask_table.py."""
     queued: float = 0.0
     """When it came, on the scheduler's clock, in seconds like the next two."""

@@ -21,44 +21,44 @@ class MaskTable:
     When the table is full it is begun anew: masks that are still in use are sent once more.
     """
 
-    def __init__(self, num_places: int) -> None:
-        """Begin empty. num_places: entries of the table, at least the rows of a step."""
-        self._num_places = num_places
+    def __init__(self, num_masks: int) -> None:
+        """Begin empty. num_masks: entries of the table, at least the rows of a step."""
+        self._num_masks = num_masks
         self._masks: list[bytes] = []
         """The mask of each entry."""
-        self._places: dict[bytes, int] = {}
+        self._indices: dict[bytes, int] = {}
 
     def __repr__(self) -> str:
-        return f"MaskTable({len(self._masks)} of {self._num_places} places)"
+        return f"MaskTable({len(self._masks)} of {self._num_masks} masks)"
 
     def message(
         self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
     ) -> StepMasks:
         """Return the message with a step's masks, [words] each, of the requests in these rows."""
         # Nothing that this step needs may be overwritten.
-        if len(self._masks) + len(requests) > self._num_places:
+        if len(self._masks) + len(requests) > self._num_masks:
             self._masks.clear()
-            self._places.clear()
+            self._indices.clear()
         first_new = len(self._masks)
         for request, mask in zip(requests, masks, strict=True):
-            request.mask_place = self._place(mask.tobytes(), request.mask_place)
+            request.mask_index = self._index_of(mask.tobytes(), request.mask_index)
         return StepMasks(
             step_id,
             first_new,
             np.array(rows, np.int32),
-            np.array([request.mask_place for request in requests], np.int32),
+            np.array([request.mask_index for request in requests], np.int32),
             np.frombuffer(b"".join(self._masks[first_new:]), np.int32),
         )
 
-    def _place(self, mask: bytes, guess: int) -> int:
+    def _index_of(self, mask: bytes, guess: int) -> int:
         """Return the index of a mask, which is added if the table lacks it.
 
         guess: an index that it may have; to compare is faster than to look it up.
         """
         if guess < len(self._masks) and self._masks[guess] == mask:
             return guess
-        place = self._places.get(mask)
-        if place is None:
-            place = self._places[mask] = len(self._masks)
+        index = self._indices.get(mask)
+        if index is None:
+            index = self._indices[mask] = len(self._masks)
             self._masks.append(mask)
-        return place
+        return index

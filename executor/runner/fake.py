@@ -75,14 +75,14 @@ class FakeMasks:
         assert masks.step_id == step.step_id, (
             f"masks of step {masks.step_id} came for step {step.step_id}"
         )
-        for place, words in enumerate(masks.words.reshape(-1, self._num_words), masks.first_new):
-            self._table[place] = np.flatnonzero(
+        for index, words in enumerate(masks.words.reshape(-1, self._num_words), masks.first_new):
+            self._table[index] = np.flatnonzero(
                 np.unpackbits(words.view(np.uint8), bitorder="little")
             )
         return {
-            slot: self._table[place]
-            for slot, place in zip(
-                step.slots[masks.rows].tolist(), masks.places.tolist(), strict=True
+            slot: self._table[index]
+            for slot, index in zip(
+                step.slots[masks.rows].tolist(), masks.mask_indices.tolist(), strict=True
             )
         }
 

@@ -167,17 +167,19 @@ class StepInput(Columns):
 class StepMasks(Columns):
     """What rows with a grammar may sample in a step that is under way. It depends on the tokens of
     the step before, so it is sent when those are known, while the model computes. Masks repeat, so
-    a worker keeps them in a table of StepLimits.num_masks places, and is sent each once.
+    a worker keeps them in a table of StepLimits.num_masks entries, and is sent each once.
     """
 
     step_id: int
     first_new: int
     """Where in the table new masks go, one after the other."""
     rows: Int32
-    """[M] Places in the step's batch order, ascending; all of them sample. The token of a row with
-    a grammar that is not here will be dropped."""
-    places: Int32
-    """[M] Where in the table the mask of each row is."""
+    """[M] Row indices in the step's batch order, ascending; all of them sample.
+
+    The token of a row with a grammar that is not here will be dropped.
+    """
+    mask_indices: Int32
+    """[M] Index in the table of each row's mask."""
     words: Int32
     """[new * ceil(vocab_size / 32)] Mask by mask, a bit for each token, the lowest first; 1:
     allowed."""

@@ -73,7 +73,7 @@ def run(runner: GpuRunner, some: list[Request], vocab_size: int, budget: int) ->
             step_id=step.step_id,
             first_new=0,
             rows=rows,
-            places=np.arange(len(rows), dtype=np.int32),
+            mask_indices=np.arange(len(rows), dtype=np.int32),
             words=np.full(len(rows) * -(-vocab_size // 32), -1, np.int32),
         )
         output = runner.execute(step, lambda masks=masks: masks).wait()
