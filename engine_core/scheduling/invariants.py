@@ -9,7 +9,7 @@ from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import RequestStatus
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config_sections import StepLimits
 
 
 def check_invariants(

@@ -41,7 +41,7 @@ from sidestep.engine_core.scheduling.step_results import StepResults
 from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, share_masks
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
-from sidestep.ipc.config import SchedulerConfig, StepLimits
+from sidestep.ipc.config_sections import SchedulerConfig, StepLimits
 from sidestep.ipc.transport.messages import AddRequest, Finished, FinishReason, Outputs
 from sidestep.ipc.transport.records import RequestRecord
 from sidestep.ipc.transport.step import Int32, StepInput, StepMasks, StepOutput

@@ -6,7 +6,7 @@ import os
 
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config_sections import StepLimits
 
 _CPU_LIMIT = 2 << 30
 """Bytes of a CPU's cache, unless the user asks for more."""

@@ -34,6 +34,19 @@ def option(
     return field(default=default, metadata={"doc": doc, "choices": choices, "parse": parse})
 
 
+def require(condition: bool, name: str, problem: str) -> None:
+    """Raise ValidationError for the option `name` unless the condition is true."""
+    if not condition:
+        raise ValidationError(name, problem)
+
+
+def require_positive(section: object, *names: str) -> None:
+    """Raise ValidationError if one of these options is neither None nor at least 1."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value >= 1, name, f"must be at least 1, not {value!r}")
+
+
 class Options:
     """Base of the classes whose fields are options.
 

@@ -18,7 +18,7 @@ import triton
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.gpu.kernel_compiler import CompilerArgs
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.processes.process import spawn

@@ -21,7 +21,7 @@ from sidestep.engine_core.structured_outputs.grammars import COMPILE_S, Grammars
 from sidestep.executor.runner.fake import FakeRunner, expected_tokens
 from sidestep.frontend.input.output_form import make_grammar
 from sidestep.frontend.input.tokenizer import Tokenizer
-from sidestep.ipc.config import DEFAULT_MODEL
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.structured_outputs_params import Grammar, StructuredOutputsParams
 from sidestep.ipc.transport.messages import FinishReason
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
