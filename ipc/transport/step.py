@@ -21,7 +21,9 @@ long as those bytes are.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import accumulate, chain, repeat
 from typing import Any, Self
 
 import msgspec
@@ -99,6 +101,23 @@ def _layout(cls: type[Columns]) -> _Layout:
     return layout
 
 
+EnteringRow = tuple[int, slice, slice, slice, slice]
+"""A request that enters with a step.
+
+It has the slot, the positions of the tokens that are sent, and the request's parts of the columns
+`new_token_ids`, `new_stop_ids` and `new_controls`.
+"""
+_NOTHING = slice(0, 0)
+
+
+def _parts(sizes: Int32, column: Int32 | UInt8) -> Iterator[slice]:
+    """Return the slices of these sizes that follow one another in a column."""
+    if not len(column):
+        return repeat(_NOTHING, len(sizes))
+    ends = list(accumulate(sizes.tolist()))
+    return map(slice, chain((0,), ends), ends)
+
+
 @dataclass(slots=True)
 class StepInput(Columns):
     """One step.
@@ -170,6 +189,21 @@ class StepInput(Columns):
     Beats only grow, and some have no step. A row's unknown token was sampled by a step that is at
     least as many beats back as the pipeline has stages; on a single stage, by any step before.
     """
+
+    def entering_rows(self) -> Iterator[EnteringRow]:
+        """Return an iterator over the requests that enter, in the order of their rows.
+
+        It yields plain tuples, since the step path has no time for more.
+        """
+        known = self.new_num_known
+        return zip(
+            self.new_slots.tolist(),
+            map(slice, (known - self.new_num_sent).tolist(), known.tolist()),
+            _parts(self.new_num_sent, self.new_token_ids),
+            _parts(self.new_num_stop_ids, self.new_stop_ids),
+            _parts(self.new_control_sizes, self.new_controls),
+            strict=True,
+        )
 
 
 @dataclass(slots=True)
