@@ -80,7 +80,7 @@ class EngineCore:
             self.recorder.submitted(self.scheduler.situation())
             self._in_flight += 1
             self._send_masks()
-        # 4. What ended outside a step: refusals, deadlines.
+        # 4. Add what ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
         self.recorder.turn_ended()
         return outputs

@@ -133,7 +133,7 @@ def why_never(
 ) -> str | None:
     """Return why these requests can never run, or None if they can.
 
-    field: the parameter that asks for so many.
+    field: name of the parameter that sets their number.
     """
     first, num = requests[0], len(requests)
     if not first.num_prompt:

@@ -33,7 +33,7 @@ class MaskJob:
     """Seconds of a processor for each mask that has been computed, in the order of `matchers`."""
     is_done: bool = False
     error: BaseException | None = None
-    """What the library raised, if it did."""
+    """Exception of the library; None if it raised none."""
 
     def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
         """Compute the masks until `until`, a time of the monotonic clock.

@@ -57,8 +57,7 @@ class Request:
     parked: bool = False
     """Whether it runs, but gets no row in any step for now."""
     is_new: bool = False
-    """Whether the worker's row of its slot is still another request's, or an older one of its own.
-    """
+    """Whether the worker's row of its slot is still an older one, of another request or its own."""
     copy_source: int = -1
     """A block that it holds until its own block of the next token has become a copy of it.
 

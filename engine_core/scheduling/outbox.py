@@ -1,4 +1,4 @@
-"""What the core sends its frontends after a step: collected for each, sent as one message."""
+"""Messages of a step from the core to its frontends: collected for each, sent as one."""
 
 from __future__ import annotations
 

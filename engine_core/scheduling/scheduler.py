@@ -433,8 +433,8 @@ class Scheduler:
     def request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """Return the records of the last requests that ended, oldest first, then of all others.
 
-        limit: at most so many records of ended, of running and of waiting requests each. The next
-        request to enter is among the waiting ones.
+        limit: the most records of each kind: ended, running and waiting requests. The next request
+        to enter is among the waiting ones.
         """
         roster = self._roster
         if limit is None:

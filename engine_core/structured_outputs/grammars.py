@@ -37,7 +37,7 @@ _CACHED = 128
 _SHARERS = 8
 """Requests for which one compilation is enough.
 
-What it learns about tokens serves all of them, but their masks are computed one after the other. So
+Its knowledge of tokens serves all of them, but their masks are computed one after the other. So
 with more requests there are more compilations, up to one for each thread.
 """
 _CHEAP_S = 0.05

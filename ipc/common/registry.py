@@ -1,8 +1,7 @@
 """Names to implementations: `name -> "module:attribute"`, imported only when it is loaded.
 
-So a registry can be read by a process that must not import what it names (the frontend checks that
-an architecture is supported without importing torch), and a new entry is one file and one line
-here.
+So a process can read a registry without importing what it names: the frontend checks that an
+architecture is supported, and does not import torch. A new entry is one file and one line here.
 """
 
 from __future__ import annotations

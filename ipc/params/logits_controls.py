@@ -16,7 +16,7 @@ MAX_BAD_WORD_TOKENS = 32
 
 
 class Controls(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What one request asks of its logits. The defaults ask for nothing."""
+    """Controls of one request's logits. The defaults ask for nothing."""
 
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

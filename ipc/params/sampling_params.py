@@ -202,7 +202,7 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     """Keep the stop text at the end of the output."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of the stream holds."""
+    """Content of each output of the stream."""
     structured_outputs: StructuredOutputsParams | None = None
     """Form that the output must have. The request ends with 'stop' when nothing more can follow.
 

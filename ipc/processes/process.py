@@ -221,7 +221,7 @@ def end_with_parent(remove: Sequence[str] = ()) -> None:
         pass
     for folder in remove:
         shutil.rmtree(folder, ignore_errors=True)
-    # Not sys.exit: the main thread may be inside a device call that never returns.
+    # sys.exit would not end it: the main thread may be inside a device call that never returns.
     os._exit(0)
 
 

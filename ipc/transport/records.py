@@ -100,7 +100,7 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     status: str
     """One of waiting, running, preempted and finished."""
     waiting_for: WaitReason | None
-    """What keeps it from running now; None if it runs.
+    """Reason why it does not run now; None if it runs.
 
     'turn' (others are before it), 'max_num_seqs', 'max_num_batched_tokens' (the next step will have
     room), 'kv_cache', 'output' (a preempted request's last token is in flight), or 'grammar' (it is
