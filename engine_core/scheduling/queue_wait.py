@@ -15,7 +15,7 @@ class QueueWait:
 
     def __init__(self) -> None:
         self.reason: WaitReason = "max_num_batched_tokens"
-        """Reason why the first in the queue waits; a request that has just come waits for a step."""
+        """Reason why the first in the queue waits; a new request waits for a step."""
         self._seconds = dict.fromkeys(WAIT_REASONS, 0.0)
         self._since = 0.0
 
