@@ -33,7 +33,7 @@ from sidestep.frontend.output.detokenizer import Detokenizer
 from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.frontend.output.request_state import RequestState
-from sidestep.ipc.config import SchedulerConfig
+from sidestep.ipc.config_sections import SchedulerConfig
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 from sidestep.ipc.transport.messages import (
     AddRequest,

@@ -1,7 +1,7 @@
-"""The engine core: what to run (Scheduler) and where it runs (Executor), two steps in flight.
+"""The engine core: the Scheduler and the Executor, with two steps in flight.
 
-While the device computes step N, step N+1 is already scheduled, encoded and queued behind it; when
-N's tokens come back N+2 is scheduled while N+1 runs. In a pipeline each stage computes a step, and
+While the device computes step N, step N+1 is already scheduled, encoded and queued behind it. When
+N's tokens come back, N+2 is scheduled while N+1 runs. In a pipeline each stage computes a step, and
 one more is queued. Without overlap the same loop allows one step less in flight.
 """
 
@@ -19,7 +19,7 @@ from sidestep.ipc.transport.step import StepInput
 
 
 class EngineCore:
-    """Synchronous: owns no socket and no clock."""
+    """The synchronous core of the engine: it owns no socket and no clock."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class EngineCore:
 
     @property
     def in_flight(self) -> int:
-        """Steps submitted whose output has not come back."""
+        """Steps that are submitted and whose output has not come back."""
         return self._in_flight
 
     def handle(self, message: AddRequest | AbortRequests | Call) -> Answer | None:
-        """Takes a frontend's message; a Call is answered."""
+        """Take a message of a frontend, and return the answer if the message is a Call."""
         if isinstance(message, AddRequest):
             self.recorder.request_came()
             self.scheduler.add(message)
@@ -57,8 +57,9 @@ class EngineCore:
         return None
 
     def step(self) -> list[tuple[int, Outputs]]:
-        """One turn; waits for nothing. After it nothing can be done until a frontend, a worker or a
-        deadline calls.
+        """Run one turn of the loop, without waiting, and return the outputs by client.
+
+        After a turn nothing can be done until a frontend, a worker or a deadline calls.
         """
         outputs: list[tuple[int, Outputs]] = []
         # 1. Take the tokens of the steps that have come back.
@@ -79,13 +80,16 @@ class EngineCore:
             self.recorder.submitted(self.scheduler.situation())
             self._in_flight += 1
             self._send_masks()
-        # 4. What ended outside a step: refusals, deadlines.
+        # 4. Add what ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
         self.recorder.turn_ended()
         return outputs
 
     def seconds_since_progress(self) -> float:
-        """How long the steps in flight have been without an output; 0 when there are none."""
+        """Return the seconds since a step in flight last gave an output.
+
+        0 when no step is in flight.
+        """
         return self._clock() - self._last_progress if self._in_flight else 0.0
 
     def _schedule(self) -> StepInput | None:
@@ -95,8 +99,9 @@ class EngineCore:
         return step
 
     def _send_masks(self) -> None:
-        """Of the newest step in flight, before the step behind it: workers read one message after
-        the other.
+        """Send the masks of the newest step in flight, before the message of the step behind it.
+
+        Workers read one message after the other.
         """
         masks = self.scheduler.take_masks()
         if masks is not None:

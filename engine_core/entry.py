@@ -1,4 +1,4 @@
-"""Where the core's process begins: with its workers, which need longest."""
+"""The entry point of the core's process, which starts its workers first: they need longest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sidestep.ipc.processes.process import decode_args
 
 
 def main(raw: bytes) -> None:
-    """Entry point of the process."""
+    """Launch the workers, then run the core. This is the entry point of the process."""
     args = decode_args(raw, CoreArgs)
     executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(args.config, args.replica)
     executor.launch()
-    # What the core itself needs is imported while they import torch.
+    # The core's own modules are imported while the workers import torch.
     from sidestep.engine_core import proc
 
     proc.main(args, executor)

@@ -1,6 +1,4 @@
-"""The engine core's process: the busy loop between the frontends' sockets and the workers'
-rings.
-"""
+"""The engine core's process: the busy loop between frontends' sockets and workers' rings."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ from sidestep.ipc.transport.shm_ring import SPIN_S
 
 
 def main(args: CoreArgs, executor: Executor) -> None:
-    """The process once its workers start. Whatever ends it, its frontends are told why, and the
-    exit status is not 0.
+    """Run the process from the moment when its workers start.
+
+    Whatever ends the process, it tells its frontends the reason, and the exit status is not 0.
     """
     channel = CoreChannel(args.clients)
     try:
@@ -46,7 +45,7 @@ def main(args: CoreArgs, executor: Executor) -> None:
 
 
 def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
-    """Starts the workers and builds the core on what they found. Raises EngineStartError."""
+    """Start the workers and build the core on what they found. Raises EngineStartError."""
     spec = config.spec
     grammars = Grammars(config.tokenizer_path, spec.vocab_size, spec.eos_token_ids, time.monotonic)
     loading = threading.Thread(target=grammars.load, name="grammars", daemon=True)
@@ -80,8 +79,9 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
 
 
 def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
-    """The longest request that the KV cache can hold. Raises EngineStartError when that is less
-    than was asked for.
+    """Return the length in tokens of the longest request that the KV cache can hold.
+
+    Raises EngineStartError when that is less than the user asked for.
     """
     room = worker.num_kv_blocks * worker.block_size
     if config.max_model_len <= room:
@@ -92,12 +92,13 @@ def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
     raise EngineStartError(
         f"max_model_len: {config.max_model_len} tokens do not fit in the KV cache, which holds "
         f"{room}; set it to {room} or less, leave it out to have it fitted, or give the cache "
-        f"{blocks} blocks in the place of {worker.num_kv_blocks}, by num_kv_blocks or kv_cache_memory_bytes"
+        f"{blocks} blocks in the place of {worker.num_kv_blocks}, by num_kv_blocks or "
+        "kv_cache_memory_bytes"
     )
 
 
 def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
-    """The busy loop. Each turn does all that can be done, so waiting at its end delays nothing."""
+    """Run the busy loop. A turn does all that can be done, so waiting at its end delays nothing."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     poll.register(core.executor.fileno(), select.POLLIN)
@@ -118,22 +119,21 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
         # 2. Take what came back, keep the pipeline full, send the tokens on.
         for client, outputs in core.step():
             channel.send(client, outputs)
-        # 3. Wait for a frontend, a worker, a grammar or a deadline; with steps in flight, first
-        #    look for a while
-        # without sleeping.
+        # 3. Wait for a frontend, a worker, a grammar or a deadline. With steps in flight, first
+        #    poll for a while without sleeping.
         if not (core.in_flight and _look(poll)):
             poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
 
 
 def _connect(message: Connect, channel: CoreChannel, ready: Ready) -> Answer:
-    """Another frontend, which is told that the engine serves as soon as it listens."""
+    """Connect another frontend, and tell it that the engine serves as soon as it listens."""
     client = channel.connect(ClientAddress(message.to_core, message.from_core))
     channel.send(client, ready)
     return Answer(call_id=message.call_id, result={"client": client})
 
 
 def _look(poll: select.poll) -> bool:
-    """Whether something came in the time that is spent looking."""
+    """Return whether something came within `SPIN_S` seconds of polling without sleeping."""
     until = time.perf_counter() + SPIN_S
     while time.perf_counter() < until:
         if poll.poll(0):

@@ -1,9 +1,10 @@
-"""Configuration: frozen sections, one place where each option is declared, described and checked.
+"""Configuration: the sections together, checked against each other, and the environment.
 
 `EngineArgs` is the flat form that users and the command line see: it inherits the fields of every
-section, so an option is written once. `EngineArgs.create_engine_config()` splits it into
-`EngineConfig`; each component is handed only its own section. Nothing here starts a process: an
-impossible combination fails before there is one.
+section (ipc/config_sections.py), so an option is written once. `EngineArgs.create_engine_config()`
+splits it into `EngineConfig`; each component gets only its own section. Nothing here starts a
+process: an impossible combination fails before there is one. No other module reads environment
+variables.
 """
 
 from __future__ import annotations
@@ -15,418 +16,36 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from sidestep.ipc.common.errors import EngineStartError, ValidationError
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.logs import LogConfig
-from sidestep.ipc.common.options import (
-    Options,
-    option,
-    parse_bytes,
-    parse_ints,
-    parse_length,
-    parse_mapping,
+from sidestep.ipc.common.options import require
+from sidestep.ipc.config_sections import (
+    CacheConfig,
+    FrontendConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
 )
-from sidestep.ipc.common.registry import ATTENTION_BACKENDS, ROUTERS
-from sidestep.ipc.model.generation_config import (
-    GenerationConfig,
-    read_generation_config,
-    read_tokenizer_eos,
-)
-from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
+from sidestep.ipc.model.generation_config import read_tokenizer_eos
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec, resolve_model_path
 from sidestep.ipc.vllm.options import takes_vllm_options
-
-DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-POLICIES = ("fcfs", "priority")
-DEVICES = ("auto", "cpu", "cuda", "fake")
 
 T = TypeVar("T")
 
 
-def _require(condition: bool, name: str, problem: str) -> None:
-    if not condition:
-        raise ValidationError(name, problem)
-
-
-def _require_positive(section: object, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        _require(value is None or value >= 1, name, f"must be at least 1, not {value!r}")
-
-
-def _class_name(target: str) -> str:
-    module, colon, name = target.partition(":")
-    _require(
-        bool(module and colon and name.isidentifier()),
-        "logits_processors",
-        f"{target!r} is not of the form 'module:Class'",
-    )
-    return name
-
-
-@dataclass(frozen=True)
-class ModelConfig(Options):
-    """The model, and how it is loaded."""
-
-    model: str = option(
-        DEFAULT_MODEL, "Folder in the Hugging Face layout, or a hub name where a hub is reachable."
-    )
-    tokenizer: str | None = option(
-        None, "Folder or hub name of the tokenizer; the model's own if not given."
-    )
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    dtype: str = option(
-        "auto",
-        "Type of weights and activations; 'auto' is the checkpoint's on a GPU, and float32 on a CPU.",
-        choices=DTYPES,
-    )
-    max_model_len: int | str | None = option(
-        None,
-        "Longest prompt plus output in tokens: a number or '32k', which must fit in the KV "
-        "cache. Default, and 'auto': the most that the model and the KV cache allow.",
-        parse=parse_length,
-    )
-    load_format: str = option(
-        "auto", "'dummy' gives random weights without reading any.", choices=LOAD_FORMATS
-    )
-    dummy_seed: int = option(0, "Seed of the weights that load_format 'dummy' makes.")
-    hf_overrides: dict[str, Any] | None = option(
-        None,
-        "Fields that replace those of the model's config.json, as JSON, such as "
-        '\'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}\'; objects are merged field '
-        "by field.",
-        parse=parse_mapping,
-    )
-    generation_config: str = option(
-        "auto",
-        "Source of the sampling parameters that requests leave "
-        "out: 'auto' from the model's generation_config.json; 'vllm' or 'none' are the engine's own; or "
-        "a folder with such a file.",
-    )
-    skip_tokenizer_init: bool = option(
-        False,
-        "Load no tokenizer: prompts and outputs are token ids, and requests that need text "
-        "are refused.",
-    )
-    logits_processors: list[str] | None = option(
-        None, "Class that changes logits, as 'module:Class'; requests reach it by extra_args."
-    )
-
-    def read_generation_config(self, path: str) -> GenerationConfig:
-        """Return the settings for generating with the model in this folder. Raises
-        EngineStartError.
-        """
-        if self.generation_config == "auto":
-            return read_generation_config(path)
-        if self.generation_config in ("vllm", "none"):
-            return read_generation_config(path, with_sampling=False)
-        return read_generation_config(self.generation_config, required=True)
-
-    @property
-    def processor_names(self) -> list[str]:
-        """What requests call the logits processors."""
-        return [_class_name(target) for target in self.logits_processors or ()]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names = self.processor_names
-        _require(
-            len(set(names)) == len(names), "logits_processors", "two classes have the same name"
-        )
-        if not isinstance(self.max_model_len, str):
-            _require_positive(self, "max_model_len")
-        _require(
-            bool(self.generation_config),
-            "generation_config",
-            "must be 'auto', 'vllm', 'none' or a folder",
-        )
-        _require(
-            not self.skip_tokenizer_init or self.tokenizer is None,
-            "tokenizer",
-            "is not loaded with skip_tokenizer_init; give only one of the two",
-        )
-
-
-@dataclass(frozen=True)
-class CacheConfig(Options):
-    """The paged KV cache."""
-
-    block_size: int | None = option(
-        None,
-        "Tokens in one KV block. Default: 64 on a GPU, where it must be a multiple of 16; else 16.",
-    )
-    num_kv_blocks: int | None = option(
-        None, "Number of KV blocks; overrides what memory would allow."
-    )
-    kv_cache_memory_bytes: int | None = option(
-        None,
-        "Memory for the KV cache of one rank, such as 4G. Default: what --gpu-memory-utilization leaves on a "
-        "GPU, at most 2G on a CPU.",
-        parse=parse_bytes,
-    )
-    gpu_memory_utilization: float = option(
-        0.92, "Share of a GPU's memory for weights, activations and KV cache."
-    )
-    enable_prefix_caching: bool = option(True, "Reuse KV blocks of equal prefixes.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_positive(self, "block_size", "num_kv_blocks", "kv_cache_memory_bytes")
-        _require(
-            0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be in (0, 1]"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLimits:
-    """How large steps and tables may become, and how many steps there may be at once."""
-
-    max_num_seqs: int
-    """Most rows of one step."""
-    max_num_batched_tokens: int
-    """Most tokens of one step."""
-    num_slots: int
-    """Rows of a worker's tables."""
-    target_itl_s: float
-    """Seconds that a step with decodes should last at most, prompts permitting; 0: any. A stage's
-    part of it, in a pipeline."""
-    num_stages: int
-    """Stages of the pipeline: a token is known to the first one when so many further steps have
-    begun."""
-    max_steps_in_flight: int
-    """Each stage has one; with overlap, one more is queued."""
-
-    @property
-    def num_masks(self) -> int:
-        """Masks of grammars that a worker keeps: some grammars' worth, and those of any two
-        steps.
-        """
-        return max(1024, 2 * self.max_num_seqs)
-
-
-_LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
-"""Default max_num_seqs and max_num_batched_tokens. 33 tiles of 256 tokens: then the tiles of a
-large product are most often a multiple of the 132 processors of an H100 or H200, and none of those
-waits in the last turn."""
-_GPU_TARGET_ITL_MS = 27.0
-
-
-@dataclass(frozen=True)
-class SchedulerConfig(Options):
-    """The size of a step, and the order of requests."""
-
-    max_num_seqs: int | None = option(
-        None, "Most requests that run at once. Default: 512 on a GPU, else 256."
-    )
-    max_num_batched_tokens: int | None = option(
-        None,
-        "Token budget of one step; longer prompts are computed in chunks. Default: 8448 on a GPU, else 2048.",
-    )
-    scheduling_policy: str = option(
-        "fcfs",
-        "Order of waiting requests; 'priority' takes the lowest number first.",
-        choices=POLICIES,
-    )
-    async_scheduling: bool = option(True, "Schedule step N+1 while step N runs.")
-    target_itl_ms: float | None = option(
-        None,
-        "Milliseconds that a step, and with it the gap between two tokens, should last at most while other "
-        "requests decode: prompts are then computed in smaller chunks, unless more prompts wait than one step can "
-        "take; 0: chunks as large as fit. Default: 27 on a GPU, else 0.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        target = self.target_itl_ms
-        _require(
-            target is None or 0 <= target < float("inf"),
-            "target_itl_ms",
-            f"must be 0 or more, not {target}",
-        )
-        _require_positive(self, "max_num_seqs", "max_num_batched_tokens")
-        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
-        _require(
-            seqs is None or tokens is None or tokens >= seqs,
-            "max_num_batched_tokens",
-            f"{tokens} is less than max_num_seqs ({seqs}): a decode step of all running requests would not fit; "
-            "raise it or lower max_num_seqs",
-        )
-
-    def limits(self, device: str, num_stages: int = 1) -> StepLimits:
-        """What was asked for, filled up with the defaults of a device ('cuda', 'cpu' or 'fake').
-        One default gives way to a limit that was asked for: a decode step of all running requests
-        fits in any case.
-        """
-        default = _GPU_LIMITS if device == "cuda" else _LIMITS
-        seqs = self.max_num_seqs or min(default[0], self.max_num_batched_tokens or default[0])
-        tokens = self.max_num_batched_tokens or max(default[1], seqs)
-        target = (
-            self.target_itl_ms
-            if self.target_itl_ms is not None
-            else _GPU_TARGET_ITL_MS * (device == "cuda")
-        )
-        steps = num_stages + self.async_scheduling
-        # A slot is reused only after the last step that touches it has come back, so with overlap a
-        # full batch may end while another full batch enters.
-        return StepLimits(
-            max_num_seqs=seqs,
-            max_num_batched_tokens=tokens,
-            num_slots=seqs * steps,
-            target_itl_s=target / 1e3 / num_stages,
-            num_stages=num_stages,
-            max_steps_in_flight=steps,
-        )
-
-
-@dataclass(frozen=True)
-class ParallelConfig(Options):
-    """Devices, ranks and replicas."""
-
-    tensor_parallel_size: int = option(
-        1, "Number of ranks that share each layer; one process each."
-    )
-    pipeline_parallel_size: int = option(
-        1, "Number of stages that the layers are divided into, each of tensor_parallel_size ranks."
-    )
-    pipeline_layers: tuple[int, ...] | None = option(
-        None,
-        "Number of layers of each stage, such as 17,15. Default: numbers for which all stages take about equally "
-        "long; the last stage also has the output head.",
-        parse=parse_ints,
-    )
-    data_parallel_size: int = option(
-        1,
-        "Number of replicas of the model, each with its own cache, GPUs and processes; requests are spread over "
-        "them.",
-    )
-    device: str = option(
-        "auto",
-        "'auto' takes the GPU where there is one; 'fake' scripts tokens without a model.",
-        choices=DEVICES,
-    )
-    cpu_threads: int | None = option(
-        None,
-        "Threads of a CPU rank. Default: the cores, shared among all ranks of all replicas, but at most one for "
-        "each 256 values of a hidden state.",
-    )
-    attention_backend: str = option(
-        "auto",
-        "How attention is computed: 'auto' takes triton on a GPU and torch on a CPU; flashinfer needs its "
-        "package.",
-        choices=("auto", *ATTENTION_BACKENDS),
-    )
-    enforce_eager: bool = option(
-        False, "Launch each kernel by itself instead of whole steps as CUDA graphs."
-    )
-    disable_custom_all_reduce: bool = option(
-        False,
-        "Ranks on GPUs sum through torch.distributed (NCCL) alone, not through one another's memory.",
-    )
-    fake_step_ms: float = option(
-        0.0,
-        "Device 'fake' only: how long a step keeps the device, or each stage, busy, in milliseconds.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_positive(
-            self,
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_size",
-            "cpu_threads",
-        )
-        if (layers := self.pipeline_layers) is not None:
-            _require(
-                len(layers) == self.pipeline_parallel_size,
-                "pipeline_layers",
-                f"has {len(layers)} numbers, one is wanted for each of {self.pipeline_parallel_size} stages "
-                "(pipeline_parallel_size)",
-            )
-            _require(
-                min(layers) >= 1, "pipeline_layers", f"each stage needs a layer, not {min(layers)}"
-            )
-        _require(self.fake_step_ms >= 0, "fake_step_ms", "must not be negative")
-        _require(
-            self.fake_step_ms == 0 or self.device == "fake",
-            "fake_step_ms",
-            f"has a meaning only with device 'fake', not {self.device!r}",
-        )
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes of the model, or of each replica. Those of one stage come one after the
-        other.
-        """
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    def rank_name(self, rank: int) -> str:
-        """For people: 'worker 3 (stage 1, tp rank 1)', as far as there are several."""
-        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
-        places = [f"stage {rank // tp}"] * (pp > 1) + [f"tp rank {rank % tp}"] * (tp > 1)
-        return f"worker {rank} ({', '.join(places)})" if places else f"worker {rank}"
-
-    def stage(self, spec: ModelSpec, rank: int) -> Stage:
-        """What part of the model a rank has."""
-        layers = self.pipeline_layers or split_layers(spec, self.pipeline_parallel_size)
-        return stage_of(tuple(layers), rank // self.tensor_parallel_size)
-
-
-@dataclass(frozen=True)
-class FrontendConfig(Options):
-    """Requests on their way to the engine, and tokens on their way to their readers."""
-
-    seed: int | None = option(
-        None,
-        "Requests without a seed derive theirs from this number and from their order, so that a program's "
-        "runs repeat. Default: each request draws a new one.",
-    )
-
-    stream_interval: int = option(
-        1,
-        "Number of new tokens after which a request's reader wakes; it also wakes at the first token and at the "
-        "end. More is cheaper.",
-    )
-    max_num_queued_reqs: int | None = option(
-        None,
-        "Most requests of this frontend that may wait to be scheduled; further ones are refused. Default: 4096 "
-        "in sidestep serve, else no limit.",
-    )
-    max_num_queued_tokens: int | None = option(
-        None,
-        "Most tokens of prompts that may wait; a request whose prompt would exceed them is refused. Default: no "
-        "limit.",
-    )
-    routing: str = option(
-        "prefix",
-        "With data_parallel_size: which replica takes a request. 'prefix' weighs what each has cached of the "
-        "prompt against how much it has to do (without prefix caching as least_loaded); 'least_loaded' looks at the "
-        "work in flight alone, 'round_robin' at nothing.",
-        choices=tuple(ROUTERS),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(
-            self.seed is None or self.seed >= 0, "seed", f"must be at least 0, not {self.seed!r}"
-        )
-        _require_positive(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")
-
-
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
-    """Raises ValidationError if a model cannot be shared by so many ranks."""
+    """Raise ValidationError if a model cannot be divided among `size` ranks."""
     for name, value in (
         ("attention heads", spec.num_heads),
         ("intermediate size", spec.intermediate_size),
     ):
-        _require(
+        require(
             value % size == 0,
             "tensor_parallel_size",
             f"{size} does not divide the model's {value} {name}",
         )
     kv = spec.num_kv_heads
-    _require(
+    require(
         kv % size == 0 or size % kv == 0,
         "tensor_parallel_size",
         f"{size} neither divides nor is divided by the model's {kv} KV heads",
@@ -443,7 +62,7 @@ class EngineConfig:
     parallel: ParallelConfig
     frontend: FrontendConfig
     spec: ModelSpec
-    """What the model's config.json says; its `path` is a local folder."""
+    """Contents of the model's config.json; its `path` is a local folder."""
     logs: LogConfig = LogConfig()
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
@@ -454,19 +73,19 @@ class EngineConfig:
         spec, tp = self.spec, self.parallel.tensor_parallel_size
         limit, wanted = spec.max_position_embeddings, self.model.max_model_len
         if isinstance(wanted, int):
-            _require(
+            require(
                 wanted <= limit,
                 "max_model_len",
                 f"{wanted} is more than the model's {limit} positions",
             )
         check_tensor_parallel(spec, tp)
         pp, layers = self.parallel.pipeline_parallel_size, self.parallel.pipeline_layers
-        _require(
+        require(
             pp <= spec.num_layers,
             "pipeline_parallel_size",
             f"{pp} is more than the model's {spec.num_layers} layers",
         )
-        _require(
+        require(
             layers is None or sum(layers) == spec.num_layers,
             "pipeline_layers",
             f"{layers} have {sum(layers or ())} layers, the model has {spec.num_layers}",
@@ -489,16 +108,18 @@ class EngineConfig:
 class EngineArgs(
     LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig
 ):
-    """Every option of the engine as one flat set of keyword arguments; each is also a command-line
-    flag.
+    """Every option of the engine as one flat set of keyword arguments.
+
+    Each is also a command-line flag.
     """
 
     def _section(self, cls: type[T]) -> T:
         return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})  # type: ignore[arg-type]
 
     def create_engine_config(self) -> EngineConfig:
-        """Finds and reads the model's config.json and checks everything. Raises ValidationError or
-        EngineStartError.
+        """Find and read the model's config.json, check everything, and return the sections.
+
+        Raises ValidationError or EngineStartError.
         """
         path = resolve_model_path(self.model, self.revision)
         tokenizer_path = self._tokenizer_path(path)
@@ -517,7 +138,7 @@ class EngineArgs(
         )
 
     def _tokenizer_path(self, path: str) -> str | None:
-        """path: the model's folder."""
+        """Return the tokenizer's folder; None without a tokenizer. path: the model's folder."""
         if self.tokenizer is None:
             return None if self.skip_tokenizer_init else path
         try:
@@ -527,13 +148,14 @@ class EngineArgs(
             raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some options changed."""
+        """Return a copy with some options changed."""
         return dataclasses.replace(self, **changes)
 
 
 ENVIRONMENT_PREFIX = "SIDESTEP_"
-"""Beginning of the environment's variables that are options of the command line."""
+"""Beginning of the environment variables that are options of the command line."""
 API_KEYS, OPERATOR_KEYS = f"{ENVIRONMENT_PREFIX}API_KEYS", f"{ENVIRONMENT_PREFIX}OPERATOR_KEYS"
+"""Environment variables with the server's keys."""
 _KEYS_VARIABLES = (API_KEYS, OPERATOR_KEYS)
 _SERVICE_LINK = re.compile(
     r"SIDESTEP_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
@@ -542,7 +164,7 @@ _SERVICE_LINK = re.compile(
 
 
 def environment_options() -> dict[str, str]:
-    """Return the variables of the environment that set options. An empty one sets nothing."""
+    """Return the environment variables that set options. An empty one sets nothing."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -563,13 +185,14 @@ def keys_of_environment(variable: str) -> list[str]:
     if (text := os.environ.get(variable)) is None:
         return []
     keys = text.replace(",", " ").split()
-    _require(bool(keys), variable, "is set and holds no key; unset it to go without")
+    require(bool(keys), variable, "is set and holds no key; unset it to go without")
     return keys
 
 
 def state_folder_of_environment() -> Path | None:
-    """Return the folder for this user's own files, such as the history of `sidestep chat`; None
-    without a home folder.
+    """Return the folder for this user's own files, such as the history of `sidestep chat`.
+
+    None without a home folder.
     """
     base = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(base):  # the XDG specification ignores relative ones
@@ -579,19 +202,20 @@ def state_folder_of_environment() -> Path | None:
 
 
 def colours_of_environment() -> bool:
-    """Return whether a terminal may have colours: not with NO_COLOR, and not if the terminal is
-    dumb.
+    """Return whether a terminal may have colours.
+
+    It has none with NO_COLOR, and none if the terminal is dumb.
     """
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def triton_environment() -> dict[str, str]:
-    """What a user has told Triton."""
+    """Return the environment variables with which a user configures Triton."""
     return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
 
 
 def visible_gpus_of_environment() -> list[str] | None:
-    """The GPUs that CUDA programs may see, by number or UUID; None for all."""
+    """Return the GPUs that CUDA programs may see, by number or UUID; None for all."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
@@ -613,5 +237,8 @@ def exact_products_environment() -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Cores this process may run on, which in a container is often fewer than the machine has."""
+    """Return the number of cores this process may run on.
+
+    In a container it is often smaller than the machine's.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sidestep.ipc.config import DEFAULT_MODEL
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 
 REQUEST_FORMATS = ("/v1/completions", "/v1/chat/completions")
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         ValidationError,
     )
-    from sidestep.ipc.config import DEFAULT_MODEL
+    from sidestep.ipc.config_sections import DEFAULT_MODEL
     from sidestep.ipc.params.beam_search_params import BeamSearchParams
     from sidestep.ipc.params.sampling_params import (
         RepetitionDetectionParams,
@@ -82,7 +82,7 @@ _HOMES = {
     "critique_and_revise": "frontend.api.scaling",
     "self_consistency": "frontend.api.scaling",
     "BeamSearchParams": "ipc.params.beam_search_params",
-    "DEFAULT_MODEL": "ipc.config",
+    "DEFAULT_MODEL": "ipc.config_sections",
     "EngineArgs": "frontend.api.engine_args",
     "EngineDeadError": "ipc.common.errors",
     "EngineStalledError": "ipc.common.errors",

@@ -18,7 +18,7 @@ from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import ModelSpec, RopeSpec
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import SamplingParams

@@ -33,7 +33,7 @@ from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.sampling.special_rows import SpecialRows
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.transport.step import StepInput, StepMasks

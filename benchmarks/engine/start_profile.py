@@ -41,7 +41,12 @@ def worker_args(model: str, folder: str) -> WorkerArgs:
     """Return the arguments of a worker of a benchmark's model, with default options."""
     from benchmarks.workloads import write_model
     from sidestep.executor.runner.runner import WorkerArgs
-    from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from sidestep.ipc.config_sections import (
+        CacheConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+    )
     from sidestep.ipc.model.model_spec import load_model_spec
 
     path = write_model(model, folder)

@@ -41,7 +41,7 @@ from sidestep.engine_core.structured_outputs.mask_table import MaskTable
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.logits_processor import ProcessorSetup
 from sidestep.frontend.input.output_form import make_grammar
-from sidestep.ipc.config import SchedulerConfig
+from sidestep.ipc.config_sections import SchedulerConfig
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import Grammar, StructuredOutputsParams
 from sidestep.ipc.transport.messages import AddRequest, pack_ids
@@ -159,8 +159,8 @@ def run(
         with watch("table"):
             wire.take(message)
         with watch("all sent"):
-            rows = np.arange(count, dtype=np.int32)
-            alone.take(alone.send(StepMasks(0, 0, rows, rows, np.concatenate(masks))))
+            indices = np.arange(count, dtype=np.int32)
+            alone.take(alone.send(StepMasks(0, 0, indices, indices, np.concatenate(masks))))
         for i, mask in enumerate(masks):
             key = mask.tobytes()
             if key not in allowed:

@@ -34,7 +34,7 @@ from benchmarks.kernels.gpu_step_parts import Kernel, beside_floors, part_times
 from benchmarks.workloads import MODELS, write_model
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from sidestep.ipc.transport.step import StepInput
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from sidestep.ipc.config import DEFAULT_MODEL
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 
 MODEL_LEN = 2048
 HEADERS = {"content-type": "application/json"}

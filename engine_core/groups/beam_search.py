@@ -1,9 +1,9 @@
 """Beam search: which continuations go on, which have ended, and when nothing better can come.
 
-The rules are those of transformers' `generate`. Of all beams' continuations the best are looked at,
-twice as many as there are beams (more if several tokens end a sequence). Those that have not ended
-go on, the best `beam_width` of them. Those that have ended count if they are among the best
-`beam_width` of all, and the best `beam_width` of these are kept.
+The rules are those of transformers' `generate`. The best continuations of all beams are looked at,
+twice as many as there are beams (more if several tokens end a sequence). Continuations that have
+not ended go on, the best `beam_width` of them. Continuations that have ended count if they are
+among the best `beam_width` of all, and the best `beam_width` of these are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sidestep.ipc.transport.step import Float32, Int32
 
 
 class Candidates(NamedTuple):
-    """What may follow a beam: tokens and their logprobs, the most probable first."""
+    """Tokens that may follow a beam, and their logprobs, the most probable first."""
 
     token_ids: Int32
     logprobs: Float32
@@ -31,21 +31,21 @@ class Ended(NamedTuple):
     """cumulative logprob / length ** length_penalty"""
     logprob: float
     token_ids: list[int]
-    """Without the prompt."""
+    """Tokens without the prompt."""
 
 
 class Chosen(NamedTuple):
-    """A beam of the next step: which beam it continues, and with what."""
+    """A beam of the next step: the index of the beam it continues, and the token."""
 
     parent: int
     token: int
 
 
 class BeamSearch:
-    """The state of one search. Beams are numbers; their tokens are kept by who calls."""
+    """The state of one search. Beams are indices; the caller keeps their tokens."""
 
     def __init__(self, params: BeamSearchParams, eos_ids: frozenset[int], max_tokens: int) -> None:
-        """eos_ids: tokens that end a continuation. max_tokens: as `params` has it, or less."""
+        """Begin with one beam. eos_ids: tokens that end it. max_tokens: as in `params`, or less."""
         self._params = params
         self._eos = np.array(sorted(eos_ids), np.int32)
         self._max_tokens = max_tokens
@@ -53,10 +53,12 @@ class BeamSearch:
         self.length = 0
         """Tokens of each beam."""
         self.scores = np.zeros(1, np.float32)
-        """Cumulative logprobs: of one beam at first, then of `beam_width`. In float32, as in
-        transformers."""
+        """Cumulative logprobs in float32, as in transformers.
+
+        There is one beam at first, then `beam_width`.
+        """
         self.ended: list[Ended] = []
-        """The best first."""
+        """Continuations that have ended, the best first."""
 
     def __repr__(self) -> str:
         return (
@@ -66,8 +68,9 @@ class BeamSearch:
     def advance(
         self, candidates: Sequence[Candidates], outputs: Sequence[list[int]]
     ) -> list[Chosen]:
-        """One step: candidates for each beam, and its tokens so far, without the prompt. Returns
-        the beams of the next step, or nothing if the search is over.
+        """Take one step, and return the beams of the next one; none if the search is over.
+
+        candidates: for each beam. outputs: each beam's tokens so far, without the prompt.
         """
         width = self._params.beam_width
         totals = np.concatenate(
@@ -78,8 +81,8 @@ class BeamSearch:
         best = np.argsort(-totals, kind="stable")[: self._num_candidates]
         self.length += 1
         ends = np.isin(tokens[best], self._eos) | (self.length >= self._max_tokens)
-        for place in best[:width][ends[:width]].tolist():
-            self._end(float(totals[place]), [*outputs[parents[place]], int(tokens[place])])
+        for index in best[:width][ends[:width]].tolist():
+            self._end(float(totals[index]), [*outputs[parents[index]], int(tokens[index])])
         going = best[~ends][:width]
         if not len(going) or self._is_over(float(totals[going[0]])):
             return []
@@ -90,8 +93,9 @@ class BeamSearch:
         ]
 
     def best(self, outputs: Sequence[list[int]]) -> list[Ended]:
-        """What to answer when the search must stop here: what has ended, filled up with what has
-        not.
+        """Return the result when the search must stop here.
+
+        It holds the continuations that have ended, filled up with running ones.
         """
         running = [
             Ended(self._score(float(score), max(1, self.length)), float(score), list(tokens))
@@ -109,9 +113,7 @@ class BeamSearch:
         del self.ended[self._params.beam_width :]
 
     def _is_over(self, best_running: float) -> bool:
-        """Whether as many have ended as are wanted, and no running one is expected to become
-        better.
-        """
+        """Return whether enough have ended, and no running beam is expected to become better."""
         stopping = self._params.early_stopping
         if len(self.ended) < self._params.beam_width:
             return False

@@ -1,10 +1,9 @@
-"""The beams of one search: requests that fork and die at every step, by edits of their block
-tables.
+"""The beams of one search: requests that fork and end at every step, by edits of block tables.
 
-All beams have run a step, and stay parked, when the search chooses what follows. A beam that is
-continued once goes on in its place. A second continuation takes the place of a beam that is
-continued by nothing: it shares the full blocks of the one it continues, and copies the block that
-is not full before the next step writes to it.
+All beams have run a step, and stay parked, when the search chooses what follows. A beam's first
+continuation goes on in the same request. A second continuation takes over the request of a beam
+that has no continuation: it shares the full blocks of the beam it continues, and copies the block
+that is not full before the next step writes to it.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from sidestep.ipc.transport.step import LogprobColumns, UInt8
 
 @dataclass(slots=True, eq=False)
 class BeamGroup(Group):
-    """The first of `members` is what its frontend knows. All of them end together."""
+    """The requests of one search. The frontend knows the first member. All of them end together."""
 
     search: BeamSearch = field(kw_only=True)
     beams: list[Request] = field(kw_only=True)
     """Members that are continuations, in the order of the search: one at first, then all."""
     arrived: dict[Request, Candidates] = field(default_factory=dict)
-    """What may follow those of them whose step has come back."""
+    """Candidates of the beams whose step has come back."""
 
     @property
     def parks_after_rows(self) -> bool:
+        """True: each beam waits for the others before the search chooses."""
         return True
 
     @property
@@ -44,22 +44,27 @@ class BeamGroup(Group):
         return all(r.status is RequestStatus.RUNNING for r in self.members)
 
     def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
-        """The prompt is computed once, and then continued by all."""
+        """Return the beams that get blocks from the first, which alone computes the prompt."""
         return [r for r in together[1:] if r in self.beams]
 
     def enter(self, together: Sequence[Request]) -> None:
+        """Note that these have got their slots and blocks.
+
+        Preempted beams compute their last token again, so their candidates are dropped.
+        """
         super(BeamGroup, self).enter(together)
-        for request in together:  # preempted ones compute their last token again
+        for request in together:
             self.arrived.pop(request, None)
 
     def take(self, request: Request, candidates: Candidates) -> bool:
-        """Notes what may follow a beam. Whether that is known of all of them now."""
+        """Keep the candidates of a beam. Return whether all beams have theirs now."""
         self.arrived[request] = candidates
         return len(self.arrived) == len(self.beams)
 
     def advance(self, kv: KVCacheManager) -> bool:
-        """Makes the beams of the next step; False if the search is over. Those without blocks
-        (preempted) only get their tokens.
+        """Make the beams of the next step; return False if the search is over.
+
+        Preempted beams, which have no blocks, only get their tokens.
         """
         before = self.beams
         chosen = self.search.advance([self.arrived[r] for r in before], self._outputs())
@@ -67,13 +72,13 @@ class BeamGroup(Group):
         if not chosen:
             return False
         continued = {before[c.parent] for c in chosen}
-        places = [r for r in self.members if r not in continued]
+        unused = [r for r in self.members if r not in continued]
         self.beams = []
         for parent in (before[c.parent] for c in chosen):
             if parent not in self.beams:
                 self.beams.append(parent)
                 continue
-            beam = places.pop(0)
+            beam = unused.pop(0)
             beam.token_ids = parent.token_ids.copy()
             beam.block_hashes = parent.block_hashes.copy()
             if self.is_running:
@@ -86,7 +91,7 @@ class BeamGroup(Group):
         return True
 
     def result(self, eos_ids: frozenset[int]) -> list[Beam]:
-        """What the frontend is told in the end, or if the search must stop here."""
+        """Return what the frontend gets in the end, or if the search must stop here."""
         return [_told(ended, eos_ids) for ended in self.search.best(self._outputs())]
 
     def _outputs(self) -> list[list[int]]:
@@ -107,7 +112,7 @@ def make_beams(
     eos_token_ids: frozenset[int],
     kv: KVCacheManager,
 ) -> list[Request]:
-    """The requests of a message that asks for beam search."""
+    """Return the requests of a message that asks for beam search."""
     requests = [
         Request.from_message(message, max_model_len, eos_token_ids)
         for _ in range(params.beam_width)
@@ -127,16 +132,19 @@ def make_beams(
 
 
 def found_by(request: Request) -> list[Beam]:
-    """What a search has found so far; nothing of a request that is none."""
+    """Return the beams that a search has found so far; none for a request that is not a search."""
     return request.group.result(request.eos_ids) if isinstance(request.group, BeamGroup) else []
 
 
 def candidates_of_beams(column: UInt8, rows: Sequence[Request]) -> dict[Request, Candidates]:
-    """What may follow the beams among a step's rows that sampled; column: StepOutput.logprobs."""
+    """Return the candidates of the beams among a step's rows that sampled.
+
+    column: StepOutput.logprobs.
+    """
     columns = LogprobColumns.unpack(column)
     ends = np.cumsum(columns.sizes).tolist()
-    # A copy: the columns are views over memory that is reused. The first entry is of the token that
-    # was sampled.
+    # The candidates are copied, because the columns are views over memory that is reused. The first
+    # entry is that of the sampled token.
     return {
         rows[row]: Candidates(
             columns.token_ids[end - size + 1 : end].copy(),

@@ -1,11 +1,10 @@
-"""Requests that belong together and share the blocks of their prompt: the choices of one call, or
-the beams of one search (engine_core/groups/beams.py).
+"""Requests that share the blocks of their prompt: the choices of a call, or the beams of a search.
 
-They are admitted and preempted together. One of them, the group's source, computes the prompt; the
-others are *parked* until the step that computes the prompt's last token has been scheduled. In the
-next step they enter with all tokens of the prompt but the last computed: full blocks are the
-source's own, and what the source has written to the block that is not full is copied before that
-step writes anything.
+Beams are in engine_core/groups/beams.py. The requests of a group are admitted and preempted
+together. One of them, the group's source, computes the prompt; the others are *parked* until the
+step that computes the prompt's last token has been scheduled. In the next step they enter with all
+tokens of the prompt but the last computed. Their full blocks are the source's own. What the source
+has written to the block that is not full is copied before that step writes anything.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class ForkingGroups:
         return group in self._groups
 
     def enter(self, group: Group, together: Sequence[Request]) -> None:
-        """These have got their slots and blocks, and the first its first row."""
+        """Note that these have got their slots and blocks, and the first its first row."""
         group.enter(together)
         if group.forks:
             self._groups.append(group)
 
     def unpark(self, kv: KVCacheManager) -> None:
-        """Lets those go on whose prompt is being computed by a step in flight, or has been."""
+        """Unpark the forks whose prompt has been computed, or is computed by a step in flight."""
         for group in self._groups.copy():
             source = group.source
             assert source is not None
@@ -49,13 +48,13 @@ class ForkingGroups:
                 self.stop(group)
 
     def stop(self, group: Group) -> None:
-        """Nobody waits for its prompt any more."""
+        """Note that no member of the group waits for its prompt any more."""
         group.stop_forking()
         if group in self._groups:
             self._groups.remove(group)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the state contradicts itself."""
+        """Raise AssertionError when the state contradicts itself."""
         for group in self._groups:
             assert group.source is not None and group.forks, "nobody is parked, or for nobody"
             assert all(
@@ -71,8 +70,9 @@ class ForkingGroups:
 def check_groups(
     requests: Iterable[Request], queue: Iterable[Request], forking: ForkingGroups
 ) -> None:
-    """Raises AssertionError when the groups of these requests, all that live, contradict
-    themselves.
+    """Raise AssertionError when the groups of these requests contradict themselves.
+
+    requests: all that have not ended.
     """
     for request in queue:
         assert request.group is None or request is request.group.queued, (
@@ -94,9 +94,10 @@ def check_groups(
 def make_choices(
     message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int], kv: KVCacheManager
 ) -> list[Request]:
-    """The request of a message, or all of its choices. Those of a group may become so long that all
-    of them together fit in the cache: a group alone can always run to its end, as a request alone
-    can.
+    """Return the request of a message, or all of its choices.
+
+    The requests of a group may become so long that all of them together fit in the cache. So a
+    group alone can always run to its end, as a request alone can.
     """
     num = message.sampling.n
     requests = [
@@ -109,14 +110,14 @@ def make_choices(
 
 
 def join(requests: Sequence[Request], group: Group, kv: KVCacheManager) -> None:
-    """Makes them one group."""
+    """Make the requests one group."""
     for request in requests:
         request.group = group
         request.max_total = min(request.max_total, kv.longest_of_group(request, len(requests)))
 
 
 def _one_choice(message: AddRequest, index: int) -> AddRequest:
-    """The message that asks for one of the choices alone."""
+    """Return the message that asks for one of the choices alone."""
     if message.sampling.n == 1:
         return message
     return msgspec.structs.replace(
@@ -130,23 +131,30 @@ def _one_choice(message: AddRequest, index: int) -> AddRequest:
 def why_never(
     requests: Sequence[Request], max_model_len: int, max_num_seqs: int, field: str
 ) -> str | None:
-    """Why these can never run, or None if they can. field: what asks for so many."""
+    """Return why these requests can never run, or None if they can.
+
+    field: name of the parameter that sets their number.
+    """
     first, num = requests[0], len(requests)
     if not first.num_prompt:
         return "prompt: is empty"
     if first.num_prompt >= max_model_len:
-        return f"prompt: {first.num_prompt} tokens and one of output are more than the {max_model_len} that fit"
+        return (
+            f"prompt: {first.num_prompt} tokens and one of output are more than the "
+            f"{max_model_len} that fit"
+        )
     if num > max_num_seqs:
         return f"{field}: {num} are more than the {max_num_seqs} that run at once (max_num_seqs)"
     if first.max_total <= first.num_prompt:
-        return f"{field}: {num} continuations of {first.num_prompt} tokens do not fit in the KV cache together"
+        return (
+            f"{field}: {num} continuations of {first.num_prompt} tokens do not fit in the KV cache "
+            "together"
+        )
     return None
 
 
 def entering_with(request: Request) -> list[Request]:
-    """A waiting request and all that must enter with it; who stands in the queue for them comes
-    first.
-    """
+    """Return a waiting request and all that must enter with it, the queued one first."""
     group = request.group
     if group is None:
         return [request]
@@ -155,6 +163,6 @@ def entering_with(request: Request) -> list[Request]:
 
 
 def sharing(together: Sequence[Request]) -> Sequence[Request]:
-    """See Group.sharing."""
+    """Return what Group.sharing returns; nothing for a request without a group."""
     group = together[0].group
     return () if group is None else group.sharing(together)

@@ -1,6 +1,4 @@
-"""Log-probabilities on their way through the core: from a step's rows to the requests of each
-frontend.
-"""
+"""Log-probabilities on their way from a step's rows to the requests of each frontend."""
 
 from __future__ import annotations
 
@@ -16,9 +14,11 @@ from sidestep.ipc.transport.step import LogprobColumns, UInt8
 def share_logprobs(
     column: UInt8, requests: Sequence[Request], late: Collection[Request] = ()
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the log-probabilities for each frontend, with its number. requests: the requests that
-    the keys of the columns are indices of. Skip requests that have ended, requests that are late
-    and have sampled nothing that counts, and beams, for which the beam search reads the column.
+    """Yield the log-probabilities for each frontend, with its number.
+
+    requests: the requests that the keys of the columns are indices of. Skipped are requests that
+    have ended, requests that are late and have sampled nothing that counts, and beams, for which
+    the beam search reads the column.
     """
     if not len(column):
         return

@@ -1,7 +1,7 @@
-"""KV blocks: who uses them, which are free, and what content the free ones still hold.
+"""KV blocks: their reference counts, the free list, and the content that free blocks still hold.
 
-A block is free when nobody references it. A free block that is known by a hash keeps its content
-until it is handed out again; those that hold nothing worth keeping are handed out first, then the
+A block is free when it has no references. A free block that is known by a hash keeps its content
+until it is allocated again. Blocks without content worth keeping are allocated first, then the
 least recently freed. Every operation is O(1) per block.
 """
 
@@ -12,17 +12,15 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Block ids 0..num_blocks-1, each with a reference count and, if its content is known, a
-    hash.
-    """
+    """Block ids 0..num_blocks-1, each with a reference count and, if known, its content's hash."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        # In the order of reuse. An ordered dict gives removal from the middle (a prefix hit) in
-        # O(1).
+        # The free blocks in the order of reuse. An ordered dict removes a block from the middle (a
+        # prefix hit) in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     def __repr__(self) -> str:
@@ -30,12 +28,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Blocks that can be allocated, cached ones included."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody references."""
+        """Blocks that have references."""
         return self.num_blocks - len(self._free)
 
     @property
@@ -44,7 +42,7 @@ class BlockPool:
         return len(self._by_hash)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each. The caller has looked at `num_free`."""
+        """Return `count` blocks with one reference each. The caller has checked `num_free`."""
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -54,26 +52,27 @@ class BlockPool:
         return blocks
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block with this content."""
+        """Return the block with this content; None if there is none."""
         return self._by_hash.get(block_hash)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody references it."""
+        """Return whether the block has no references."""
         return self._refs[block] == 0
 
     def is_last(self, block: int, count: int) -> bool:
-        """Whether it is free after so many references have been dropped."""
+        """Return whether the block is free after `count` of its references have been dropped."""
         return self._refs[block] == count
 
     def share(self, block: int) -> None:
-        """One more reference; a free block leaves the free list with its content."""
+        """Add a reference. A free block leaves the free list and keeps its content."""
         if self._refs[block] == 0:
             del self._free[block]
         self._refs[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drops one reference of each, in this order: of those that become free, the first is
-        reused first.
+        """Drop one reference of each block, in this order.
+
+        The first block that becomes free is reused first.
         """
         for block in blocks:
             self._refs[block] -= 1
@@ -83,21 +82,22 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Makes a block's content known; of blocks with equal content, the first stays the known
-        one.
+        """Make a block's content known by its hash.
+
+        If blocks have equal content, the first one that was registered stays the known one.
         """
         if self._hash_of[block] is None and block_hash not in self._by_hash:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block
 
     def reset_cache(self) -> None:
-        """Forgets all contents; blocks in use stay in use."""
+        """Forget all contents. Blocks in use stay in use."""
         for block in self._by_hash.values():
             self._hash_of[block] = None
         self._by_hash.clear()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the books do not balance."""
+        """Raise AssertionError when counts, free list and hashes contradict one another."""
         assert all(refs >= 0 for refs in self._refs), (
             "a block was freed more often than it was referenced"
         )

@@ -2,7 +2,7 @@
 
 A full block is known by hash(parent's hash, its tokens, extra keys): the chain makes equal hashes
 mean equal prefixes (the idea is that of automatic prefix caching over paged attention, Kwon et al.
-2023). SHA-256, so that nobody can build a prompt that collides with another's.
+2023). The hash is SHA-256, so that no prompt can be built that collides with another one.
 
 A block is made known as soon as the step that computes it is scheduled: steps run in order, and
 within a step the KV of all tokens is written before it is read, layer by layer. A block with tokens
@@ -20,11 +20,11 @@ from sidestep.engine_core.kv_cache.block_pool import BlockPool
 from sidestep.engine_core.requests.request import Request
 
 _NEVER = sys.maxsize
-"""As `num_registered`: none of this request's blocks are to be found by others."""
+"""Value of `num_registered` for a request whose blocks other requests must not find."""
 
 
 class KVCacheManager:
-    """Hands blocks of one pool to requests."""
+    """Allocates the blocks of one pool to requests."""
 
     def __init__(
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
@@ -40,23 +40,24 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of blocks in use."""
+        """Share of blocks in use, from 0 to 1."""
         return self.pool.num_used / self.pool.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def enter(self, request: Request, *others: Request) -> bool:
-        """Gives a request that has no blocks those of its cached prefix plus new ones for all its
-        other known tokens, also where these are computed in several chunks: prompts that enter with
-        only their first chunk take turns at preempting each other. All or nothing: False changes
-        nothing. Sets `num_computed`.
+        """Allocate the blocks of a request that has none: its cached prefix, and new blocks.
 
-        others: of its group, which get the full blocks of their common prompt from it (see
-        `_fork`).
+        The new blocks are for all its other known tokens, even if these are computed in several
+        chunks: prompts that enter with only their first chunk take turns at preempting each other.
+        Return False, and change nothing, if there are too few blocks. Sets `num_computed`.
+
+        others: requests of its group, which share the full blocks of their common prompt with it
+        (see `_fork`).
         """
-        # Of cached tokens nothing would be computed that could be told.
+        # prompt_logprobs needs every prompt token computed, so the cache is skipped.
         hits = [] if request.must_tell_of_prompt else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
         wanted = (
@@ -73,7 +74,7 @@ class KVCacheManager:
         )
         request.num_computed = num_hit
         request.num_registered = len(hits) if self.enable_prefix_caching else _NEVER
-        # A preempted request finds its own blocks again: that is not a hit anybody asks about.
+        # A preempted request finds its own blocks again, which the metrics do not count as a hit.
         if self.enable_prefix_caching and not request.num_preemptions:
             self.num_queried_tokens += len(request.token_ids)
             self.num_hit_tokens += num_hit
@@ -82,12 +83,13 @@ class KVCacheManager:
         return True
 
     def num_blocks_to_enter(self, request: Request, *others: Request) -> int:
-        """The most that `enter` may need."""
+        """Return the most blocks that `enter` may need."""
         return self.blocks_for(len(request.token_ids)) + sum(map(self._num_own_blocks, others))
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """New blocks so that the request can hold `num_tokens` in all; None (and no change) if
-        there are too few.
+        """Return new blocks so that the request can hold `num_tokens` in all.
+
+        Return None, and change nothing, if there are too few.
         """
         wanted = self.blocks_for(num_tokens) - len(request.block_ids)
         if wanted <= 0:
@@ -99,7 +101,7 @@ class KVCacheManager:
         return blocks
 
     def remember(self, request: Request) -> None:
-        """Makes known the full blocks whose tokens are known and computed."""
+        """Make known the full blocks whose tokens are known and computed."""
         full = min(request.num_computed, len(request.token_ids)) // self.block_size
         if full <= request.num_registered:
             return
@@ -109,8 +111,9 @@ class KVCacheManager:
         request.num_registered = full
 
     def free(self, request: Request) -> None:
-        """Takes all blocks back. The last ones are reused first: a prefix is worth more than what
-        follows it.
+        """Take all blocks of a request back.
+
+        Its last blocks are reused first: a prefix is worth more than what follows it.
         """
         self.pool.free(reversed(request.block_ids))
         if request.copy_source >= 0:
@@ -120,16 +123,19 @@ class KVCacheManager:
         request.num_registered = 0
 
     def reset_prefix_cache(self, holders: Iterable[Request]) -> None:
-        """Forgets all cached prefixes. Blocks in use stay in use but are found no more; nor is what
-        their `holders` compute from now on, since it depends on what they computed before.
+        """Forget all cached prefixes.
+
+        Blocks in use stay in use, but no request finds them any more. Blocks that their `holders`
+        compute from now on are not found either, because they depend on what was computed before.
         """
         self.pool.reset_cache()
         for request in holders:
             request.num_registered = _NEVER
 
     def check_invariants(self, requests: list[Request]) -> None:
-        """`requests` are all that may hold blocks. Raises AssertionError when the books do not
-        balance.
+        """Raise AssertionError when reference counts differ from what requests hold.
+
+        requests: all that may hold blocks.
         """
         self.pool.check_invariants()
         refs = [0] * self.pool.num_blocks
@@ -144,13 +150,18 @@ class KVCacheManager:
         assert refs == self.pool._refs, "reference counts are not what requests hold"
 
     def num_shared(self, request: Request) -> int:
-        """Blocks that one of a group has from the others. Not the one with the prompt's last token,
-        which each of them computes for its logits, and with it writes again.
+        """Return the number of blocks that a request of a group shares with the others.
+
+        The block with the prompt's last token is not shared: each request computes that token for
+        its logits, and so writes the block again.
         """
         return (request.num_prompt - 1) // self.block_size
 
     def longest_of_group(self, request: Request, num: int) -> int:
-        """Most tokens, prompt included, that it can have if the cache holds `num` like it."""
+        """Return the most tokens a request can have if the cache holds `num` like it.
+
+        The tokens include the prompt.
+        """
         shared = self.num_shared(request)
         return (shared + (self.pool.num_blocks - shared) // num) * self.block_size
 
@@ -158,8 +169,10 @@ class KVCacheManager:
         return self.blocks_for(len(request.token_ids)) - self.num_shared(request)
 
     def _fork(self, source: Request, request: Request) -> None:
-        """Blocks for one whose prompt the source computes: the source's full ones, and new ones of
-        its own, of which the first must become a copy of what the source has there.
+        """Give a request the blocks of a source that computes the same prompt.
+
+        It shares the source's full blocks and gets new ones for the rest. The first new block must
+        become a copy of the source's block with that index.
         """
         shared = source.block_ids[: self.num_shared(request)]
         for block in shared:
@@ -172,9 +185,7 @@ class KVCacheManager:
             self.pool.share(request.copy_source)
 
     def branch(self, source: Request, request: Request) -> None:
-        """In the place of what it had, blocks for a request that goes on from all that the source
-        has computed.
-        """
+        """Replace a request's blocks, so that it continues all that the source has computed."""
         full, rest = divmod(source.num_computed, self.block_size)
         shared, copied = source.block_ids[:full], source.block_ids[full] if rest else -1
         for block in (*shared, copied) if rest else shared:
@@ -186,8 +197,9 @@ class KVCacheManager:
         request.num_registered = source.num_registered
 
     def _match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks of its prefix; never of all its tokens, since the last one must be computed
-        for its logits.
+        """Return the cached blocks of the request's prefix.
+
+        They never hold all its tokens, since the last token must be computed for its logits.
         """
         if not self.enable_prefix_caching:
             return []
@@ -202,7 +214,7 @@ class KVCacheManager:
         return hits
 
     def _extend_hashes(self, request: Request, full: int) -> None:
-        """Hashes the first `full` blocks of known tokens; those hashed before are kept."""
+        """Hash the first `full` blocks of known tokens; hashes from earlier calls are kept."""
         hashes, size = request.block_hashes, self.block_size
         for index in range(len(hashes), full):
             parent = hashes[-1] if hashes else b""
@@ -213,9 +225,11 @@ class KVCacheManager:
 
 
 def _salted(parent: bytes, cache_salt: str | None) -> bytes:
-    """The parent of the first block that is not public, and so a part of every hash from there on:
-    what must be equal besides the tokens. Hashed twice, so that no salt can be made whose hash is
-    that of some block.
+    """Return the parent hash for the first block that is not public, with the salt in it.
+
+    The salt is thereby part of every hash from that block on, so blocks are shared only if the
+    salts are equal too. The salt is hashed twice, so that no salt can be made whose hash is that of
+    some block.
     """
     if cache_salt is None:
         return parent

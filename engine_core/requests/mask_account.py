@@ -11,14 +11,12 @@ _RECOVERY = 0.1
 
 
 class MaskAccount:
-    """The seconds that the masks of a request, or of a grammar, have taken beyond the average that
-    they may take.
-    """
+    """The seconds that masks of a request, or of a grammar, took beyond their allowed average."""
 
     __slots__ = ("_allowed_s", "_clock", "_name", "_over_s", "_since")
 
     def __init__(self, name: str, allowed_s: float, clock: Callable[[], float]) -> None:
-        """name: the owner of the account, for error messages."""
+        """Open an account. name: its owner, for error messages."""
         self._name = name
         self._allowed_s = allowed_s
         self._clock = clock
@@ -44,6 +42,7 @@ class MaskAccount:
         if self._over_s <= self._allowed_s:
             return None
         return (
-            f"is too expensive to follow: what may come next has taken more than {TOKEN_S * 1e3:g} ms of a "
-            f"processor a token, and {self._allowed_s:g} s in all beyond that, for {self._name}"
+            "is too expensive to follow: what may come next has taken more than "
+            f"{TOKEN_S * 1e3:g} ms of a processor a token, and {self._allowed_s:g} s in all "
+            f"beyond that, for {self._name}"
         )

@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 _CHUNK = 16
 """Masks for each thread of the library, between two looks at the time."""
 _PRECISE_S = 0.2e-3
-"""Seconds. The clock of the thread is read for masks that took longer, which takes a
-microsecond."""
+"""Seconds. The thread's clock is read for masks that took longer; reading takes a microsecond."""
 FOREVER = float("inf")
 """Seconds that a step may wait for its masks if no mask may be late."""
 
 
 @dataclass(slots=True, eq=False)
 class MaskJob:
-    """Masks of some requests, all of a grammar among them."""
+    """Masks of some requests. It has all requests of a grammar that it has one of."""
 
     matchers: list[tuple[LLMatcher, int]]
-    """With their rows in `masks`; nothing else may touch them until the job is done."""
+    """Matchers with their rows in `masks`; nothing else may touch them until the job is done."""
     masks: Int32
     """[n, ceil(vocab_size / 32)] A bit a token, the lowest first."""
     num_left: int
-    """Masks that nobody has taken yet."""
+    """Masks that have not been taken yet."""
     seconds: list[float] = field(default_factory=list)
     """Seconds of a processor for each mask that has been computed, in the order of `matchers`."""
     is_done: bool = False
     error: BaseException | None = None
-    """What the library raised, if it did."""
+    """Exception of the library; None if it raised none."""
 
     def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
-        """Compute the masks until `until`, a time of the monotonic clock. executor: shares the work
-        among `num_threads` threads of its own.
+        """Compute the masks until `until`, a time of the monotonic clock.
+
+        executor: shares the work among `num_threads` threads of its own.
         """
         if executor is not None:
             self._run_shared(executor, num_threads, until)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is in its life."""
+    """State of a request in its life."""
 
     WAITING = 0
     RUNNING = 1
@@ -28,8 +28,9 @@ class RequestStatus(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its state. `eq=False`: identity is what the scheduler means, and it is
-    faster.
+    """A request and its state.
+
+    `eq=False`: the scheduler compares requests by identity, and that is faster.
     """
 
     client: int
@@ -44,7 +45,7 @@ class Request:
     stop_ids: frozenset[int]
     """Tokens that end it."""
     eos_ids: frozenset[int]
-    """Those of `stop_ids` that are the model's own end of sequence."""
+    """The ids of `stop_ids` that are the model's own end of sequence."""
     arrival: float
     priority: int = 0
     cache_salt: str | None = None
@@ -52,16 +53,18 @@ class Request:
     """Blocks of these first tokens alone are shared as if there were no salt."""
     deadline: float | None = None
     group: Group | None = None
-    """Those that it belongs to; None if it is alone."""
+    """The group that it belongs to; None if it is alone."""
     parked: bool = False
-    """Runs, but has no row in any step for now."""
+    """Whether it runs, but gets no row in any step for now."""
     is_new: bool = False
-    """Has a slot whose row in the worker is still another's, or an older one of its own."""
+    """Whether the worker's row of its slot is still an older one, of another request or its own."""
     copy_source: int = -1
-    """A block that it holds until its own at the place of the next token has become a copy of it;
-    -1 for none."""
+    """A block that it holds until its own block of the next token has become a copy of it.
+
+    -1 for none.
+    """
     controls: bytes = b""
-    """For the workers; see ipc.controls."""
+    """Encoded controls for the workers; see ipc/params/logits_controls.py."""
     has_past_sent: bool = False
     """Whether workers get all of its tokens when it enters, also those in the cache."""
     status: RequestStatus = RequestStatus.WAITING
@@ -69,7 +72,7 @@ class Request:
     """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    """Of the full blocks of `token_ids`, as far as computed."""
+    """Hashes of the full blocks of `token_ids`, as far as they were needed."""
     num_registered: int = 0
     """How many of its blocks the pool knows by hash."""
     num_computed: int = 0
@@ -79,38 +82,42 @@ class Request:
     num_in_flight: int = 0
     """Steps in flight that touch its slot and blocks."""
     next_beat: int = 0
-    """From this beat of the pipeline on, the first stage has what it needs to go on."""
+    """First beat of the pipeline in which the first stage has its token and can go on."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache when it was first scheduled."""
     num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
     grammar_field: str = ""
-    """Where its user gave its grammar."""
+    """Name of the field in which its user gave its grammar."""
     matcher: LLMatcher | None = None
-    """Where its output is in its grammar, if it has one."""
+    """State of its output in its grammar, if it has one."""
     grammar_text: str = ""
-    """Requests with the same one are held to the same grammar."""
+    """Text of its grammar; requests with the same text have the same grammar."""
     matcher_group: int = 0
     """Requests of one group have matchers of one compilation."""
     has_ended_grammar: bool = False
     """Whether all that could follow its last token is the end."""
     mask_job: MaskJob | None = None
+    """Job that computes its next mask; None between steps."""
     mask_row: int = 0
-    """Who computes what it may sample next, and the mask's row there; None between steps."""
+    """Row of its mask in `mask_job`."""
     mask_s: float = 0.0
     """Seconds of a processor that its last mask took."""
     num_left_out: int = 0
     """Steps that left the request out because its masks take long."""
     mask_account: MaskAccount | None = None
+    """Time of the masks of all its choices."""
     grammar_account: MaskAccount | None = None
-    """Time of the masks of all its choices, and of all requests with its grammar."""
-    mask_place: int = 0
-    """Of its last mask in the workers' tables; see engine_core/structured_outputs/mask_table.py."""
+    """Time of the masks of all requests with its grammar."""
+    mask_index: int = 0
+    """Mask index of its last mask; see engine_core/structured_outputs/mask_table.py."""
     queued: float = 0.0
+    """When it came, on the scheduler's clock, in seconds like the next two."""
     scheduled: float | None = None
+    """When it was first scheduled."""
     first_token: float | None = None
-    """When it came, was first scheduled and got its first token, on the scheduler's clock."""
+    """When it got its first token."""
 
     def __repr__(self) -> str:
         return (
@@ -123,7 +130,7 @@ class Request:
     def from_message(
         cls, message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int]
     ) -> Self:
-        """A waiting request."""
+        """Return a waiting request."""
         prompt, outputs = unpack_ids(message.prompt_token_ids), unpack_ids(message.output_token_ids)
         tokens: list[int] = [*prompt.tolist(), *outputs.tolist()]
         sampling = message.sampling
@@ -156,20 +163,22 @@ class Request:
 
     @property
     def must_tell_of_prompt(self) -> bool:
-        """Whether its whole prompt must be computed, for what it asks to know of it."""
+        """Whether its whole prompt must be computed, because it asks for prompt_logprobs."""
         return self.sampling.prompt_logprobs is not None and self.first_token is None
 
     @property
     def will_be_complete(self) -> bool:
-        """Whether the tokens in flight are its last: it stops by length when they come back. A beam
-        does not: it waits for the others of its search, which may be in steps to come.
+        """Whether the tokens in flight are its last: it stops by length when they come back.
+
+        This is never true of a beam: it waits for the other beams of its search, which may be in
+        steps to come.
         """
         return len(self.token_ids) + self.num_placeholders >= self.max_total and not (
             self.group is not None and self.group.parks_after_rows
         )
 
     def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
-        """Appends a sampled token; says why the request ends with it, if it does."""
+        """Append a sampled token; return why the request ends with it, or None."""
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
@@ -189,15 +198,18 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """`members` are those that have not ended, in the order of their indices."""
+    """Requests that belong together.
+
+    `members` have not ended, and are in the order of their indices.
+    """
 
     members: list[Request]
     queued: Request | None = None
-    """Who stands in the queue for those that wait, and enters first."""
+    """The member that stands in the queue for all that wait, and enters first."""
     source: Request | None = None
-    """Who computes the prompt for `forks`."""
+    """The member that computes the prompt for `forks`."""
     forks: list[Request] = field(default_factory=list)
-    """Those that run, but are parked until then."""
+    """Members that run, but are parked until the prompt is computed."""
 
     @property
     def parks_after_rows(self) -> bool:
@@ -206,17 +218,17 @@ class Group:
 
     @property
     def waiting(self) -> list[Request]:
-        """Those that enter together."""
+        """Members that enter together."""
         return [
             r for r in self.members if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ]
 
     def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
-        """Of those that enter together, the ones that get blocks from the first."""
+        """Return the requests that get blocks from the first of those that enter together."""
         return together[1:]
 
     def enter(self, together: Sequence[Request]) -> None:
-        """These have got their slots and blocks; all but the first are parked."""
+        """Note that these have got their slots and blocks; all but the first are parked."""
         self.queued = None
         for request in together[1:]:
             request.parked = True
@@ -224,7 +236,7 @@ class Group:
         self.source = together[0] if self.forks else None
 
     def stop_forking(self) -> None:
-        """Nobody waits for the prompt any more."""
+        """Note that no member waits for the prompt any more."""
         self.source = None
         self.forks.clear()
 
@@ -236,7 +248,7 @@ def make_record(
     finished: float | None = None,
     reason: str | None = None,
 ) -> RequestRecord:
-    """What people are told of a request."""
+    """Return what users see of a request."""
 
     def nanoseconds(time: float | None) -> int | None:
         return None if time is None else int(time * 1e9)

@@ -1,6 +1,4 @@
-"""Who enters: waiting requests, in the queue's order, while there are seats, slots, blocks and
-tokens for them.
-"""
+"""Admission of waiting requests, in the queue's order, to free seats, slots, blocks and tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from sidestep.ipc.transport.records import WaitReason
 
 
 class Admission:
-    """Lets them in, and says of those outside what they wait for."""
+    """Admits waiting requests, and says what the others wait for."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class Admission:
         return f"Admission({self._roster!r})"
 
     def admit(self, step: StepBuilder, budget: int, seats: int) -> WaitReason:
-        """Rows for waiting requests while there is room; of what there is none for the next one."""
+        """Give rows to waiting requests while there is room; return what the next one waits for."""
         roster = self._roster
         reason: WaitReason | None = None
         while budget and seats and roster.free_slots:
@@ -79,7 +77,7 @@ class Admission:
         )
 
     def waits_for(self, request: Request) -> WaitReason | None:
-        """See RequestRecord.waiting_for."""
+        """Return what a request waits for, as RequestRecord.waiting_for has it; None if it runs."""
         roster = self._roster
         if request.status is RequestStatus.RUNNING:
             return None

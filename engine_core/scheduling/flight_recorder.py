@@ -27,16 +27,17 @@ class IdleTime(NamedTuple):
 
 
 def idle_before(previous_end: int, work: int, ready: int, submitted: int, start: int) -> IdleTime:
-    """Divides the time from one step's end to the next one's start.
+    """Divide the time from one step's end to the next one's start, and return the parts.
 
-    It goes in this order, as far as it lies in that time: until there was work; until the core had
-    what it needed to schedule; until the step was submitted; until it ran.
+    The parts follow one another, as far as they lie in that time: until there was work; until the
+    core had what it needed to schedule; until the step was submitted; until it ran. All times are
+    in nanoseconds.
     """
     until_work = min(max(work, previous_end), start)
     until_ready = min(max(ready, until_work), start)
     until_submitted = min(max(submitted, until_ready), start)
     # The device's times are less exact than the host's: a step may seem to begin before the last
-    # one's end.
+    # one ends.
     return IdleTime(
         max(0, until_work - previous_end),
         max(0, until_ready - until_work),
@@ -46,7 +47,7 @@ def idle_before(previous_end: int, work: int, ready: int, submitted: int, start:
 
 
 class Situation(NamedTuple):
-    """What a step is, and what was running and waiting when it had been scheduled."""
+    """Sizes of a step, and of what ran and waited when it had been scheduled."""
 
     num_rows: int
     num_tokens: int
@@ -58,7 +59,7 @@ class Situation(NamedTuple):
 
 
 class _Flying(NamedTuple):
-    """A step that is not back yet."""
+    """A step that is not back yet. Times are in nanoseconds."""
 
     situation: Situation
     work: int
@@ -71,10 +72,14 @@ _NOT_IDLE = IdleTime(0, 0, 0, 0)
 
 
 class FlightRecorder:
-    """Told of each event by the core, in order."""
+    """Records each event that the core reports, in order."""
 
     def __init__(self, clock: Callable[[], float], capacity: int = CAPACITY) -> None:
-        """clock: seconds, of the clock that the worker's times are of."""
+        """Begin with an empty ring.
+
+        clock: returns seconds, on the clock that the worker's times are of. capacity: steps that
+        are kept.
+        """
         self._clock = clock
         self._capacity = capacity
         self._ring = bytearray(capacity * STEP_ROW.size)
@@ -86,9 +91,9 @@ class FlightRecorder:
         self._last_end: int | None = None
         self.busy_ns = 0
         self.idle = [0, 0, 0, 0]
-        """Sums of IdleTime's parts."""
+        """Sums of IdleTime's parts, in nanoseconds."""
         self._steps = {kind: [0, 0] for kind in STEP_KINDS}
-        """How many have come back, and the nanoseconds for which the device ran them."""
+        """Steps of each kind that have come back, and nanoseconds for which the device ran them."""
 
     def __repr__(self) -> str:
         return f"FlightRecorder({self._num_rows} steps, {len(self._flying)} in flight)"
@@ -99,13 +104,13 @@ class FlightRecorder:
     # Events, in the order of a turn.
 
     def request_came(self) -> None:
-        """There is something to do."""
+        """Note that there is work."""
         if not self._has_work:
             self._has_work = True
             self._work = self._ready = self._now()
 
     def output_taken(self, output: StepOutput) -> None:
-        """The oldest step is back."""
+        """Note that the oldest step is back."""
         now = self._ready = self._now()
         flying = self._flying.popleft()
         busy = output.end_ns - output.start_ns
@@ -124,21 +129,24 @@ class FlightRecorder:
         self._taken.append((output, flying, now, idle))
 
     def scheduling(self) -> None:
-        """The core begins to schedule."""
+        """Note that the core begins to schedule."""
         self._schedule = self._now()
 
     def scheduled(self) -> None:
-        """It has decided, and sends the step if there is one."""
+        """Note that the core has scheduled, and sends the step if there is one."""
         self._submit = self._now()
 
     def submitted(self, situation: Situation) -> None:
-        """The step is on its way."""
+        """Note that the step is sent."""
         self._flying.append(
             _Flying(situation, self._work, self._ready, self._schedule, self._submit)
         )
 
     def turn_ended(self) -> None:
-        """What came back is ready to be told; the device has its next steps, or nothing to do."""
+        """Write the rows of the steps that came back in this turn.
+
+        Their outputs are ready to be sent. The device has its next steps, or nothing to do.
+        """
         if not self._flying:
             self._has_work = False
         if self._taken:
@@ -169,12 +177,10 @@ class FlightRecorder:
                 self._num_rows += 1
             self._taken.clear()
 
-    # Questions.
+    # Reading.
 
     def records(self, since: int = 0) -> bytes:
-        """The remembered steps from number `since` on, oldest first: rows as ipc.records packs
-        them.
-        """
+        """Return the remembered steps from number `since` on, oldest first, as rows of STEP_ROW."""
         # Steps come back in the order of their numbers, none is left out, and the first is 0.
         oldest = max(0, self._num_rows - self._capacity, since)
         count = max(0, self._num_rows - oldest)
@@ -186,7 +192,7 @@ class FlightRecorder:
         )
 
     def stats(self) -> dict[str, float]:
-        """Seconds since the start, and of each kind of step the number and the device's seconds."""
+        """Return seconds since the start, and the number and device seconds of steps by kind."""
         kinds = {f"{kind}_steps": float(count) for kind, (count, _) in self._steps.items()}
         kinds |= {f"{kind}_step_s": length / 1e9 for kind, (_, length) in self._steps.items()}
         no_work, result, schedule, prepare = (length / 1e9 for length in self.idle)

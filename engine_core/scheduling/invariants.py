@@ -1,4 +1,4 @@
-"""What is always true of the scheduler's state between two calls."""
+"""Conditions that the scheduler's state meets between any two calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import RequestStatus
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config_sections import StepLimits
 
 
 def check_invariants(
     roster: Roster, kv: KVCacheManager, plans: Iterable[StepPlan], limits: StepLimits
 ) -> None:
-    """Raises AssertionError when the state contradicts itself. plans: of all steps in flight."""
+    """Raise AssertionError when the state contradicts itself. plans: of all steps in flight."""
     held = [*roster.running, *roster.leaving]
     slots = [r.slot for r in held]
     assert sorted(slots + roster.free_slots) == list(range(limits.num_slots)), (

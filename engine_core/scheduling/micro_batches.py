@@ -1,11 +1,11 @@
-"""Who has a row in a step of a pipeline: its stages work on different steps at a time, so the
-requests are spread over as many steps as there are stages.
+"""Choose the requests that get a row in a pipeline's step.
 
-A request that has sampled can go on when its token has reached the first stage, which is as many
-beats later as there are stages. Each beat takes its share of those that decode, not all that it
-could: so all stages always have something to do, and requests that came together part. Nobody is
-left out for longer than one round of beats, since more than all others would have to be served in
-it.
+The stages of a pipeline work on different steps at a time, so the requests are spread over as many
+steps as there are stages. A request that has sampled can go on when its token has reached the first
+stage, which is `num_stages` beats later. Each beat takes its share of the decoding requests, not
+all that it could: so all stages always have work, and requests that came together are spread out.
+No request is left out for longer than one round of beats, since more requests than all others would
+have to be served in that round.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from collections.abc import Sequence
 from sidestep.engine_core.requests.request import Request
 
 _LEAST_PROMPT = 256
-"""Tokens of prompt that a step may have in any case: with fewer, a GPU's products take longer a
-token."""
+"""Tokens of prompt that a step may have in any case.
+
+With fewer tokens, a GPU's matrix products take longer a token.
+"""
 
 
 def num_to_compute(request: Request) -> int:
-    """Tokens that are known, or on their way, and not computed."""
+    """Return the number of tokens that are known, or in flight, and not computed."""
     return len(request.token_ids) + request.num_placeholders - request.num_computed
 
 
 def pick_due(live: Sequence[Request], beat: int, num_stages: int) -> Sequence[Request]:
-    """Those of the requests that run which may have a row at this beat, in the same order. With a
-    single stage: all.
+    """Return the running requests that may have a row at this beat, in the same order.
+
+    With a single stage, return all.
     """
     if num_stages == 1:
         return live
@@ -45,9 +48,10 @@ def pick_due(live: Sequence[Request], beat: int, num_stages: int) -> Sequence[Re
 
 
 def share_prompts(most: int, live: Sequence[Request], num_waiting: int, num_stages: int) -> int:
-    """How many tokens of prompts a step should have, at most `most`: so that the stages share the
-    work of a single long prompt too. num_waiting: tokens of prompts that have not begun. With a
-    single stage: `most`.
+    """Return how many tokens of prompts a step should have, at most `most`.
+
+    The stages thereby share the work of a single long prompt too. With a single stage, return
+    `most`. num_waiting: tokens of prompts that have not begun.
     """
     if num_stages == 1:
         return most

@@ -1,4 +1,4 @@
-"""What the core tells its frontends after a step: collected for each, sent as one message."""
+"""Messages of a step from the core to its frontends: collected for each, sent as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sidestep.ipc.transport.messages import Finished, Outputs, Started, pack_ids
 
 @dataclass(slots=True)
 class Outbox:
-    """What one frontend will be told next."""
+    """The next message for one frontend."""
 
     handles: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -19,7 +19,7 @@ class Outbox:
     prompt_logprobs: bytes = b""
 
     def message(self) -> Outputs:
-        """All of it."""
+        """Return all of it as one message."""
         return Outputs(
             handles=pack_ids(self.handles),
             token_ids=pack_ids(self.tokens),
@@ -31,7 +31,7 @@ class Outbox:
 
 
 class Outboxes:
-    """One for each frontend that is to be told something, by its number."""
+    """One outbox for each frontend that has something to get, by the frontend's number."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, Outbox] = {}
@@ -40,13 +40,13 @@ class Outboxes:
         return f"Outboxes(of {sorted(self._boxes)})"
 
     def of(self, client: int) -> Outbox:
-        """That of a frontend."""
+        """Return the outbox of a frontend."""
         box = self._boxes.get(client)
         if box is None:
             box = self._boxes[client] = Outbox()
         return box
 
     def take(self) -> dict[int, Outputs]:
-        """Empties all."""
+        """Empty all outboxes, and return their messages by client."""
         boxes, self._boxes = self._boxes, {}
         return {client: box.message() for client, box in boxes.items()}

@@ -1,8 +1,8 @@
-"""Who gives way when blocks or seats are short.
+"""Preemption: which requests lose their slot when blocks or seats are short.
 
-A running request that needs a block takes it from the least important that run; one that waits and
-is more urgent takes their place. What steps in flight will give back anyway is waited for instead,
-and counted on by one request only.
+A running request that needs a block takes it from the least important running request. A waiting
+request that is more urgent preempts less important ones. Blocks that steps in flight will give back
+anyway are waited for instead, and only one request counts on each of them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from sidestep.engine_core.scheduling.roster import Roster
 
 
 class Room:
-    """Makes it, by preemption if need be."""
+    """Makes room for requests, by preemption if need be."""
 
     def __init__(self, roster: Roster, kv: KVCacheManager, max_num_seqs: int) -> None:
         self._roster = roster
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._num_coming: int | None = None
-        """Blocks that steps in flight will give back and that nobody in this step counts on; None
-        until asked for."""
+        """Blocks that steps in flight will give back and that no request of this step counts on.
+
+        None until it is needed.
+        """
 
     def __repr__(self) -> str:
         return f"Room({self._kv!r})"
 
     def begin_step(self) -> None:
-        """Nobody counts on anything yet."""
+        """Begin a step, in which no request counts on any block yet."""
         self._num_coming = None
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """New blocks for a running request, preempting less important ones if need be. None: not in
-        this step.
+        """Return new blocks for a running request, preempting less important ones if need be.
+
+        Return None if the request gets no row in this step.
         """
         roster = self._roster
         while (blocks := self._kv.grow(request, num_tokens)) is None:
@@ -54,8 +57,9 @@ class Room:
         return blocks
 
     def yield_to_urgent(self) -> None:
-        """Preempts as many less important requests as the first in the queue needs to enter; none,
-        if all were too few.
+        """Preempt as many less important requests as the first in the queue needs to enter.
+
+        Preempt none, if all of them were too few.
         """
         roster = self._roster
         urgent = roster.queue.peek()
@@ -79,5 +83,5 @@ class Room:
                 room += len(request.block_ids)
         if seats >= 0 and room >= 0:
             for victim in victims:
-                if victim.status is RequestStatus.RUNNING:  # not with its group already
+                if victim.status is RequestStatus.RUNNING:  # not preempted with its group already
                     roster.preempt(victim)

@@ -1,10 +1,10 @@
-"""How much of a prompt a step may take while others wait for their next token.
+"""How many tokens of prompts a step may have while other requests wait for their next token.
 
 Decodes lose nothing beside a chunk of prompt but the time it takes (Agrawal et al. 2024, who size
-chunks by a fixed count). What a token of prompt takes depends on the model, the device and the
-load; so it is learnt from the steps that come back, and the chunk follows from the time that a step
-may last. Where more prompts wait than one step could take, steps are as full as they can be: large
-ones take less time a token, and the queue is what everybody waits for then.
+chunks by a fixed count). The time of a prompt token depends on the model, the device and the load.
+So it is learnt from the steps that come back, and the chunk follows from the time that a step may
+last. Where more prompts wait than one step could take, steps are as full as they can be: large
+steps take less time a token, and then every request waits for the queue.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from __future__ import annotations
 _LEAST = 256
 """Tokens that any step may take: prompts go on even where decodes alone last too long."""
 _TELLING = 64
-"""Fewer tokens of prompt say little about what one takes."""
+"""Tokens of prompt that a step must have, at least, for its time to say what one takes."""
 _TELLING_ALL = 2048
-"""Small steps take longer a token than large ones, which tell more."""
+"""Tokens of prompt at which a step has its full weight.
+
+Small steps take longer a token than large ones, which say more.
+"""
 _PADDING = 128
-"""A GPU's steps are filled up to multiples of so many tokens."""
+"""Tokens. A GPU's steps are filled up to multiples of this."""
 
 
 class PromptBudget:
-    """Of one engine."""
+    """The learnt times of one engine's steps, and the budget that follows from them."""
 
     def __init__(self, target_s: float, most: int) -> None:
-        """target_s: seconds that a step with decodes should last at most; 0: any. most: tokens of
+        """Begin without any learnt time.
+
+        target_s: seconds that a step with decodes should last at most; 0 for any. most: tokens of
         any step.
         """
         self._target = target_s
@@ -42,7 +47,7 @@ class PromptBudget:
         return self._decode
 
     def learn(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step is back."""
+        """Take the time in seconds of a step that is back."""
         if num_prompt_tokens == 0:
             self._decode += 0.1 * (seconds - self._decode)
         elif num_prompt_tokens >= _TELLING:
@@ -51,8 +56,9 @@ class PromptBudget:
             self._token = weight * token + (1 - weight) * (self._token or 0.0)
 
     def tokens(self, num_decodes: int, num_waiting_tokens: int) -> int:
-        """Of prompts, in the next step, beside so many decodes. num_waiting_tokens: of prompts that
-        have not begun.
+        """Return the tokens of prompts that the next step may have, beside `num_decodes` decodes.
+
+        num_waiting_tokens: tokens of prompts that have not begun.
         """
         if (
             not self._target

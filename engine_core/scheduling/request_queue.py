@@ -1,5 +1,6 @@
-"""Waiting requests in the order of the scheduling policy. Removal is lazy: a request that is no
-longer waiting is skipped when it comes to the front.
+"""Waiting requests in the order of the scheduling policy.
+
+Removal is lazy: a request that is no longer waiting is skipped when it comes to the front.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class RequestQueue(abc.ABC):
     def __init__(self) -> None:
         self._length = 0
         self.num_tokens = 0
-        """Of the prompts that wait."""
+        """Tokens of the prompts that wait."""
 
     def __len__(self) -> int:
         return self._length
@@ -27,22 +28,22 @@ class RequestQueue(abc.ABC):
         return f"{type(self).__name__}({self._length} waiting)"
 
     def add(self, request: Request) -> None:
-        """A new request."""
+        """Add a new request."""
         self._note(request, 1)
         self._insert(request, back=True)
 
     def put_back(self, request: Request) -> None:
-        """A preempted request: before all that have not run yet."""
+        """Add a preempted request, before all that have not run yet."""
         self._note(request, 1)
         self._insert(request, back=False)
 
     def replace(self, request: Request, other: Request) -> None:
-        """Put `other` in the place of a request that has been forgotten."""
+        """Put `other` at the queue position of a request that has been forgotten."""
         self._note(other, 1)
         self._substitute(request, other)
 
     def pop(self) -> Request:
-        """Takes the first request. The caller has looked with `peek`."""
+        """Remove and return the first request. The caller has looked with `peek`."""
         request = self._skip_finished()
         assert request is not None
         self._drop_first()
@@ -50,11 +51,14 @@ class RequestQueue(abc.ABC):
         return request
 
     def peek(self) -> Request | None:
-        """The first request."""
+        """Return the first request; None if the queue is empty."""
         return self._skip_finished()
 
     def forget(self, request: Request) -> None:
-        """One of the waiting requests has ended; it stays inside until it comes to the front."""
+        """Stop counting a waiting request that has ended.
+
+        It stays inside until it comes to the front.
+        """
         self._note(request, -1)
 
     def _note(self, request: Request, change: int) -> None:
@@ -63,7 +67,7 @@ class RequestQueue(abc.ABC):
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Request]:
-        """Those that wait, in no particular order."""
+        """Yield the requests that wait, in no particular order."""
 
     @abc.abstractmethod
     def _insert(self, request: Request, *, back: bool) -> None: ...
@@ -84,14 +88,15 @@ class RequestQueue(abc.ABC):
 
 
 class FcfsQueue(RequestQueue):
-    """First come, first served for each frontend; the frontends take turns, so that none can crowd
-    the others out.
+    """First come, first served for each frontend.
+
+    The frontends take turns, so that none can crowd the others out.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._preempted: deque[Request] = deque()
-        """Before all others."""
+        """Preempted requests, before all others."""
         self._queues: dict[int, deque[Request]] = {}
         self._turns: deque[int] = deque()
         """The clients that have a queue, the next one first."""
@@ -163,4 +168,4 @@ class PriorityQueue(RequestQueue):
 
 
 QUEUES: dict[str, type[RequestQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
-"""By the name of SchedulerConfig.scheduling_policy."""
+"""Queue classes by the name of SchedulerConfig.scheduling_policy."""

@@ -1,9 +1,9 @@
-"""Where each request is, and the ways from one place to another.
+"""The state of each request, and the changes from one state to another.
 
 A request waits (in the queue, or outside of it for its grammar), runs (it has a slot and blocks),
-or is leaving: it has ended or was preempted, but steps in flight still touch what it had. Order of
-side effects: slots and blocks go back when the last step that touches them has come back, never
-before (`release`).
+or is leaving: it has ended or was preempted, but steps in flight still touch its slot and blocks.
+Order of side effects: slots and blocks go back when the last step that touches them has come back,
+never before (`release`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sidestep.ipc.transport.messages import Finished, FinishReason
 from sidestep.ipc.transport.records import RequestRecord
 
 _REMEMBERED = 4096
-"""Requests that have ended and are still known to `request_records`."""
+"""Requests that have ended and that `request_records` still returns."""
 
 
 class Roster:
-    """All requests that have not ended, by the place where each is."""
+    """All requests that have not ended, by the state of each."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Roster:
         self._outboxes = outboxes
         self._clock = clock
         self.requests: dict[tuple[int, int], Request] = {}
-        """Those that a frontend knows, by its number and their handles."""
+        """Requests that a frontend knows, by its number and their handles."""
         self.queue = queue
         self.compiling: dict[Request, None] = {}
-        """Those that wait for their grammar, outside of the queue: others pass them."""
+        """Requests that wait for their grammar, outside of the queue: others pass them."""
         self.running: dict[Request, None] = {}
-        """Most important first: in the order of admission, or of priority."""
+        """Running requests, most important first: in the order of admission, or of priority."""
         self.leaving: dict[Request, None] = {}
         self.free_slots = list(range(num_slots))
         self.forking = ForkingGroups()
@@ -55,7 +55,10 @@ class Roster:
         self.waits = QueueWait()
         self.ended: deque[RequestRecord] = deque(maxlen=_REMEMBERED)
         self._deadlines: list[tuple[float, int, int]] = []
-        """Time, client, handle; not the request, whose tokens would be kept until then."""
+        """Heap of (time, client, handle).
+
+        It does not hold the request, whose tokens would stay in memory until the deadline.
+        """
 
     def __repr__(self) -> str:
         return f"running={len(self.running)}, waiting={len(self.queue)}"
@@ -63,21 +66,22 @@ class Roster:
     # Waiting.
 
     def know(self, request: Request) -> None:
-        """A new one, which its frontend may ask about from now on."""
+        """Register a new request, which its frontend may ask about from now on."""
         request.queued = self._clock()
         self.requests[request.client, request.handle] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
 
     def join_queue(self, request: Request) -> None:
-        """If it and all that enter with it have their grammars."""
+        """Put a request in the queue, if it and all that enter with it have their grammars."""
         if not self.awaits_grammar(request):
             self.elapse()
             self.queue.add(entering_with(request)[0])
 
     def awaits_grammar(self, request: Request) -> bool:
-        """Whether it waits, outside of the queue, for its grammar or that of one that enters with
-        it.
+        """Return whether a request waits, outside of the queue, for a grammar.
+
+        The grammar is its own, or that of a request that enters with it.
         """
         return (
             bool(self.compiling)
@@ -86,7 +90,7 @@ class Roster:
         )
 
     def take_compiled(self, compiled: Iterable[tuple[Request, str | None]]) -> None:
-        """Those whose grammar is ready join the queue; those that have a problem end with it."""
+        """Queue the requests whose grammar is ready, and end the ones whose grammar has failed."""
         for request, problem in compiled:
             if request not in self.compiling:
                 continue  # it has failed and was too late as well
@@ -98,7 +102,7 @@ class Roster:
                 self.join_queue(request)
 
     def elapse(self) -> None:
-        """Counts how long those in the queue have waited; called before it changes."""
+        """Count how long the requests in the queue have waited. Call it before a change."""
         self.waits.elapse(self._clock(), len(self.queue))
 
     @property
@@ -110,7 +114,7 @@ class Roster:
     # Running.
 
     def seat(self, request: Request) -> None:
-        """It has got its blocks and runs from now on."""
+        """Give a request that has its blocks a slot; it runs from now on."""
         request.slot = heapq.heappop(self.free_slots)
         request.status = RequestStatus.RUNNING
         request.is_new = True
@@ -118,24 +122,25 @@ class Roster:
 
     @property
     def num_taken_seats(self) -> int:
-        """Those that run, but not those whose last token is on its way: they need no row any
-        more.
+        """Running requests that still need a row.
+
+        A request whose last token is in flight needs no row any more.
         """
         return sum(not r.will_be_complete for r in self.running)
 
     def num_blocks_coming_back(self) -> int:
-        """Blocks that nobody holds any more as soon as the steps in flight are back."""
+        """Return the number of blocks that are free as soon as the steps in flight are back."""
         ending = (r for r in self.running if r.will_be_complete)
         held = Counter(block for r in chain(self.leaving, ending) for block in r.block_ids)
         return sum(map(self._kv.pool.is_last, held.keys(), held.values()))
 
     def preempt(self, request: Request) -> None:
-        """Takes slot and blocks away, of its whole group; what was computed will be computed again.
-        All or nothing: keeping some blocks would leave several requests each too short of blocks to
-        go on.
+        """Take slot and blocks from a request and its whole group, to compute them again later.
+
+        All blocks go: keeping some would leave several requests each with too few blocks to go on.
         """
         group = request.group
-        # A choice whose last token is on its way ends by itself.
+        # A choice whose last token is in flight ends by itself.
         together = (
             [request]
             if group is None
@@ -154,7 +159,7 @@ class Roster:
             self._leave(one)
         if group is not None:
             self.forking.stop(group)
-            if group.queued is not None:  # others of it wait already
+            if group.queued is not None:  # other members wait already
                 return
             group.queued = together[0]
         self.elapse()
@@ -172,7 +177,7 @@ class Roster:
         stop_reason: int | str | None = None,
         completes_grammar: bool = False,
     ) -> None:
-        """Ends a request wherever it is, and tells its frontend why."""
+        """End a request in any state, and tell its frontend why."""
         word = Finished(
             handle=request.handle,
             reason=reason,
@@ -187,11 +192,11 @@ class Roster:
         self._outboxes.of(request.client).finished.append(word)
 
     def fail(self, request: Request, problem: str) -> None:
-        """Ends a request whose grammar cannot be followed."""
+        """End a request whose grammar cannot be followed."""
         self.end(request, FinishReason.ERROR, error=problem, field=request.grammar_field)
 
     def forget(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends a request wherever it is, and tells nobody."""
+        """End a request in any state, without telling its frontend."""
         del self.requests[request.client, request.handle]
         group = request.group
         for one in reversed(group.members.copy()) if isinstance(group, BeamGroup) else [request]:
@@ -199,26 +204,26 @@ class Roster:
         self.ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
 
     def expire(self) -> None:
-        """Ends those whose deadline has come."""
+        """End the requests whose deadline has come."""
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
             request = self.requests[heapq.heappop(self._deadlines)[1:]]
             self.end(request, FinishReason.ABORT, stop_reason="deadline")
 
     def next_deadline(self) -> float | None:
-        """Of those that have not ended."""
+        """Return the earliest deadline of the requests that have not ended; None for none."""
         while self._deadlines and self._deadlines[0][1:] not in self.requests:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def release(self, request: Request) -> None:
-        """No step in flight touches its slot and blocks any more."""
+        """Free a request's slot and blocks, which no step in flight touches any more."""
         del self.leaving[request]
         heapq.heappush(self.free_slots, request.slot)
         request.slot = -1
         self._kv.free(request)
 
     def _stop(self, request: Request) -> None:
-        """Takes it out of wherever it is."""
+        """Take a request out of the state that it is in."""
         was_running, was_outside = (
             request.status is RequestStatus.RUNNING,
             self.awaits_grammar(request),
@@ -237,8 +242,9 @@ class Roster:
             self._leave(request)
 
     def _part(self, request: Request, group: Group, was_outside: bool) -> None:
-        """One of a group has ended; the others go on without it. was_outside: of the queue, for a
-        grammar.
+        """Take a request that has ended out of its group; the others go on without it.
+
+        was_outside: it was outside of the queue, waiting for a grammar.
         """
         request.parked = False
         group.members.remove(request)
@@ -253,7 +259,7 @@ class Roster:
         if not group.forks:
             self.forking.stop(group)
         elif request is group.source and request.num_computed < request.num_prompt:
-            self.preempt(group.forks[0])  # nobody computes their prompt now
+            self.preempt(group.forks[0])  # no request computes their prompt now
 
     def _leave(self, request: Request) -> None:
         self.leaving[request] = None

@@ -1,19 +1,19 @@
-"""What runs in each step.
+"""The scheduler: decides what runs in each step.
 
 There is no prefill phase and no decode phase: each step gives each request a number of tokens to
-compute, one to those that decode, the rest of the token budget to chunks of prompts. `schedule()`
-decides and returns the step; `update()` takes its output. With overlap the second is called one
-step later than the first: a token that is not back yet counts as a placeholder. Synchronous,
-without sockets; the clock is given.
+compute. A request in decode gets one, and chunks of prompts get the rest of the token budget.
+`schedule()` decides and returns the step; `update()` takes its output. With overlap, `update` is
+called one step later: a token that is not back yet counts as a placeholder. The scheduler is
+synchronous and has no sockets; its clock is injected.
 
-Steps enter a pipeline in beats. As many are in flight as it has stages, and one more with overlap;
-a beat for which nobody is due is left out (micro_batches.py).
+Steps enter a pipeline in beats. As many are in flight as the pipeline has stages, and one more with
+overlap. A beat in which no request is due is left out (micro_batches.py).
 
 `schedule()` returns None only if nothing is left to run, or if a step in flight must come back
-first: whoever drives it may sleep until then.
+first: the caller may sleep until then.
 
-Its parts: where each request is (roster.py), who enters (admission.py), who gives way (room.py),
-what an output does (step_results.py). This file puts them in order.
+Its parts: the state of each request (roster.py), admission (admission.py), preemption
+(preemption.py), the effects of an output (step_results.py). This file calls them in order.
 """
 
 from __future__ import annotations
@@ -41,21 +41,29 @@ from sidestep.engine_core.scheduling.step_results import StepResults
 from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, share_masks
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
-from sidestep.ipc.config import SchedulerConfig, StepLimits
+from sidestep.ipc.config_sections import SchedulerConfig, StepLimits
 from sidestep.ipc.transport.messages import AddRequest, Finished, FinishReason, Outputs
 from sidestep.ipc.transport.records import RequestRecord
 from sidestep.ipc.transport.step import Int32, StepInput, StepMasks, StepOutput
 
 _NO_BLOCKS: list[int] = []
 _PATIENCE_S = 0.5e-3
+"""Seconds, at least, that a step waits for all of its masks.
+
+It waits longer where half the time of a step without prompts is longer.
+"""
 _LATE_SHARE = 4
-"""For at least so many seconds, and half as long as a step without prompts lasts, a step waits for
-all of its masks; after that for all but those of one row, or of one row in so many. So what takes
-long costs its own request a turn, and not everybody."""
+"""After that wait, masks of one row may be late, or of one row in this many rows.
+
+So a mask that takes long costs its own request a turn, and not every request.
+"""
 _LONGEST_S = 20e-3
+"""Seconds after which a step waits for no mask."""
 _LONGEST_SHARE = 8
-"""After `_LONGEST_S` seconds, or a step's time divided by `_LONGEST_SHARE` if that is longer, a
-step waits for no mask. The time of a step contains that wait, so the share is small."""
+"""A step waits for masks longer than `_LONGEST_S` if a step's time divided by this is longer.
+
+The time of a step contains that wait, so the share is small.
+"""
 
 
 class Scheduler:
@@ -75,7 +83,7 @@ class Scheduler:
         self._config = config
         self._limits = limits
         self.kv = kv
-        # A request alone can always run to its end: so nothing that was admitted can get stuck.
+        # One request alone can always run to its end, so no admitted request can get stuck.
         self._max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self._eos = frozenset(eos_token_ids)
         self.grammars = grammars
@@ -98,23 +106,23 @@ class Scheduler:
         self._results = StepResults(self._roster, kv, grammars, self._outboxes, clock)
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
         self._plans: deque[StepPlan] = deque()
-        """Of the steps in flight, the oldest first."""
+        """Plans of the steps in flight, the oldest first."""
         self._followed: StepPlan | None = None
-        """A step whose tokens the grammars have, and nobody else yet."""
+        """A step whose tokens only the grammars have taken so far."""
         self._next_step = self._next_beat = 0
         self._masks = MaskTable(limits.num_masks)
         self._last_masked = -1
         """The last step whose masks were taken."""
         self._num_postponed = 0
-        """Tokens that were not sampled in the first step that could have, for want of a mask."""
+        """Tokens that were sampled a step late, because their mask was late."""
 
     def __repr__(self) -> str:
         return f"Scheduler({self._roster!r}, in_flight={len(self._plans)}, {self.kv!r})"
 
-    # What frontends ask for.
+    # Requests of frontends.
 
     def add(self, message: AddRequest) -> None:
-        """Takes a request with all its choices; one that can never run is ended at once."""
+        """Take a request with all its choices. End it at once if it can never run."""
         if message.beam_search is None:
             requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
         else:
@@ -142,7 +150,7 @@ class Scheduler:
         self._roster.join_queue(requests[0])
 
     def _refuse(self, requests: Iterable[Request], problem: str, field: str | None = None) -> None:
-        """Ends requests that have not been taken."""
+        """End requests that have not been taken, with an error."""
         for request in requests:
             request.status = RequestStatus.FINISHED
             self._outboxes.of(request.client).finished.append(
@@ -152,8 +160,9 @@ class Scheduler:
             )
 
     def abort(self, client: int, handles: Iterable[int]) -> None:
-        """Ends requests; says nothing of it, since the one who asked knows. Unknown handles have
-        ended already.
+        """End requests without telling the frontend, which asked for it itself.
+
+        Unknown handles are skipped: their requests have ended already.
         """
         for handle in handles:
             request = self._requests.get((client, handle))
@@ -161,20 +170,20 @@ class Scheduler:
                 self._roster.forget(request)
 
     def abort_client(self, client: int) -> None:
-        """Ends all requests of a frontend."""
+        """End all requests of a frontend."""
         self.abort(client, [handle for owner, handle in self._requests if owner == client])
 
     # The step.
 
     def schedule(self) -> StepInput | None:
-        """The next step, or None when nothing can run now."""
+        """Return the next step, or None when nothing can run now."""
         roster = self._roster
         roster.expire()
         roster.take_compiled(self.grammars.take_compiled())
         if roster.queue:
             roster.elapse()
-        # A step may be as many beats ahead of the oldest in flight as there may be steps; with
-        # nothing in flight all tokens are known to the first stage within one round of beats.
+        # A step may be at most max_steps_in_flight beats after the oldest in flight. With nothing
+        # in flight, the first stage knows all tokens within one round of beats.
         limits = self._limits
         end = (
             self._plans[0].beat + limits.max_steps_in_flight
@@ -189,16 +198,16 @@ class Scheduler:
         return None
 
     def _fill(self, step: StepBuilder, beat: int) -> None:
-        """Rows for all that can have one."""
+        """Add a row for each request that can have one."""
         roster = self._roster
         self._room.begin_step()
-        # 1. A more urgent request that waits takes the place of the least important that run.
+        # 1. A more urgent waiting request preempts the least important running ones.
         if self._by_priority:
             self._room.yield_to_urgent()
-        # 2. Those that run, most important first: one token each, or a chunk of prompt.
+        # 2. Running requests get one token each, or a chunk of prompt, most important first.
         num_preemptions = roster.num_preemptions
         budget, prompts, seats = self._schedule_running(step, beat)
-        # 3. Those that wait, unless somebody in 2 had to give way: what is free now is his.
+        # 3. Waiting requests enter, unless 2 preempted a request: what is free now is kept for it.
         if roster.queue:
             roster.waits.reason = (
                 self._admission.admit(step, min(budget, prompts), seats)
@@ -207,7 +216,7 @@ class Scheduler:
             )
 
     def _launch(self, step: StepBuilder, beat: int) -> StepInput:
-        """Remembers what is in flight."""
+        """Build the step's message, and keep its plan until the output comes."""
         message, plan = step.build()
         self.kv.pool.free(step.copied)
         self._plans.append(plan)
@@ -216,13 +225,15 @@ class Scheduler:
         return message
 
     def _schedule_running(self, step: StepBuilder, beat: int) -> tuple[int, int, int]:
-        """Rows for running requests; returns what is left of the token budget, how much of it
-        prompts may have, and how many more may enter.
+        """Add rows for running requests, and return what is left for waiting ones.
+
+        The result has the rest of the token budget, how much of it prompts may have, and how many
+        more requests may enter.
         """
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         self._roster.forking.unpark(self.kv)
-        # Not those whose last token is on its way: they need no row any more, so their seats are
-        # free already. (See Request.will_be_complete; beams are parked then.)
+        # A request whose last token is in flight needs no row any more, so its seat is free
+        # already. (See Request.will_be_complete; beams are parked then.)
         live = [
             r
             for r in self._roster.running
@@ -237,14 +248,12 @@ class Scheduler:
         for request in due:
             later -= 1
             if request.status is not RequestStatus.RUNNING or request.parked or request in left_out:
-                # preempted while this loop made room for another; or its prompt is being computed
+                # It was preempted while this loop made room for another, or it is parked, or its
+                # mask takes too long for this step.
                 continue
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
-            if (
-                count > 1
-                # Each request after this one can count on a token: prompts never starve those that
-                # decode.
-            ):
+            # One token is kept for each request after this one: prompts never starve decodes.
+            if count > 1:
                 count = min(count, budget - later, prompts)
             if count <= 0:
                 continue
@@ -270,8 +279,9 @@ class Scheduler:
         return budget, max(0, prompts), self._limits.max_num_seqs - len(live)
 
     def follow(self, output: StepOutput) -> StepPlan:
-        """Gives the oldest step's tokens to the grammars of their requests, so that `take_masks`
-        knows what the next step waits for. `update` must come next.
+        """Give the oldest step's tokens to the grammars of their requests, and return its plan.
+
+        After that `take_masks` knows what the next step waits for. `update` must come next.
         """
         plan = self._followed = self._plans.popleft()
         assert plan.step_id == output.step_id, (
@@ -282,7 +292,7 @@ class Scheduler:
         return plan
 
     def update(self, output: StepOutput) -> dict[int, Outputs]:
-        """Takes the oldest step's tokens; returns what each frontend must be told."""
+        """Take the oldest step's tokens, and return the messages for the frontends, by client."""
         plan = self._followed or self.follow(output)
         self._followed = None
         self._prompt_budget.learn(
@@ -292,14 +302,15 @@ class Scheduler:
         return self.take_outputs()
 
     def take_outputs(self) -> dict[int, Outputs]:
-        """What frontends must be told by now, by client."""
+        """Return the messages that frontends must get by now, by client."""
         self._roster.expire()
         return self._outboxes.take()
 
     def take_masks(self) -> StepMasks | None:
-        """What the newest step in flight may sample, if it waits for that: once, and before the
-        next `schedule`. All that it depends on has come back when that is so of the steps whose
-        tokens are its inputs.
+        """Return the masks of the newest step in flight, if it waits for them and has not got them.
+
+        Call it before the next `schedule`. All that the masks depend on has come back when the
+        steps have come back whose tokens are the inputs of the newest.
         """
         plan = self._plans[-1] if self._plans else None
         if (
@@ -324,7 +335,7 @@ class Scheduler:
         )
 
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
-        """Of the newest step; those whose masks are late do not sample in it."""
+        """Return the masks of the newest step that are in time; other requests do not sample."""
         most_late, longest_s = (
             max(len(plan.rows) // _LATE_SHARE, min(1, len(plan.rows) - 1)),
             self._longest_s,
@@ -356,8 +367,10 @@ class Scheduler:
         return max(_LONGEST_S, self._prompt_budget.decode_s / _LONGEST_SHARE)
 
     def _postpone(self, plan: StepPlan, request: Request) -> None:
-        """It does not sample in this step, the newest; the next one computes the same token of it
-        once more. For the workers it is as if it entered then, with all that it has.
+        """Take a request's sample out of the newest step; the next step computes the token again.
+
+        For the workers it is as if the request entered in that next step, with all its known
+        tokens.
         """
         request.num_placeholders -= 1
         request.num_computed -= 1
@@ -365,15 +378,15 @@ class Scheduler:
         plan.late.add(request)
         self._num_postponed += 1
 
-    # Questions.
+    # State.
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request runs, waits, or still holds what it had."""
+        """Whether any request runs, waits, or still holds a slot or blocks."""
         return bool(self._requests or self._roster.leaving)
 
     def next_deadline(self) -> float | None:
-        """When a turn must be taken at the latest, on the given clock."""
+        """Return the latest time of the next turn, on the scheduler's clock; None for no limit."""
         own, compiling = self._roster.next_deadline(), self.grammars.next_deadline()
         return min(
             (deadline for deadline in (own, compiling) if deadline is not None), default=None
@@ -385,12 +398,12 @@ class Scheduler:
         return self._roster.num_waiting
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; requests that run keep their blocks."""
+        """Forget all cached prefixes. Requests that run keep their blocks."""
         self.kv.reset_prefix_cache([*self._roster.running, *self._roster.leaving])
         return True
 
     def stats(self) -> dict[str, float]:
-        """Counts for people and metrics. Prefix-cache counts are in tokens."""
+        """Return counts for users and metrics. Prefix-cache counts are in tokens."""
         return {
             "num_running": len(self._roster.running),
             "num_waiting": self.num_waiting,
@@ -405,7 +418,7 @@ class Scheduler:
         }
 
     def situation(self) -> Situation:
-        """Of the step just scheduled, for the flight recorder."""
+        """Return the sizes of the step just scheduled, for the flight recorder."""
         plan, roster = self._plans[-1], self._roster
         return Situation(
             len(plan.rows),
@@ -418,8 +431,10 @@ class Scheduler:
         )
 
     def request_records(self, limit: int | None = None) -> list[RequestRecord]:
-        """The last requests that have ended, oldest first, then all that have not; with a limit at
-        most so many that have ended, that run, and that wait, the next one to enter among them.
+        """Return the records of the last requests that ended, oldest first, then of all others.
+
+        limit: the most records of each kind: ended, running and waiting requests. The next request
+        to enter is among the waiting ones.
         """
         roster = self._roster
         if limit is None:
@@ -440,5 +455,5 @@ class Scheduler:
         return make_record(request, waiting_for=self._admission.waits_for(request))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the state contradicts itself."""
+        """Raise AssertionError when the state contradicts itself."""
         check_invariants(self._roster, self.kv, self._plans, self._limits)

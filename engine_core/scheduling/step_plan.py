@@ -1,6 +1,4 @@
-"""A step while it is being put together, and what must be remembered of it until its output is
-back.
-"""
+"""A step while it is put together, and the plan that is kept until its output is back."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ class StepPlan:
     beat: int
     rows: list[Request]
     sampling: list[Request]
-    """Those of `rows` that sample a token, in the same order."""
+    """The requests of `rows` that sample a token, in the same order."""
     num_tokens: int
     num_entered: int
     num_prompts: int
     """Rows that are new or have several tokens."""
     masked: list[tuple[int, Request]]
-    """Rows whose tokens a grammar decides on, with their places in `rows`."""
+    """The rows whose token a grammar restricts: index in `rows`, and request."""
     late: set[Request] = field(default_factory=set)
-    """Those of `sampling` whose tokens do not count, because their masks were not there in time."""
+    """The requests of `sampling` whose tokens do not count, because their masks came too late."""
 
 
 @dataclass(slots=True)
@@ -41,19 +39,20 @@ class _Rows:
     block_ids: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     forced: list[tuple[int, int]] = field(default_factory=list)
-    """Slots and tokens."""
+    """(slot, token) of each row that computes a token it has not sampled."""
     entering: list[Request] = field(default_factory=list)
     num_cached: list[int] = field(default_factory=list)
-    """Of each of `entering`: its tokens that need not be computed."""
+    """Tokens that need not be computed, for each request of `entering`."""
 
 
 class StepBuilder:
-    """Collects rows in any order; in the step those of one token come first, as `StepInput`
-    promises.
-    """
+    """Collects rows in any order; `build` puts rows of one token first, as `StepInput` promises."""
 
     def __init__(self, step_id: int, block_size: int, beat: int = 0, num_stages: int = 1) -> None:
-        """beat: when it enters a pipeline of so many stages."""
+        """Begin an empty step.
+
+        beat: the beat in which the step enters a pipeline of `num_stages` stages.
+        """
         self._step_id = step_id
         self._beat = beat
         self._num_stages = num_stages
@@ -69,7 +68,7 @@ class StepBuilder:
         return not self._single.requests and not self._chunks.requests
 
     def add(self, request: Request, num_tokens: int, blocks: list[int]) -> _Rows:
-        """A row of a running request, with its new blocks. Advances the request's counts."""
+        """Add the row of a running request, with its new blocks. Advances the request's counts."""
         rows = self._single if num_tokens == 1 else self._chunks
         request.num_computed += num_tokens
         request.num_in_flight += 1
@@ -87,8 +86,10 @@ class StepBuilder:
         return rows
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """The first row of a request that has just got its slot and blocks, with the block that it
-        goes on from.
+        """Add the first row of a request that has just got its slot and blocks.
+
+        If the request continues another's block that is not full, the copy of that block is added
+        too.
         """
         num_cached = request.num_computed
         if request.copy_source >= 0:
@@ -104,20 +105,22 @@ class StepBuilder:
             request.parked = request.num_placeholders > 0
 
     def force(self, request: Request) -> None:
-        """The row of one token that was added last computes the last known token, which it has not
-        sampled.
+        """Let the row added last compute the last known token, which it has not sampled.
+
+        The row has one token.
         """
         self._single.forced.append((request.slot, request.token_ids[-1]))
 
     @property
     def copied(self) -> list[int]:
-        """Blocks to be copied before the step writes anything; held until the step has been put
-        together.
+        """Blocks that are copied before the step writes anything.
+
+        They are held until the step is put together.
         """
         return [source for source, _ in self._copies]
 
     def build(self) -> tuple[StepInput, StepPlan]:
-        """The message for the workers and the scheduler's own note of it."""
+        """Return the message for the workers, and the scheduler's own plan of the step."""
         first, then = self._single, self._chunks
         rows = first.requests + then.requests
         samples = first.samples + then.samples
@@ -162,8 +165,8 @@ class StepBuilder:
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
-    """The `new_` columns of a StepInput."""
-    # A hit may be of a hundred thousand tokens, and a beam forks in most steps.
+    """Return the `new_` columns of a StepInput."""
+    # Cached tokens are left out: a hit may have a hundred thousand, and a beam forks in most steps.
     sent = [
         r.token_ids if r.has_past_sent else r.token_ids[cached:]
         for r, cached in zip(new, num_cached, strict=True)
@@ -191,4 +194,7 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
 
 _NONE = np.empty(0, np.int32)
 _NOTHING_NEW = _new_columns([], [])
-"""Most steps admit nobody, and fifteen empty arrays cost as much as the rest of a small step."""
+"""The `new_` columns of a step that no request enters.
+
+Most steps are such steps, and fifteen empty arrays cost as much as the rest of a small step.
+"""

@@ -1,5 +1,7 @@
-"""What a step's output does to its requests: tokens take the place of placeholders, grammars and
-searches go on, requests end, and frontends are told.
+"""The effects of a step's output on its requests.
+
+Tokens replace placeholders, grammars and searches advance, requests end, and frontends get their
+messages.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class StepResults:
         return f"StepResults({self._roster!r})"
 
     def follow_grammars(self, plan: StepPlan, output: StepOutput) -> None:
-        """Takes a step's tokens into the matchers of their requests, before `take`. One that cannot
-        go on ends its request before the token is told.
+        """Give a step's tokens to the matchers of their requests, before `take`.
+
+        A matcher that cannot go on ends its request before the token is sent.
         """
         tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
         followed = [
@@ -58,7 +61,7 @@ class StepResults:
             request.has_ended_grammar = matcher.is_stopped()
 
     def take(self, plan: StepPlan, output: StepOutput) -> None:
-        """The output of a step that was planned so."""
+        """Take the output of a step that was planned as `plan`."""
         for client, told in share_logprobs(output.logprobs, plan.sampling, plan.late):
             self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
@@ -66,7 +69,7 @@ class StepResults:
         candidates = (
             candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         )
-        # 1. Tokens take the place of placeholders. Those of requests that have ended are dropped.
+        # 1. Tokens replace placeholders. Tokens of requests that have ended are dropped.
         for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
             if request in plan.late:
                 continue
@@ -107,7 +110,7 @@ class StepResults:
             )
 
     def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
-        """What may follow a beam. With the last of them the search goes on, or ends."""
+        """Take the candidates of a beam. After the last beam's, the search advances or ends."""
         if request.first_token is None:
             request.first_token = self._clock()
         if not group.take(request, candidates):
@@ -116,6 +119,6 @@ class StepResults:
             if group.is_running:
                 self._kv.remember(beam)
             elif beam.status is RequestStatus.RUNNING:
-                self._roster.preempt(beam)  # as others of it were meanwhile
+                self._roster.preempt(beam)  # as other members were meanwhile
         if not group.advance(self._kv):
             self._roster.end(group.members[0], FinishReason.STOP)

@@ -1,10 +1,9 @@
-"""Bounds on the time of grammar masks: for a step, for a request with all its choices, and for a
-grammar.
+"""Bounds on the time of grammar masks: for a step, for a request and for a grammar.
 
-A mask of most grammars takes some 10 us, one of an ambiguous grammar up to some 10 ms, and taking a
-token takes up to as long as a mask. So a step gets only as many rows as keep the time of their last
-masks within a bound. A request or a grammar whose masks took too long altogether ends with an
-error.
+A request's bound is for all its choices together. A mask of most grammars takes some 10 us, one of
+an ambiguous grammar up to some 10 ms, and taking a token takes up to as long as a mask. So a step
+gets only as many rows as keep the time of their last masks within a bound. A request or a grammar
+whose masks took too long altogether ends with an error.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from sidestep.engine_core.requests.request import Request
 COUNTED_S = TOKEN_S / 8
 """Seconds. Masks that take less are not charged: charging would take longer than some of them."""
 REQUEST_S = 5.0
-"""Seconds beyond that average which a request may take, for all of its choices together."""
+"""Seconds beyond the average TOKEN_S that a request may take, for all of its choices together."""
 GRAMMAR_S = 20.0
-"""Seconds beyond that average which a grammar may take, for all requests together."""
+"""Seconds beyond the average TOKEN_S that a grammar may take, for all requests together."""
 _NOBODY: frozenset[Request] = frozenset()
 
 
 def share_masks(due: Sequence[Request], budget_s: float) -> Collection[Request]:
-    """Return the requests that this step leaves out, because their masks take too long. The masks
-    of the other requests in `due` take at most `budget_s` seconds of processors, estimated from the
-    last mask of each. Requests with cheap masks get their rows first. Among the expensive ones, at
-    least the request that has been left out most often gets its row.
+    """Return the requests that this step leaves out, because their masks take too long.
+
+    The masks of the other requests in `due` take at most `budget_s` seconds of processors,
+    estimated from the last mask of each. Requests with cheap masks get their rows first. Among the
+    expensive ones, at least the request that has been left out most often gets its row.
     """
     held = [request for request in due if request.matcher is not None]
     left = budget_s - sum(request.mask_s for request in held)

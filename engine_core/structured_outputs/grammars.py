@@ -1,10 +1,10 @@
-"""Grammars in the core: compiled by threads, followed token by token, and turned into masks of
-allowed tokens.
+"""Grammars in the core: compiled by threads, followed token by token, and turned into masks.
 
-The library releases the interpreter lock while it compiles and computes masks, so a grammar that
-takes long holds up neither the loop nor other requests; its own limits end it. Reading a tokenizer
-does hold the lock, for up to seconds, so that happens while the workers load the model and never
-later. All methods are for the core's thread.
+A mask has a bit for each token that is allowed next. The library releases the interpreter lock
+while it compiles and computes masks, so a grammar that takes long holds up neither the loop nor
+other requests; its own limits end it. Reading a tokenizer does hold the lock, for up to seconds, so
+that happens while the workers load the model and never later. All methods are for the core's
+thread.
 """
 
 from __future__ import annotations
@@ -35,20 +35,24 @@ COMPILE_S = 10.0
 _CACHED = 128
 """Grammars that are kept compiled."""
 _SHARERS = 8
-"""Requests for which one compilation is enough. What it learns about tokens serves all of them, but
-their masks are computed one after the other, so that with more requests there are more
-compilations, up to one for each thread."""
+"""Requests for which one compilation is enough.
+
+Its knowledge of tokens serves all of them, but their masks are computed one after the other. So
+with more requests there are more compilations, up to one for each thread.
+"""
 _CHEAP_S = 0.05
-"""Seconds of compiling beyond which all share one."""
+"""Seconds of compiling beyond which all requests share one compilation."""
 _STRING = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_STRING}{{1,{n}}}" for n in (3, 5, 7, 9, 12, 16, 22, 30)),
     f"{_STRING}+",
 ]
-"""Kinds of tokens that the library looks at as one where all of a kind may follow. A string that
-may go on for n characters allows all shorter tokens, so that with many lengths few of the tokens
-are looked at one by one."""
+"""Kinds of tokens that the library looks at as one where all of a kind may follow.
+
+A string that may go on for n characters allows all shorter tokens, so that with many lengths few of
+the tokens are looked at one by one.
+"""
 _ACCOUNTS = 1024
 """Number of grammars for which the time of their masks is remembered."""
 _USES = 256
@@ -67,7 +71,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Compilation:
-    """One grammar on its way, and who waits for it."""
+    """A grammar that is being compiled, and the requests that wait for it."""
 
     text: str
     waiting: list[_Waiting] = field(default_factory=list)
@@ -82,9 +86,9 @@ class _Compilation:
 class _Compiled:
     text: str
     matcher: LLMatcher
-    """At its beginning; each request gets a copy."""
+    """Matcher at the beginning of the grammar; each request gets a copy."""
     group: int
-    """Its number."""
+    """Number of the compilation."""
     is_cheap: bool
     mask_s: float
     """Seconds of a processor that its first mask took."""
@@ -92,8 +96,9 @@ class _Compiled:
 
 
 class _Bell:
-    """Wakes whoever polls `ears`. Held by the threads that ring it too, so it is there as long as
-    one of them.
+    """Pipe that wakes the loop that polls `ears`.
+
+    The threads that ring it hold it too, so it exists as long as one of them.
     """
 
     def __init__(self) -> None:
@@ -108,7 +113,7 @@ class _Bell:
         os.write(self._rope, b"\0")
 
     def hear(self) -> int:
-        """How often it has rung since the last time, as far as can be told at once."""
+        """Return how often it has rung since the last call, as far as can be read at once."""
         try:
             return len(os.read(self.ears, 4096))
         except BlockingIOError:
@@ -127,9 +132,10 @@ class Grammars:
         num_threads: int = 2,
         num_workers: int | None = None,
     ) -> None:
-        """folder: folder of the tokenizer's files; None if there is none. num_threads: threads that
-        compile. num_workers: threads that compute masks; None: as many as the cores allow. Call
-        `load` before the first request.
+        """Begin without a tokenizer. Call `load` before the first request.
+
+        folder: folder of the tokenizer's files; None if there is none. num_threads: threads that
+        compile. num_workers: threads that compute masks; None for as many as the cores allow.
         """
         self._folder = folder
         self._vocab_size = vocab_size
@@ -150,7 +156,7 @@ class Grammars:
         self._done: queue.SimpleQueue[_Compilation] = queue.SimpleQueue()
         self._bell = _Bell()
         self._num_jobs = 0
-        """Jobs whose end has not been heard yet."""
+        """Compilations whose end the bell has not reported yet."""
         self._num_threads = num_threads
         self._has_threads = False
         self._masks = MaskJobs(-(-vocab_size // 32), None)
@@ -159,8 +165,9 @@ class Grammars:
         return f"Grammars({len(self._cache)} cached, {len(self._compiling)} compiling)"
 
     def load(self) -> None:
-        """Reads the tokenizer. What is wrong with it is told to each request that needs it, and to
-        no other.
+        """Read the tokenizer.
+
+        If that fails, only the requests that need it get the reason.
         """
         from llguidance import LLExecutor, LLTokenizer
 
@@ -178,7 +185,7 @@ class Grammars:
                 eos_token=self._eos,
                 slices=_SLICES,
             )
-            # With one thread there is nothing to share out, and to wake it takes longer than most
+            # One thread has no other to share the masks with, and waking it takes longer than most
             # masks.
             if self._num_workers > 1:
                 self._executor = LLExecutor(self._num_workers)
@@ -191,7 +198,7 @@ class Grammars:
     # Compiling.
 
     def fileno(self) -> int:
-        """Readable when `take_compiled` has something."""
+        """Return a descriptor that is readable when `take_compiled` has something."""
         return self._bell.ears
 
     @property
@@ -205,8 +212,9 @@ class Grammars:
         return len(self._compiling)
 
     def start(self, request: Request, grammar: Grammar) -> str | None:
-        """Gives the request its matcher, or has it made: then `take_compiled` will return it. What
-        it returns is why there can be none.
+        """Give the request its matcher, or have it compiled: then `take_compiled` will return it.
+
+        Return why it can have no matcher; None if it can.
         """
         if self._tokenizer is None:
             return self._problem
@@ -227,13 +235,13 @@ class Grammars:
         return None
 
     def next_deadline(self) -> float | None:
-        """When `take_compiled` must be called at the latest, on the given clock."""
+        """Return the latest time for `take_compiled`, on the given clock; None for no limit."""
         while self._deadlines and not self._deadlines[0].waits:
             self._deadlines.popleft()
         return self._deadlines[0].deadline if self._deadlines else None
 
     def take_compiled(self) -> list[tuple[Request, str | None]]:
-        """Requests whose wait has ended, each with what went wrong, if anything did."""
+        """Return the requests whose wait has ended, each with its problem; None for no problem."""
         if not self._num_jobs:
             return []
         ended: list[tuple[Request, str | None]] = []
@@ -247,9 +255,8 @@ class Grammars:
                 ended += [(w.request, compilation.error) for w in waiting]
                 waiting = []
             ended += [(w.request, None) for w in waiting if self._use(compilation.text, w.request)]
-            if left := [
-                w for w in waiting if w.waits
-            ]:  # too many for one, or nobody waited when its turn came
+            # Some are left if they are too many for one, or if none waited when its turn came.
+            if left := [w for w in waiting if w.waits]:
                 self._give(replace(compilation, waiting=left, matcher=None))
             else:
                 del self._compiling[compilation.text]
@@ -264,9 +271,7 @@ class Grammars:
         self._jobs.put(compilation)
 
     def _use(self, text: str, request: Request) -> bool:
-        """Gives the request its matcher, unless the grammar must be compiled, or compiled once
-        more, for it.
-        """
+        """Give the request its matcher. Return False if it must be compiled for it first."""
         known = self._cache.get(text)
         if known is None:
             return False
@@ -276,7 +281,7 @@ class Grammars:
         request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
         request.grammar_text, request.mask_s = least.text, least.mask_s
         request.grammar_account = self._account_of(text)
-        if request.num_outputs:  # given by a replica that has died
+        if request.num_outputs:  # outputs of a replica that has died
             request.matcher.consume_tokens(request.token_ids[request.num_prompt :])
         least.uses += 1
         self._cache.move_to_end(text)
@@ -331,7 +336,7 @@ class Grammars:
     # Tokens.
 
     def advance(self, tokens: list[tuple[LLMatcher, int]]) -> None:
-        """Takes one sampled token of each."""
+        """Let each matcher take one sampled token."""
         if self._executor is not None and tokens:  # it takes no empty list
             self._executor.consume_token_par(tokens)
             return
@@ -341,16 +346,18 @@ class Grammars:
     def masks(
         self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
     ) -> list[Int32 | None]:
-        """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)]: a
-        bit a token, the lowest first. None for a request whose mask was not computed in time; a
-        later call returns it. At most `most_late` masks are late after `patience_s`, and any number
-        after `longest_s`.
+        """Return a mask of the tokens that each request may sample next, [ceil(vocab_size / 32)].
+
+        A mask has a bit a token, the lowest first. It is None for a request whose mask was not
+        computed in time; a later call returns it. At most `most_late` masks are late after
+        `patience_s`, and any number after `longest_s`.
         """
         return self._masks.compute(requests, most_late, patience_s, longest_s)
 
     def charge(self, request: Request) -> str | None:
-        """Charge the time of the request's last mask to its accounts. Return why it may have no
-        more masks; None if it may.
+        """Charge the time of the request's last mask to its accounts.
+
+        Return why it may have no more masks; None if it may.
         """
         for account in (request.mask_account, request.grammar_account):
             if account is not None:
@@ -361,7 +368,7 @@ class Grammars:
 
 
 def problem_of(matcher: LLMatcher) -> str | None:
-    """What went wrong with it while it was followed, in one line."""
+    """Return what went wrong while a matcher was followed, in one line; None for nothing."""
     if not matcher.is_error():
         return None
     return first_line(matcher.get_error())
@@ -373,7 +380,7 @@ def _compile_all(
     done: queue.SimpleQueue[_Compilation],
     bell: _Bell,
 ) -> None:
-    """A compiling thread's work, until the process ends."""
+    """Run a compiling thread, until the process ends."""
     while True:
         job = jobs.get()
         if any(w.waits for w in job.waiting):
@@ -383,7 +390,7 @@ def _compile_all(
 
 
 def _compile(tokenizer: LLTokenizer, job: _Compilation) -> None:
-    """Gives the job its matcher, or its error."""
+    """Give the job its matcher, or its error."""
     from llguidance import LLMatcher
 
     begin = time.perf_counter()

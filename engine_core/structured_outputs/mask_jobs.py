@@ -27,14 +27,20 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 _MOST_JOBS = 8
-"""That a step begins: each costs the waking of a thread. Of more grammars some share one."""
+"""Jobs that a step begins at most.
+
+Each job costs the waking of a thread. With more grammars, some share a job.
+"""
 
 
 class MaskJobs:
-    """The threads, and what they have to do. `compute` is for one thread."""
+    """The threads that compute masks, and their jobs. `compute` is for one thread."""
 
     def __init__(self, num_words: int, executor: LLExecutor | None, num_threads: int = 1) -> None:
-        """executor: has `num_threads` threads; None: the caller of `compute` computes all masks."""
+        """Begin without threads; the first job for a thread starts them.
+
+        executor: has `num_threads` threads; None if the caller of `compute` computes all masks.
+        """
         self._num_words = num_words
         self._executor = executor
         self._num_threads = num_threads
@@ -42,11 +48,11 @@ class MaskJobs:
         self._jobs: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()
         self._free: list[Int32] = []
         self._taken: list[Int32] = []
-        """Memory that jobs no longer need, and that of masks which were taken last."""
+        """Memory of jobs whose masks were all taken in this call; the next call may reuse it."""
         self._ended = threading.Condition()
         self._awaited: set[MaskJob] = set()
         self._is_impatient = False
-        """Whether each job's end is of interest, not the last one's alone."""
+        """Whether each job's end wakes the waiting thread, and not only the last one's."""
 
     def __repr__(self) -> str:
         return f"MaskJobs({len(self._awaited)} awaited)"
@@ -54,8 +60,9 @@ class MaskJobs:
     def compute(
         self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
     ) -> list[Int32 | None]:
-        """Return the mask of each request, valid until the next call; None for a request whose mask
-        is late, which a later call returns. Until `patience_s` is over wait for all masks, then
+        """Return the mask of each request, valid until the next call; None for a late mask.
+
+        A later call returns the late ones. Until `patience_s` is over wait for all masks, then
         until at most `most_late` are late, and no longer than `longest_s`. Raise what the library
         raises.
         """
@@ -69,17 +76,17 @@ class MaskJobs:
                 self._start_threads()
                 self._jobs.put(job)
         for i, job in enumerate(own):
-            if (
-                i == 0 or time.monotonic() < start + longest_s
-            ):  # the first runs in any case: progress
+            # The first job runs in any case, so that each step makes progress.
+            if i == 0 or time.monotonic() < start + longest_s:
                 job.run(self._executor, self._num_threads, start + longest_s)
             job.is_done = True
         self._wait(requests, most_late, start + patience_s, start + longest_s)
         return [self._take(request) for request in requests]
 
     def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
-        """Return a job for each grammar, or for several grammars where there are many. Jobs of
-        cheap masks come first.
+        """Return a job for each grammar, or for several grammars where there are many.
+
+        Jobs of cheap masks come first.
         """
         grammars: dict[str, list[Request]] = {}
         for request in requests:
@@ -92,7 +99,7 @@ class MaskJobs:
             list(chain.from_iterable(parts[i::_MOST_JOBS]))
             for i in range(min(_MOST_JOBS, len(parts)))
         ):
-            # Side by side, those that share a compilation are most often one thread's.
+            # Requests that share a compilation stand side by side: most often one thread has them.
             members = sorted(part, key=lambda request: request.matcher_group)
             job = MaskJob(
                 [(r.matcher, i) for i, r in enumerate(members) if r.matcher is not None],
@@ -113,8 +120,9 @@ class MaskJobs:
     def _wait(
         self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float
     ) -> None:
-        """Wait until all masks are there; after `until`, until all but `most_late` are; but not
-        beyond `at_most_until`.
+        """Wait until all masks are computed; after `until`, until all but `most_late` are.
+
+        Do not wait beyond `at_most_until`. Both are times of the monotonic clock.
         """
         jobs = [request.mask_job for request in requests]
         with self._ended:
@@ -138,9 +146,8 @@ class MaskJobs:
         job.num_left -= 1
         if not job.num_left:
             self._taken.append(job.masks)
-        if request.mask_row >= len(
-            job.seconds
-        ):  # not begun in time; it will take as long as the others
+        # A row that was not begun in time will take as long as the others.
+        if request.mask_row >= len(job.seconds):
             request.mask_s = max(request.mask_s, sum(job.seconds) / max(1, len(job.seconds)))
             return None
         request.mask_s = job.seconds[request.mask_row]
@@ -154,14 +161,13 @@ class MaskJobs:
                 threading.Thread(target=self._run, name=f"masks {i}", daemon=True).start()
 
     def _run(self) -> None:
-        """A thread's work, until the process ends."""
+        """Run a thread's jobs, until the process ends."""
         while True:
             job = self._jobs.get()
             try:
                 job.run(self._executor, self._num_threads)
-            except (
-                BaseException
-            ) as error:  # a panic of the library is one; whoever waits for the job must hear of it
+            # A panic of the library is a BaseException, and the waiting thread must get it.
+            except BaseException as error:
                 job.error = error
             with self._ended:
                 job.is_done = True

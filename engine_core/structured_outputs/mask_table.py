@@ -1,8 +1,8 @@
-"""Which masks the workers keep, and where.
+"""The table of masks that the workers keep.
 
 Masks repeat: within a string most tokens may follow, whatever the string, so that requests of one
-grammar share some tens of masks. A mask of a large vocabulary has tens of kilobytes, so a worker is
-sent each of them once, into the next free place of its table, and from then on its place.
+grammar share some tens of masks. A mask of a large vocabulary has tens of kilobytes. So a worker
+gets each mask once, into the next free entry of its table, and from then on only its mask index.
 """
 
 from __future__ import annotations
@@ -16,50 +16,49 @@ from sidestep.ipc.transport.step import Int32, StepMasks
 
 
 class MaskTable:
-    """What is in the workers' tables, which are all alike. When it is full it is begun anew: what
-    is still in use is sent once more.
+    """The core's copy of the workers' tables, which are all alike.
+
+    When the table is full it is begun anew: masks that are still in use are sent once more.
     """
 
-    def __init__(self, num_places: int) -> None:
-        """num_places: at least the rows of a step."""
-        self._num_places = num_places
+    def __init__(self, num_masks: int) -> None:
+        """Begin empty. num_masks: entries of the table, at least the rows of a step."""
+        self._num_masks = num_masks
         self._masks: list[bytes] = []
-        """By place."""
-        self._places: dict[bytes, int] = {}
+        """The mask of each entry."""
+        self._indices: dict[bytes, int] = {}
 
     def __repr__(self) -> str:
-        return f"MaskTable({len(self._masks)} of {self._num_places} places)"
+        return f"MaskTable({len(self._masks)} of {self._num_masks} masks)"
 
     def message(
         self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
     ) -> StepMasks:
-        """What the workers must know of a step's masks, [words] each, those of requests in these
-        rows.
-        """
-        if (
-            len(self._masks) + len(requests) > self._num_places
-        ):  # nothing that this step needs may be overwritten
+        """Return the message with a step's masks, [words] each, of the requests in these rows."""
+        # Nothing that this step needs may be overwritten.
+        if len(self._masks) + len(requests) > self._num_masks:
             self._masks.clear()
-            self._places.clear()
+            self._indices.clear()
         first_new = len(self._masks)
         for request, mask in zip(requests, masks, strict=True):
-            request.mask_place = self._place(mask.tobytes(), request.mask_place)
+            request.mask_index = self._index_of(mask.tobytes(), request.mask_index)
         return StepMasks(
             step_id,
             first_new,
             np.array(rows, np.int32),
-            np.array([request.mask_place for request in requests], np.int32),
+            np.array([request.mask_index for request in requests], np.int32),
             np.frombuffer(b"".join(self._masks[first_new:]), np.int32),
         )
 
-    def _place(self, mask: bytes, guess: int) -> int:
-        """Where a mask is, if need be from now on. guess: where it may be; to compare is faster
-        than to look it up.
+    def _index_of(self, mask: bytes, guess: int) -> int:
+        """Return the index of a mask, which is added if the table lacks it.
+
+        guess: an index that it may have; to compare is faster than to look it up.
         """
         if guess < len(self._masks) and self._masks[guess] == mask:
             return guess
-        place = self._places.get(mask)
-        if place is None:
-            place = self._places[mask] = len(self._masks)
+        index = self._indices.get(mask)
+        if index is None:
+            index = self._indices[mask] = len(self._masks)
             self._masks.append(mask)
-        return place
+        return index

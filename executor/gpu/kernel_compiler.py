@@ -33,7 +33,8 @@ import msgspec
 from sidestep.executor.gpu.cuda_driver import find_gpu
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.logs import tell
-from sidestep.ipc.config import ParallelConfig, triton_environment
+from sidestep.ipc.config import triton_environment
+from sidestep.ipc.config_sections import ParallelConfig
 from sidestep.ipc.processes.process import decode_args
 from sidestep.kernels.gpu import Gpu
 

@@ -89,7 +89,7 @@ class FakeMasks:
         return {
             slot: self._table[index]
             for slot, index in zip(
-                step.slots[masks.rows].tolist(), masks.places.tolist(), strict=True
+                step.slots[masks.rows].tolist(), masks.mask_indices.tolist(), strict=True
             )
         }
 
@@ -211,20 +211,11 @@ class FakeRunner(Runner):
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
     def _enter(self, step: StepInput) -> None:
-        ends, controls = (
-            np.cumsum(step.new_num_sent).tolist(),
-            np.cumsum(step.new_control_sizes).tolist(),
-        )
-        for i, (slot, end) in enumerate(zip(step.new_slots.tolist(), ends, strict=True)):
-            known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
-            self._known[slot] = [-1] * (known - sent) + step.new_token_ids[
-                end - sent : end
-            ].tolist()
-            self._num_computed[slot] = int(step.new_num_computed[i])
-            self._seed[slot] = int(step.new_seed[i])
-            control = step.new_controls[
-                controls[i] - int(step.new_control_sizes[i]) : controls[i]
-            ].tobytes()
+        computed, seeds = step.new_num_computed.tolist(), step.new_seed.tolist()
+        for i, (slot, positions, tokens, _, controls) in enumerate(step.entering_rows()):
+            self._num_computed[slot], self._seed[slot] = computed[i], seeds[i]
+            self._known[slot] = [-1] * positions.start + step.new_token_ids[tokens].tolist()
+            control = step.new_controls[controls].tobytes()
             self._num_logprobs[slot] = max(0, decode_controls(control).logprobs)
             self._blocks[slot] = []
 

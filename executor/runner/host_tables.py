@@ -57,16 +57,10 @@ class HostTables:
         self.top_k[slots] = step.new_top_k
         self.seed[slots] = step.new_seed
         self.min_tokens[slots] = step.new_min_tokens
-        token_ends, stop_ends = np.cumsum(step.new_num_sent), np.cumsum(step.new_num_stop_ids)
-        for i, slot in enumerate(slots.tolist()):
-            known, sent = int(step.new_num_known[i]), int(step.new_num_sent[i])
-            self.token_ids[slot, known - sent : known] = step.new_token_ids[
-                token_ends[i] - sent : token_ends[i]
-            ]
+        for slot, positions, tokens, stops, _ in step.entering_rows():
+            self.token_ids[slot, positions] = step.new_token_ids[tokens]
             # A copy: the step's columns are views over memory that is reused.
-            self.stop_ids[slot] = step.new_stop_ids[
-                stop_ends[i] - step.new_num_stop_ids[i] : stop_ends[i]
-            ].copy()
+            self.stop_ids[slot] = step.new_stop_ids[stops].copy()
 
     def _append_blocks(self, step: StepInput) -> None:
         counts = step.num_new_blocks

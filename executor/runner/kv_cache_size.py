@@ -6,7 +6,7 @@ import os
 
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.cache_sizes import CPU_CACHE_BYTES
 
 _CPU_TOKENS = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.params.sampling_params import MAX_LOGPROBS
 from sidestep.ipc.transport.step import StepInput

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sidestep.executor.base import WorkerReady
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput

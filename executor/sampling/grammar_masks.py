@@ -51,7 +51,7 @@ class GrammarMasks(LogitsProcessor):
         # The token of a row that gets no mask will be dropped: its request has ended, or will be
         # computed again.
         self._marks.fill(0)
-        self._marks[step.slots[masks.rows]] = masks.places + 1
+        self._marks[step.slots[masks.rows]] = masks.mask_indices + 1
         if len(masks.words):
             num_words = self._table.shape[1]
             new = torch.empty(

@@ -41,7 +41,7 @@ from sidestep.executor.sampling.token_logprobs import Logprobs, logprobs_of, mak
 from sidestep.executor.sampling.token_masks import AllowedTokens, BadWords
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.config import StepLimits
+from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.params.logits_controls import decode_controls
 from sidestep.ipc.transport.step import Int32, Int64, StepInput
 
@@ -146,20 +146,18 @@ class SpecialRows:
         """Take in the requests of a step, and forget those that had their slots before."""
         if not (self._count or len(step.new_controls)):
             return
-        sent, sizes = np.cumsum(step.new_num_sent), np.cumsum(step.new_control_sizes)
-        for i, slot in enumerate(step.new_slots.tolist()):
+        prompts = step.new_num_prompt.tolist()
+        for entering, num_prompt in zip(step.entering_rows(), prompts, strict=True):
+            slot, _, sent, _, controls = entering
             self._leave(slot)
-            if size := int(step.new_control_sizes[i]):
-                tokens = step.new_token_ids[sent[i] - step.new_num_sent[i] : sent[i]].copy()
-                prompt = int(step.new_num_prompt[i])
+            if controls.start < controls.stop:
+                tokens = step.new_token_ids[sent].copy()
                 self._enter(
                     EnteringRequest(
                         slot=slot,
-                        controls=decode_controls(
-                            step.new_controls[sizes[i] - size : sizes[i]].tobytes()
-                        ),
-                        prompt_token_ids=tokens[:prompt],
-                        output_token_ids=tokens[prompt:],
+                        controls=decode_controls(step.new_controls[controls].tobytes()),
+                        prompt_token_ids=tokens[:num_prompt],
+                        output_token_ids=tokens[num_prompt:],
                     )
                 )
         self._count = int(self._known.sum())

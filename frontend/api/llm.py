@@ -22,7 +22,8 @@ from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
-from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.config import EngineArgs
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from sidestep.ipc.processes.forking import Home

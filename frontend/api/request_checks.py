@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidestep.ipc.common.errors import QueueFullError, ValidationError
-from sidestep.ipc.config import FrontendConfig
+from sidestep.ipc.config_sections import FrontendConfig
 
 
 def check_priority(priority: object, scheduling_policy: str) -> None:

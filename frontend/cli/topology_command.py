@@ -14,7 +14,7 @@ import msgspec
 from sidestep.frontend.planning.machine import GpuInfo, Machine, this_machine
 from sidestep.frontend.planning.topology import Size, sizes
 from sidestep.ipc.common.errors import ValidationError
-from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig
+from sidestep.ipc.config_sections import DEFAULT_MODEL, CacheConfig, ModelConfig
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec, resolve_model_path
 
 _GIB = 1 << 30

@@ -22,7 +22,8 @@ from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.frontend.vllm.vllm_flags import add_vllm_flags, vllm_values
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.options import Parser, parse_bytes, split, value_types
-from sidestep.ipc.config import DEFAULT_MODEL, EngineArgs
+from sidestep.ipc.config import EngineArgs
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.vllm.foreign import translate
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS, VALUES, translate_value

@@ -8,7 +8,8 @@ from pathlib import Path
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.options import Options, option, parse_bytes
 from sidestep.ipc.common.registry import REASONING_PARSERS, TOOL_PARSERS
-from sidestep.ipc.config import API_KEYS, DEFAULT_MODEL, OPERATOR_KEYS, keys_of_environment
+from sidestep.ipc.config import API_KEYS, OPERATOR_KEYS, keys_of_environment
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import msgspec
 
 from sidestep.frontend.planning.machine import Machine
 from sidestep.ipc.common.errors import ValidationError
-from sidestep.ipc.config import CacheConfig, SchedulerConfig, check_tensor_parallel
+from sidestep.ipc.config import check_tensor_parallel
+from sidestep.ipc.config_sections import CacheConfig, SchedulerConfig
 from sidestep.ipc.model.cache_sizes import (
     CPU_BLOCK_SIZE,
     CPU_CACHE_BYTES,

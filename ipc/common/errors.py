@@ -1,5 +1,6 @@
-"""The exceptions a user of the engine can meet. They cross process borders as text, never as
-objects.
+"""The exceptions that users of the engine can meet.
+
+They cross process borders as text, never as objects.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import Any, Self
 
 
 class SidestepError(Exception):
-    """Base of every error that the engine raises on purpose. All can be pickled and copied,
-    whatever arguments they are made of.
+    """Base of every error that the engine raises on purpose.
+
+    All can be pickled and copied, whatever arguments they are made of.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -27,8 +29,9 @@ def _restore(
 
 
 class ValidationError(SidestepError, ValueError):
-    """An argument is wrong. `field` names it; the message starts with that name and says what would
-    be right.
+    """An argument is wrong.
+
+    `field` names it; the message starts with that name and says what would be right.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -71,9 +74,7 @@ class EngineStartError(SidestepError, RuntimeError):
 
 
 class EngineDeadError(SidestepError, RuntimeError):
-    """A process of the engine has died. Every waiting call raises it, and so does every later
-    one.
-    """
+    """A process of the engine has died. Every waiting call and every later one raises this."""
 
 
 class EngineStalledError(SidestepError, RuntimeError):
@@ -81,8 +82,9 @@ class EngineStalledError(SidestepError, RuntimeError):
 
 
 class QueueFullError(SidestepError, RuntimeError):
-    """As many requests or prompt tokens wait as may: nothing was sent, and the same call may do
-    better later.
+    """As many requests or prompt tokens wait as may.
+
+    Nothing was sent, and the same call may succeed later.
     """
 
 

@@ -20,8 +20,10 @@ from sidestep.ipc.common.options import Options, option
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 FIELDS = "fields"
-"""Name of a record's attribute that holds further fields of its JSON object: logger.info(text,
-extra={FIELDS: {}})."""
+"""Name of a log record's attribute that holds further fields of its JSON object.
+
+It is given as logger.info(text, extra={FIELDS: {}}).
+"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class LogConfig(Options):
     )
     log_format: str = option(
         "text",
-        "'json' writes each line of every process as one JSON object, with the keys time, level, process, pid, "
-        "logger and message.",
+        "'json' writes each line of every process as one JSON object, with the keys time, level, "
+        "process, pid, logger and message.",
         choices=FORMATS,
     )
 
@@ -88,8 +90,9 @@ def begin(config: LogConfig, process: str) -> None:
 
 
 def own_process() -> None:
-    """Log warnings and uncaught exceptions too, which would otherwise be written to standard error
-    directly. Only for processes that belong to the engine.
+    """Log warnings and uncaught exceptions too, which else go to standard error directly.
+
+    This is only for processes that belong to the engine.
     """
     if _config.log_format == "json":
         logging.captureWarnings(True)
@@ -109,8 +112,9 @@ def current() -> LogConfig:
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
-    """Write a line for the user who started the command: as it is, or as a record where the log is
-    JSON.
+    """Write a line for the user who started the command.
+
+    The line is written as it is, or as a record where the log is JSON.
     """
     if _config.log_format == "json":
         logging.getLogger("sidestep").log(level, text)

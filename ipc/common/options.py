@@ -1,5 +1,4 @@
-"""Options: how a class declares them, and how a value from any source is converted to the declared
-type.
+"""Options: their declaration, and the conversion of a value from any source to the declared type.
 
 A frozen dataclass that inherits `Options` and declares its fields with `option()` accepts the same
 values from everywhere: the command line, the environment, a file and Python all end in
@@ -22,23 +21,37 @@ from typing import Any
 from sidestep.ipc.common.errors import ValidationError
 
 Parser = Callable[[str], Any]
-"""Convert the text that people write to a value. Raises ValueError."""
+"""Function that converts the text that people write to a value. Raises ValueError."""
 
 
 def option(
     default: Any, doc: str, *, choices: tuple[str, ...] | None = None, parse: Parser | None = None
 ) -> Any:
-    """Declare an option: its default, its help text and, where it has them, its choices or the
-    parser of its text.
+    """Declare an option: its default and its help text, and its choices or the parser of its text.
 
     A parser is for texts such as '32k'. It is applied to strings of every source, Python included.
     """
     return field(default=default, metadata={"doc": doc, "choices": choices, "parse": parse})
 
 
+def require(condition: bool, name: str, problem: str) -> None:
+    """Raise ValidationError for the option `name` unless the condition is true."""
+    if not condition:
+        raise ValidationError(name, problem)
+
+
+def require_positive(section: object, *names: str) -> None:
+    """Raise ValidationError if one of these options is neither None nor at least 1."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value >= 1, name, f"must be at least 1, not {value!r}")
+
+
 class Options:
-    """Base of the classes whose fields are options. A subclass with further checks calls
-    `super().__post_init__()` first; after that all values have the declared types.
+    """Base of the classes whose fields are options.
+
+    A subclass with further checks calls `super().__post_init__()` first; after that all values have
+    the declared types.
     """
 
     def __post_init__(self) -> None:
@@ -86,8 +99,9 @@ _REFUSED = object()
 
 
 def _as_kind(value: Any, kind: Any) -> Any:
-    """Return the value as this type, or _REFUSED. A bool counts as a number in Python, but not
-    here.
+    """Return the value as this type, or _REFUSED.
+
+    A bool counts as a number in Python, but not here.
     """
     plain = _plain(kind)
     if plain is bool or isinstance(value, bool):
@@ -129,8 +143,9 @@ _WORDS = {
 
 
 def _problem(text: str, error: ValueError) -> str:
-    """Return the parser's own message, or a general one for errors of int() and float(), which do
-    not describe the option.
+    """Return the parser's own message, or a general one for errors of int() and float().
+
+    Messages of int() and float() do not describe the option.
     """
     told = str(error)
     return (
@@ -189,9 +204,7 @@ def parse_mapping(text: str) -> dict[str, Any]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the known name that is most like a wrong one, or
-    nothing.
-    """
+    """Return '; did you mean ...?' with the known name that is most like a wrong one, or ''."""
     likely = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {likely[0]}?" if likely else ""
 

@@ -1,8 +1,7 @@
-"""Names to implementations: `name -> "module:attribute"`, imported only when asked for.
+"""Names to implementations: `name -> "module:attribute"`, imported only when it is loaded.
 
-So a registry can be read by a process that must not import what it names (the frontend checks that
-an architecture is supported without importing torch), and a new entry is one file and one line
-here.
+So a process can read a registry without importing what it names: the frontend checks that an
+architecture is supported, and does not import torch. A new entry is one file and one line here.
 """
 
 from __future__ import annotations
@@ -27,34 +26,33 @@ MODEL_SPECS: dict[str, str] = {
 """Hugging Face architecture name -> function that reads its config.json, without torch."""
 
 _OUTSIDE_MODELS, _OUTSIDE_SPECS = "sidestep.models", "sidestep.model_specs"
-"""Groups of entry points by which installed packages add to the two registries above, in every
-process."""
+"""Entry points by which installed packages add to the two registries above, in every process."""
 
 RUNNERS: dict[str, str] = {
     "cpu": "sidestep.executor.cpu.cpu_runner:ModelRunner",
     "cuda": "sidestep.executor.gpu.gpu_runner:GpuRunner",
     "fake": "sidestep.executor.runner.fake:FakeRunner",
 }
-"""What a worker process runs its steps on: the device's name."""
+"""Device name -> what a worker process runs its steps on."""
 
 EXECUTORS: dict[str, str] = {
     "multiproc": "sidestep.executor.processes.multiproc:MultiprocExecutor",
 }
-"""How the core reaches its workers."""
+"""Name -> how the core reaches its workers."""
 
 ATTENTION_BACKENDS: dict[str, str] = {
     "flashinfer": "sidestep.executor.attention.flashinfer_backend:FlashInferAttention",
     "torch": "sidestep.executor.attention.torch_backend:TorchAttention",
     "triton": "sidestep.executor.attention.triton_backend:TritonAttention",
 }
-"""Paged attention implementations."""
+"""Name -> implementation of paged attention."""
 
 ROUTERS: dict[str, str] = {
     "prefix": "sidestep.frontend.routing.prefix:PrefixRouter",
     "least_loaded": "sidestep.frontend.routing.least_loaded:LeastLoadedRouter",
     "round_robin": "sidestep.frontend.routing.round_robin:RoundRobinRouter",
 }
-"""Which data-parallel replica takes a request."""
+"""Name -> router, which chooses the data-parallel replica that takes a request."""
 
 TOOL_PARSERS: dict[str, str] = {
     "hermes": "sidestep.frontend.parsers.hermes:HermesToolParser",
@@ -62,25 +60,27 @@ TOOL_PARSERS: dict[str, str] = {
     "mistral": "sidestep.frontend.parsers.mistral:MistralToolParser",
     "qwen3": "sidestep.frontend.parsers.hermes:HermesToolParser",
 }
-"""How a model writes tool calls."""
+"""Name -> parser of the way in which a model writes tool calls."""
 
 REASONING_PARSERS: dict[str, str] = {
     "deepseek_r1": "sidestep.frontend.parsers.think:DeepSeekR1ReasoningParser",
     "qwen3": "sidestep.frontend.parsers.think:Qwen3ReasoningParser",
 }
-"""How a model writes its reasoning."""
+"""Name -> parser of the way in which a model writes its reasoning."""
 
 
 def model_class(architecture: str) -> str | None:
-    """Return the name of an architecture's class for `load`, from this project or an installed
-    package.
+    """Return the target of an architecture's class for `load`.
+
+    The class is from this project or an installed package.
     """
     return MODELS.get(architecture) or _outside(_OUTSIDE_MODELS).get(architecture)
 
 
 def model_spec_reader(architecture: str) -> str:
-    """Return the name of the function that reads an architecture's config.json: Llama's reader by
-    default.
+    """Return the target of the function that reads an architecture's config.json.
+
+    It is Llama's reader by default.
     """
     found = MODEL_SPECS.get(architecture) or _outside(_OUTSIDE_SPECS).get(architecture)
     return found or MODEL_SPECS["LlamaForCausalLM"]
@@ -99,6 +99,6 @@ def _outside(group: str) -> dict[str, str]:
 
 
 def load(target: str) -> Any:
-    """The object that "module:attribute" names."""
+    """Import and return the object that "module:attribute" names."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,5 +1,6 @@
-"""Read generation_config.json, in which a model's makers set sampling parameters and the tokens
-that end an output.
+"""Reader of generation_config.json.
+
+A model's makers set default sampling parameters in it, and the tokens that end an output.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class GenerationConfig(msgspec.Struct, frozen=True):
 def read_generation_config(
     folder: str, *, required: bool = False, with_sampling: bool = True
 ) -> GenerationConfig:
-    """Return the settings of the file in a folder; empty ones if there is no file, unless it is
-    required. with_sampling: whether to read its sampling parameters.
+    """Return the settings of the file in a folder.
 
-    Raises EngineStartError, which names the file and the wrong value.
+    They are empty if there is no file, unless it is required. with_sampling: whether to read its
+    sampling parameters. Raises EngineStartError, which names the file and the wrong value.
     """
     file = Path(folder) / FILE
     values = read_json(file)

@@ -27,7 +27,7 @@ class HfConfig:
     def __init__(
         self, path: str, values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
     ) -> None:
-        """path: the model's folder."""
+        """Merge the overrides into the file's values. path: the model's folder."""
         self.path = path
         self.overridden = frozenset(overrides or ())
         """Top-level fields that the user has set."""
@@ -60,8 +60,9 @@ class HfConfig:
         return self._values.get(name)
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a whole number. Raises EngineStartError, also for a missing field without a
-        default.
+        """Return a whole number.
+
+        Raises EngineStartError, also for a missing field without a default.
         """
         value = self._given(name, default)
         if isinstance(value, float) and value.is_integer():
@@ -107,8 +108,9 @@ class HfConfig:
         raise EngineStartError(f"model: {name} in {self._source} {problem}")
 
     def check_overrides(self) -> None:
-        """Raise ValidationError for an override that no reader has read. Call it after the
-        reader.
+        """Raise ValidationError for an override that no reader has read.
+
+        Call it after the reader.
         """
         for name in sorted(self.overridden - self._in_file - self._asked):
             raise ValidationError(

@@ -1,4 +1,4 @@
-"""How the layers of a model are divided into the stages of a pipeline."""
+"""Division of a model's layers into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from sidestep.ipc.model.dense_size import layer_size, table_size
 from sidestep.ipc.model.model_spec import ModelSpec
 
 _ROWS, _CONTEXT = 64, 1024
-"""A step that is meant to take equally long in all stages: so many decodes, each after so many
-tokens."""
+"""Decodes of the step that is meant to take equally long in all stages; tokens before each."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline: consecutive layers. The first also embeds, the last also has the
-    head and samples.
+    """One stage of a pipeline: consecutive layers.
+
+    The first stage also embeds, the last also has the head and samples.
     """
 
     index: int
@@ -25,18 +25,20 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether token ids come in."""
+        """Whether the stage takes token ids."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether tokens go out."""
+        """Whether the stage samples tokens."""
         return self.index == self.count - 1
 
 
 def split_layers(spec: ModelSpec, num_stages: int) -> tuple[int, ...]:
-    """Numbers of layers that make stages take about equally long. The last stage also has the head,
-    so it may have fewer layers; of the others the first ones may have one more.
+    """Return the numbers of layers with which all stages take about equally long.
+
+    The last stage also has the head, so it may have fewer layers; of the others, the first ones may
+    have one more.
     """
     if num_stages == 1:
         return (spec.num_layers,)
@@ -46,14 +48,14 @@ def split_layers(spec: ModelSpec, num_stages: int) -> tuple[int, ...]:
     def slowest(last: int) -> float:
         return max(-(-(spec.num_layers - last) // before), last + head)
 
-    # With equal times the last stage takes more: it is the others that send.
+    # With equal times the last stage gets more layers, since only the others send.
     last = min(range(1, spec.num_layers - before + 1), key=lambda n: (slowest(n), -n))
     rest = spec.num_layers - last
     return (*(rest // before + (i < rest % before) for i in range(before)), last)
 
 
 def stage_of(layers: tuple[int, ...], index: int) -> Stage:
-    """One of the stages that have these numbers of layers."""
+    """Return one of the stages that have these numbers of layers."""
     first = sum(layers[:index])
     return Stage(index, len(layers), range(first, first + layers[index]))
 

@@ -25,9 +25,7 @@ def llama(config: HfConfig) -> ModelSpec:
 
 
 def mistral(config: HfConfig) -> ModelSpec:
-    """Read a model like Llama, with one window for all layers, or for the layers that layer_types
-    names.
-    """
+    """Read a model like Llama with a window, for all layers or for those in layer_types."""
     bias = config.flag("attention_bias")
     return _decoder(
         config,
@@ -72,8 +70,10 @@ def _decoder(
     window: int = 0,
     first_window: int = 0,
 ) -> ModelSpec:
-    """window: attention window of the layers from `first_window` on, or of the layers that
-    layer_types names.
+    """Return the ModelSpec of a decoder.
+
+    window: attention window of the layers from `first_window` on, or of the layers that layer_types
+    names.
     """
     _refuse_unsupported(config)
     num_layers, heads = config.whole("num_hidden_layers"), config.whole("num_attention_heads")

@@ -1,9 +1,8 @@
-"""What the engine needs to know of a model: its Hugging Face config.json, read into one checked,
-typed structure.
+"""The specification of a model: its Hugging Face config.json in one checked, typed structure.
 
-Read without torch, so that the frontend refuses what cannot run before any process starts. A value
-that would change the model's arithmetic and that the engine does not implement is refused by name:
-never loaded and silently wrong.
+It is read without torch, so that the frontend refuses what cannot run before any process starts. A
+value that would change the model's arithmetic and that the engine does not implement is refused by
+name: never loaded and silently wrong.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     theta: float
     rope_type: str = "default"
     scaling: dict[str, Any] = {}
-    """The type's values by their names in rope_parameters, such as factor or low_freq_factor. All
-    required ones are there."""
+    """The type's values by their names in rope_parameters, such as factor or low_freq_factor.
+
+    All required ones are there.
+    """
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +74,10 @@ _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 def resolve_model_path(
     model: str, revision: str | None = None, files: Sequence[str] = _FILES
 ) -> str:
-    """A local folder for a folder's path or a hub name (fetched where a hub is reachable; of it
-    these files).
+    """Return the local folder for a folder's path or a hub name.
+
+    A hub name's files that match `files` are fetched, where a hub is reachable. Raises
+    EngineStartError.
     """
     if os.path.isdir(model):
         return os.path.abspath(model)
@@ -113,14 +116,15 @@ def load_model_spec(
     generation = generation or read_generation_config(path, with_sampling=False)
     eos = [*_stated_eos(config, generation), *more_eos]
     config.check_overrides()
-    # A tokenizer may have tokens that the model cannot generate; masks have no place for them.
+    # A tokenizer may have tokens that the model cannot generate; masks have no bit for them.
     eos = [token for token in dict.fromkeys(eos) if token < spec.vocab_size]
     return msgspec.structs.replace(spec, eos_token_ids=tuple(eos))
 
 
 def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:
-    """Return the tokens of the user's override, else of generation_config.json, else of
-    config.json.
+    """Return the end-of-sequence tokens that the user or the model's files state.
+
+    The user's override counts, else generation_config.json, else config.json.
     """
     of_config = config.token_ids("eos_token_id")
     is_override = "eos_token_id" in config.overridden
@@ -128,8 +132,9 @@ def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ..
 
 
 def _reader(architecture: str) -> Any:
-    """Return the function that reads the family's configs. A function of another package may be
-    missing.
+    """Return the function that reads the family's configs.
+
+    Raises EngineStartError if another package's function is missing.
     """
     target = registry.model_spec_reader(architecture)
     try:

@@ -1,5 +1,4 @@
-"""The rotary embedding of a config.json, checked and complete, and the number of positions it is
-made for.
+"""The rotary embedding of a config.json, checked and complete, and its number of positions.
 
 Values that transformers derives from other fields are filled in here, so that the computation needs
 no other field of config.json.

@@ -1,6 +1,4 @@
-"""How one prompt is continued by beam search. Checked where it is made, so a wrong value fails at
-the call.
-"""
+"""Parameters of beam search, checked where they are made: a wrong value fails at the call."""
 
 from __future__ import annotations
 
@@ -12,31 +10,37 @@ import msgspec
 from sidestep.ipc.common.errors import ValidationError
 
 MAX_BEAM_WIDTH = 64
-"""Each of so many rows brings back twice as many candidates in each step, or more."""
+"""Most beams: each row brings back twice as many candidates in each step, or more."""
 
 
 class BeamSearchParams(
     msgspec.Struct, kw_only=True, frozen=True, array_like=True, forbid_unknown_fields=True
 ):
-    """Beam search keeps the `beam_width` most probable continuations, token by token. Names and
-    defaults are those that users of vLLM and transformers know; results are those of transformers.
+    """Beam search keeps the `beam_width` most probable continuations, token by token.
 
-    Raises ValidationError, which names the field, when a value is out of range, and TypeError for
-    an unknown name.
+    Names and defaults are those that users of vLLM and transformers know; results are those of
+    transformers. Raises ValidationError, which names the field, when a value is out of range, and
+    TypeError for an unknown name.
     """
 
     beam_width: int
-    """Continuations that are kept, and that come back; at most MAX_BEAM_WIDTH, and the engine's
-    max_num_seqs."""
+    """Continuations that are kept, and that come back.
+
+    At most MAX_BEAM_WIDTH, and the engine's max_num_seqs.
+    """
     max_tokens: int = 16
     """Most tokens of a continuation."""
     length_penalty: float = 1.0
-    """Continuations are compared by cumulative logprob / length ** length_penalty: above 0 it
-    favours long ones."""
+    """Exponent of the length by which cumulative logprobs are divided to compare continuations.
+
+    The score is cumulative logprob / length ** length_penalty: above 0 it favours long ones.
+    """
     early_stopping: bool | Literal["never"] = False
-    """When the search ends, once `beam_width` continuations have ended: True, at once; False, when
-    no running one would be better if it ended now; 'never', when none can become better at any
-    length."""
+    """When the search ends, once `beam_width` continuations have ended.
+
+    True: at once. False: when no running one would be better if it ended now. 'never': when none
+    can become better at any length.
+    """
     ignore_eos: bool = False
     """Do not end a continuation at the end-of-sequence token."""
     temperature: float = 0.0
@@ -71,7 +75,9 @@ class BeamSearchParams(
             )
 
     def num_candidates(self, num_eos: int) -> int:
-        """Continuations of each beam that are looked at: enough that `beam_width` of all have not
-        ended.
+        """Return how many continuations of each beam are looked at.
+
+        They are enough that `beam_width` of all have not ended. num_eos: tokens that end a
+        continuation.
         """
         return self.beam_width * max(2, 1 + num_eos)

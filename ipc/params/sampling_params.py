@@ -1,5 +1,6 @@
-"""How one request is sampled and when it stops. Checked where it is made, so a wrong value fails at
-the call.
+"""Parameters of sampling and of stopping, checked where they are made.
+
+A wrong value fails at the call.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from sidestep.ipc.vllm.params import ParamsMeta, plain
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 128
-"""With `min_tokens` they travel to the device in each step, in a message of bounded size."""
+"""Most stop tokens of one request.
+
+With `min_tokens` they travel to the device in each step, in a message of bounded size.
+"""
 MAX_CHOICES = 1024
 """Most completions of one request."""
 _DERIVE = 0x9E3779B97F4A7C15
+"""Factor that derives the seeds of further completions."""
 MAX_LOGPROBS = 20
-"""As in OpenAI's API."""
+"""Most log-probabilities of one token, as in OpenAI's API."""
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
@@ -51,14 +56,14 @@ _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_st
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each output of a stream holds."""
+    """Content of each output of a stream."""
 
     CUMULATIVE = 0
     """All text and tokens so far."""
     DELTA = 1
-    """What is new since the last output."""
+    """The text and tokens that are new since the last output."""
     FINAL_ONLY = 2
-    """One output, at the end."""
+    """All text and tokens, in one output at the end."""
 
 
 def _check(condition: bool, field: str, problem: str) -> None:
@@ -86,7 +91,7 @@ def _is_in(value: Any, limits: msgspec.Meta) -> bool:
 class RepetitionDetectionParams(
     msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, metaclass=ParamsMeta
 ):
-    """An output ends when its last tokens are one pattern of tokens, so many times in a row.
+    """End of an output whose last tokens are one pattern of tokens, repeated `min_count` times.
 
     Raises ValidationError, which names the field.
     """
@@ -94,9 +99,9 @@ class RepetitionDetectionParams(
     max_pattern_size: int
     """Tokens of the longest pattern that is looked for; at most MAX_PATTERN."""
     min_pattern_size: int = 1
-    """Tokens of the shortest."""
+    """Tokens of the shortest pattern that is looked for."""
     min_count: int = 3
-    """How often it must be there; at least 2."""
+    """Times that the pattern must be there in a row; at least 2."""
 
     def __post_init__(self) -> None:
         name = "repetition_detection"
@@ -118,8 +123,9 @@ class RepetitionDetectionParams(
         )
 
     def found_in(self, tokens: list[int], first: int) -> bool:
-        """Whether the tokens from number `first` on end in a repeated pattern. Costs a comparison
-        for each size that does not repeat.
+        """Return whether the tokens from number `first` on end in a repeated pattern.
+
+        It costs a comparison for each size that does not repeat.
         """
         num_tokens, count = len(tokens) - first, self.min_count
         for size in range(
@@ -150,11 +156,15 @@ class SamplingParams(
     """
 
     n: int = 1
-    """Completions of the prompt, each with a seed of its own that is derived from `seed`; the first
-    is that of n=1."""
+    """Completions of the prompt, each with a seed of its own that is derived from `seed`.
+
+    The first is that of n=1.
+    """
     best_of: int | None = None
-    """Make so many completions, and return the `n` with the highest cumulative logprob, the best
-    first: in one output, at the end."""
+    """Number of completions to make, of which the `n` with the highest cumulative logprob return.
+
+    They come in one output at the end, the best first.
+    """
     temperature: float = 1.0
     """0 is greedy; otherwise logits are divided by it (by 0.01 if it is less). At most 2."""
     top_p: float = 1.0
@@ -164,9 +174,11 @@ class SamplingParams(
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
     seed: int | None = None
-    """Seed of the sampling. The same seed gives the same tokens, whatever else is in the batch.
+    """Seed of the sampling: it gives the same tokens, whatever else is in the batch.
+
     None or -1 draws a new seed for each request, derived from the engine's option `seed` if it is
-    set."""
+    set.
+    """
     stop: str | list[str] | None = None
     """Texts that end the output; left out of it unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] | None = None
@@ -176,31 +188,40 @@ class SamplingParams(
     max_tokens: int | None = 16
     """Most output tokens; None for as many as fit in the model."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens cannot be sampled, nor do stop texts count, before this many
-    output tokens."""
+    """Output tokens before which end-of-sequence and stop tokens cannot be sampled.
+
+    Stop texts do not count before them either.
+    """
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that the output has; in [-2, 2]."""
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the output has the token; in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that prompt or output have are divided by it if positive, else multiplied;
-    in [0.01, 100]."""
+    """Divisor of positive logits, and factor of negative ones, of tokens in prompt or output.
+
+    It is in [0.01, 100].
+    """
     logprobs: int | None = None
-    """Tell the log-probability of each sampled token and of this many most probable ones; at most
-    MAX_LOGPROBS."""
+    """Number of most probable tokens to report with the log-probability of each sampled one.
+
+    At most MAX_LOGPROBS.
+    """
     prompt_logprobs: int | None = None
-    """The same of each token of the prompt, which is then computed whole, without cached
-    prefixes."""
+    """The same number for each token of the prompt.
+
+    The prompt is then computed whole, without cached prefixes.
+    """
     logit_bias: dict[int, float] | None = None
-    """Numbers from -100 to 100 that are added to the logits of these token ids; at most
-    MAX_LOGIT_BIAS."""
+    """Numbers from -100 to 100 to add to the logits of these token ids; at most MAX_LOGIT_BIAS."""
     allowed_token_ids: list[int] | None = None
-    """No other tokens are sampled."""
+    """The only tokens that are sampled."""
     bad_words: list[str] | None = None
-    """Texts whose tokens are not sampled in a row, with or without a space before them; at most
-    MAX_BAD_WORDS."""
+    """Texts whose tokens are not sampled in a row, with or without a space before them.
+
+    At most MAX_BAD_WORDS.
+    """
     repetition_detection: RepetitionDetectionParams | None = None
-    """Ends the output, with finish_reason 'repetition', when it goes round in circles."""
+    """When to end, with finish_reason 'repetition', an output that repeats a pattern of tokens."""
     extra_args: dict[str, Any] | None = None
     """Arguments of logits processors, by the names of their classes."""
     detokenize: bool = True
@@ -210,14 +231,28 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
     """Keep the stop text at the end of the output."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of the stream holds."""
+    """Content of each output of the stream."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the output must have. The request ends with 'stop' when nothing more can
-    follow; goes neither with `ignore_eos` nor with `min_tokens`, which could forbid all that the
-    form allows."""
+    """Form that the output must have. The request ends with 'stop' when nothing more can follow.
+
+    It goes neither with `ignore_eos` nor with `min_tokens`, which could forbid all that the form
+    allows.
+    """
 
     def __post_init__(self) -> None:
         self._make_plain()
+        self._check_choices()
+        self._check_distribution()
+        self._check_lengths()
+        self._check_stops()
+        self._check_penalties()
+        self._check_logprobs()
+        self._check_logit_bias()
+        self._check_tokens_and_words()
+        self._check_output()
+        self._check_structure()
+
+    def _check_choices(self) -> None:
         _check(
             _is_int(self.n) and 1 <= self.n <= MAX_CHOICES,
             "n",
@@ -234,6 +269,8 @@ class SamplingParams(
             "best_of",
             "is known only at the end, so it cannot go with output_kind DELTA",
         )
+
+    def _check_distribution(self) -> None:
         _check(
             _is_number(self.temperature) and _is_in(self.temperature, TEMPERATURE),
             "temperature",
@@ -259,6 +296,8 @@ class SamplingParams(
             "seed",
             f"must be a whole number between 0 and 2**63-1, not {self.seed!r}",
         )
+
+    def _check_lengths(self) -> None:
         _check(
             self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
             "max_tokens",
@@ -274,8 +313,8 @@ class SamplingParams(
             "min_tokens",
             f"{self.min_tokens} is more than max_tokens ({self.max_tokens})",
         )
-        self._check_stops()
-        self._check_penalties()
+
+    def _check_logprobs(self) -> None:
         for field in ("logprobs", "prompt_logprobs"):
             value = getattr(self, field)
             _check(
@@ -290,8 +329,8 @@ class SamplingParams(
                 f"must be between {NUM_LOGPROBS.ge} and {NUM_LOGPROBS.le}, not {value!r}: more of "
                 "each token would cost more than sampling it",
             )
-        self._check_logit_bias()
-        self._check_tokens_and_words()
+
+    def _check_output(self) -> None:
         # The core could not read a message with these of another type, and the request would wait
         # without end.
         for field in _SWITCHES:
@@ -302,7 +341,6 @@ class SamplingParams(
             "output_kind",
             f"must be a RequestOutputKind, not {self.output_kind!r}",
         )
-        self._check_structure()
 
     def _make_plain(self) -> None:
         """Convert values in other forms: numbers of numpy, dicts of parameters, a seed of -1."""
@@ -380,7 +418,7 @@ class SamplingParams(
         return self.best_of is not None and self.best_of > self.n
 
     def for_choice(self, index: int) -> SamplingParams:
-        """Those of one of the `n` completions alone; `seed` must be filled in."""
+        """Return the parameters of one of the `n` completions alone; `seed` must be filled in."""
         seed = self.seed if index == 0 else ((self.seed or 0) ^ (index * _DERIVE)) & MAX_SEED
         return msgspec.structs.replace(self, n=1, seed=seed)
 

@@ -1,4 +1,4 @@
-"""What form an output must have. Checked where it is made, so a wrong value fails at the call."""
+"""The form that an output must have, checked where it is made: a wrong value fails at the call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 MAX_GRAMMAR_BYTES = 64 << 10
-"""Of a schema, a regex, all choices or a grammar, as UTF-8."""
+"""Most bytes of a schema, a regex, all choices or a grammar, as UTF-8."""
 MAX_SCHEMA_DEPTH = 64
-"""Levels of nesting in a JSON schema."""
+"""Most levels of nesting in a JSON schema."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -25,24 +25,23 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """A grammar as the engine compiles it."""
 
     field: str
-    """Where the user gave it, such as 'structured_outputs.json'."""
+    """Name of the field in which the user gave it, such as 'structured_outputs.json'."""
     text: str
-    """JSON, as llguidance reads it."""
+    """The grammar as JSON that llguidance reads."""
 
 
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, metaclass=ParamsMeta
 ):
-    """The form of an output, in exactly one of the first six fields; names are those that users of
-    vLLM know.
+    """The form of an output, in exactly one of the first six fields.
 
-    Raises ValidationError, which names the field.
+    Names are those that users of vLLM know. Raises ValidationError, which names the field.
     """
 
     json: str | dict[str, Any] | None = None
     """A JSON schema, as text or as a dict."""
     json_object: bool | None = None
-    """True: any JSON object."""
+    """True for any JSON object."""
     regex: str | None = None
     """A regular expression that matches the whole output. No look-around and no back-references."""
     choice: list[str] | None = None
@@ -50,16 +49,23 @@ class StructuredOutputsParams(
     grammar: str | None = None
     """A context-free grammar in Lark's form, or in GBNF, llama.cpp's EBNF."""
     structural_tag: str | dict[str, Any] | None = None
-    """Free text with parts that have a form: {"type": "structural_tag", "structures": [{"begin",
-    "schema", "end"}], "triggers": [...]}, as text or as a dict."""
+    """Free text with parts that have a form, as text or as a dict.
+
+    The dict is {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers":
+    [...]}.
+    """
     disable_any_whitespace: bool = False
-    """JSON without white space between its parts."""
+    """Whether JSON has no white space between its parts."""
     reasoning_begin: str | None = None
-    """With reasoning_end: an output that begins with this mark begins with reasoning; another one
-    is an answer."""
+    """Mark with which reasoning begins, given with reasoning_end.
+
+    An output that begins with this mark begins with reasoning; another one is an answer.
+    """
     reasoning_end: str | None = None
-    """The form holds after this mark, such as '</think>'; what is before it is free. Without
-    reasoning_begin the mark must come."""
+    """Mark after which the form holds, such as '</think>'; the text before it is free.
+
+    Without reasoning_begin the mark must come.
+    """
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -103,7 +109,7 @@ class StructuredOutputsParams(
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given."""
+        """Name of the field that is given."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     @property
@@ -131,12 +137,11 @@ class StructuredOutputsParams(
 
 
 def grammar_limits() -> LLParserLimits:
-    """Return the bounds on the cost of one grammar: about a second of compiling, and 40 ms and some
-    MB for a token.
+    """Return the bounds on the cost of one grammar.
 
-    A schema with 400 optional properties needs 4,000 items of the parser. In an ambiguous grammar
-    the time of each item grows with their number: 5,000 take up to 140 ms, and the library's own
-    bound is 50,000.
+    They allow about a second of compiling, and 40 ms and some MB for a token. A schema with 400
+    optional properties needs 4,000 items of the parser. In an ambiguous grammar the time of each
+    item grows with their number: 5,000 take up to 140 ms, and the library's own bound is 50,000.
     """
     from llguidance import LLParserLimits
 
@@ -149,7 +154,7 @@ def grammar_limits() -> LLParserLimits:
 
 
 def first_line(problem: str) -> str:
-    """Of what the library says: the rest is for its authors."""
+    """Return the first line of the library's message: the rest is for the library's authors."""
     return next(iter(problem.strip().splitlines()), "the grammar cannot go on")
 
 
@@ -158,7 +163,10 @@ def _wrong(name: str, problem: str) -> ValidationError:
 
 
 def _check_text(name: str, value: object, kind: Any) -> None:
-    """A text, or an object that JSON can hold, within the bound."""
+    """Raise ValidationError unless the value is text, or an object that JSON can hold.
+
+    Its size must be within the bound.
+    """
     if not isinstance(value, kind) or value == "":
         raise _wrong(
             name,

@@ -1,4 +1,4 @@
-"""What an engine core process is started with."""
+"""The arguments of an engine core process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestep.ipc.config import EngineConfig
 
 @dataclass(frozen=True)
 class ClientAddress:
-    """Where one frontend listens: it binds both ends, the core connects."""
+    """The addresses at which one frontend listens: it binds both ends, the core connects."""
 
     to_core: str
     from_core: str
@@ -27,22 +27,23 @@ class ClientAddress:
 
 @dataclass(frozen=True)
 class Seat:
-    """A newcomer's place at one replica's core."""
+    """A new frontend's number and address at one replica's core."""
 
     replica: int
     client: int
-    """The number that the core knows the newcomer by."""
+    """The number by which the core knows the new frontend."""
     address: ClientAddress
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """With it a program joins an engine that runs already. `encode` makes text of it, to be handed
-    to the program.
+    """Seats with which a program joins an engine that runs already.
+
+    `encode` makes text of it, which is given to the program.
     """
 
     seats: tuple[Seat, ...]
-    """At each replica that lives."""
+    """One seat at each replica that lives."""
     config: EngineConfig
 
     @property
@@ -51,12 +52,12 @@ class Invitation:
         return [seat.address.folder for seat in self.seats]
 
     def encode(self) -> str:
-        """JSON."""
+        """Return the invitation as JSON."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """What `encode` made. Raises ValidationError for anything else."""
+        """Return the invitation in a text of `encode`. Raises ValidationError for other text."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
@@ -65,10 +66,10 @@ class Invitation:
 
 @dataclass(frozen=True)
 class CoreArgs:
-    """Sent to the core's process as JSON."""
+    """Arguments of the core's process, sent to it as JSON."""
 
     config: EngineConfig
     clients: tuple[ClientAddress, ...]
-    """One for each frontend; a message's `client` is an index into it."""
+    """One address for each frontend; a message's `client` is an index into it."""
     replica: int = 0
-    """Which of the config's data-parallel replicas it is."""
+    """Index of the data-parallel replica that it is."""

@@ -1,4 +1,4 @@
-"""Keep an engine with the process that started it, when that process forks.
+"""Ownership of an engine by the process that started it, when that process forks.
 
 A forked child has copies of everything: the pipes whose end would end the engine, the sockets, and
 objects whose threads exist in the parent only. The child closes its copies of the descriptors at
@@ -54,8 +54,9 @@ os.register_at_fork(
 
 
 def close_sockets_of(paths: Collection[str]) -> None:
-    """Close this process's sockets that are bound to these files, and the connections that came in
-    there. The library that opened them does not give their descriptors.
+    """Close this process's sockets that are bound to these files, and their accepted connections.
+
+    The library that opened them does not give their descriptors.
     """
     for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # the listing's own descriptor is closed by now
@@ -64,8 +65,9 @@ def close_sockets_of(paths: Collection[str]) -> None:
 
 
 def _bound_to(descriptor: int) -> object:
-    """Return the address that a socket is bound to; for an accepted connection, the address of the
-    listening socket.
+    """Return the address that a socket is bound to.
+
+    For an accepted connection, it is the address of the listening socket.
     """
     held = socket.socket(fileno=descriptor)
     try:
@@ -75,10 +77,11 @@ def _bound_to(descriptor: int) -> object:
 
 
 class KeptLoop:
-    """An event loop that the engine runs on. A forked child can only leave its copy of a running
-    loop, and leaving must not disturb the parent. Copies of one epoll descriptor share what they
-    watch, so the child would make the parent's loop miss events; and the child would wait for
-    threads that only the parent has.
+    """An event loop that the engine runs on.
+
+    A forked child can only leave its copy of a running loop, and leaving must not disturb the
+    parent. Copies of one epoll descriptor share what they watch, so the child would make the
+    parent's loop miss events; and the child would wait for threads that only the parent has.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -86,8 +89,9 @@ class KeptLoop:
         keep_from_children(self)
 
     def leave_to_parent(self) -> None:
-        """Give the child's copy of the loop an epoll descriptor that watches nothing, and no
-        executor.
+        """Give the child's copy of the loop an epoll descriptor that watches nothing.
+
+        The copy gets no executor either.
         """
         try:
             self._loop.set_default_executor(None)
@@ -100,8 +104,9 @@ class KeptLoop:
 
 
 def _epoll_of(loop: Any) -> int | None:
-    """Return the loop's epoll descriptor; None for a closed loop, or a loop without epoll. Neither
-    kind of loop has a public way to get it.
+    """Return the loop's epoll descriptor; None for a closed loop, or a loop without epoll.
+
+    Neither kind of loop has a public way to get it.
     """
     if loop.is_closed() or not hasattr(select, "epoll"):
         return None

@@ -6,8 +6,8 @@ the parent ends, however it ends, the child reads end-of-file and exits at once.
 closing its lifeline. So there is one way to end, it needs no signal handler, and nothing has to be
 cleaned up by name: rings are unnamed memory, socket files are removed once connected.
 
-Not multiprocessing, because its spawn imports the user's main module again in every child (a script
-without a `__main__` guard would start engines without end), and pickles.
+multiprocessing is not used, because its spawn imports the user's main module again in every child
+(a script without a `__main__` guard would start engines without end), and pickles.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ sys.path[:] = job["path"]
 from sidestep.ipc.processes.process import run_child
 run_child(job, sys.argv[1:-1])
 """
-"""Program of a child. Its command line holds the folders to remove, and its name for lists of
-processes. A child that gets no whole line of arguments lost its parent before the arguments came,
-so it removes the folders that the parent left."""
+"""Program of a child.
+
+Its command line holds the folders to remove, and its name for lists of processes. A child that gets
+no whole line of arguments lost its parent before the arguments came, so it removes the folders that
+the parent left.
+"""
 
 
 class Child:
-    """A running child process. Made by `spawn`."""
+    """A running child process, made by `spawn`."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
         self.name = name
@@ -84,8 +87,9 @@ class Child:
         return self._popen.pid
 
     def on_death(self, callback: Callable[[str], None]) -> None:
-        """Calls `callback(cause)` from a watching thread if the child ends before `stop`; at once
-        if it has.
+        """Call `callback(cause)` from a watching thread if the child ends before `stop`.
+
+        Call it at once if the child has ended already.
         """
         with self._lock:
             if not self._ended.is_set():
@@ -95,11 +99,11 @@ class Child:
             callback(self.death_cause())
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the child has ended within this time."""
+        """Wait at most `timeout_s` seconds for the child to end, and return whether it has."""
         return self._ended.wait(timeout_s)
 
     def death_cause(self) -> str:
-        """How it ended, for people."""
+        """Return how it ended, as text for users."""
         code = self._popen.returncode
         if code is None:
             return f"{self.name} (pid {self.pid}) is still running"
@@ -108,15 +112,19 @@ class Child:
         return f"{self.name} (pid {self.pid}) exited with status {code}"
 
     def let_go(self) -> None:
-        """Tell the child to end, and do not wait for it. Raises SidestepError in a forked copy of
-        the parent.
+        """Tell the child to end, and do not wait for it.
+
+        Raises SidestepError in a forked copy of the parent.
         """
         self._home.check()
         self._stopping = True
         self._close_lifeline()
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """Ends the child: lifeline first, then a kill. May be called twice."""
+        """End the child, by its lifeline first, then by a kill. May be called twice.
+
+        timeout_s: seconds to wait after each of the two.
+        """
         self.let_go()
         if not self._ended.wait(timeout_s):
             self._popen.kill()
@@ -128,13 +136,13 @@ class Child:
             self._popen.stdin.close()
 
     def leave_to_parent(self) -> None:
-        """Close a forked process's copy of the lifeline. The forked process must neither wait for
-        the child nor end it.
+        """Close a forked process's copy of the lifeline.
+
+        The forked process must neither wait for the child nor end it.
         """
         self._close_lifeline()
-        self._popen.returncode = (
-            0  # Popen would warn of a child that still runs when it is collected
-        )
+        # Without a return code Popen would warn of a child that still runs when it is collected.
+        self._popen.returncode = 0
 
     def _watch(self) -> None:
         self._popen.wait()
@@ -156,14 +164,13 @@ def spawn(
     remove: Sequence[str] = (),
     log_config: LogConfig | None = None,
 ) -> Child:
-    """Run `target` ("module:function") in a new process; the function gets `args` as JSON bytes
-    (see `decode_args`).
+    """Run `target` ("module:function") in a new process, and return the process.
 
-    `env` adds to the environment; `pass_fds` are inherited under their own numbers. The child is in
-    a process group of its own, so that Ctrl-C in a terminal reaches only the program that owns the
-    engine. `remove` names folders that the parent removes itself; the child removes them when the
-    parent ends, because the parent may be killed first. The child logs as this process does, unless
-    `log_config` is given.
+    The function gets `args` as JSON bytes (see `decode_args`). `env` adds to the environment;
+    `pass_fds` are inherited under their own numbers. The child is in a process group of its own, so
+    that Ctrl-C in a terminal reaches only the program that owns the engine. `remove` names folders
+    that the parent removes itself; the child removes them when the parent ends, because the parent
+    may be killed first. The child logs as this process does, unless `log_config` is given.
     """
     with no_forks:  # until keep_from_children has the child
         popen = subprocess.Popen(
@@ -188,15 +195,15 @@ def spawn(
 
 
 def decode_args(raw: bytes, cls: type[T]) -> T:
-    """The arguments that the parent gave to `spawn`."""
+    """Return the arguments that the parent gave to `spawn`."""
     return msgspec.json.decode(raw, type=cls)
 
 
 def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
     """Run a child process. This is its main function. remove: folders that its parent may leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Service managers send it to every process of a service; while the program's own drains, the
-    # engine is needed.
+    # Service managers send SIGTERM to every process of a service. While the program's own process
+    # drains, it needs the engine.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, args=(remove,), name="lifeline", daemon=True).start()
     logs.begin(LogConfig(**job["logs"]), job["name"])
@@ -206,28 +213,31 @@ def run_child(job: dict[str, Any], remove: Sequence[str]) -> None:
 
 
 def end_with_parent(remove: Sequence[str] = ()) -> None:
-    """Wait until the lifeline is cut, remove the folders that the parent may have left, and end
-    this process.
+    """Wait until the lifeline is cut, remove the parent's folders, and end this process.
+
+    remove: folders that the parent may have left.
     """
     while os.read(0, 4096):
         pass
     for folder in remove:
         shutil.rmtree(folder, ignore_errors=True)
-    # Not sys.exit: the main thread may be inside a device call that never returns.
+    # sys.exit would not end it: the main thread may be inside a device call that never returns.
     os._exit(0)
 
 
 def freeze_heap() -> None:
-    """Takes everything alive now out of the garbage collector's sight, to keep its pauses out of
-    the step path.
+    """Hide all living objects from the garbage collector.
+
+    This keeps the collector's pauses out of the step path.
     """
     gc.collect()
     gc.freeze()
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU time that a process has used, all its threads together; None where the system does not
-    tell (no /proc).
+    """Return the seconds of CPU time that a process has used, all its threads together.
+
+    None where the system does not report it (no /proc).
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -244,5 +254,5 @@ class Deadline:
         self._end = time.monotonic() + timeout_s
 
     def left(self) -> float:
-        """Seconds, never negative."""
+        """Return the seconds left, never negative."""
         return max(0.0, self._end - time.monotonic())

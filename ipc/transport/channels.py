@@ -30,14 +30,16 @@ from sidestep.ipc.transport.messages import (
 
 logger = logging.getLogger(__name__)
 _LINGER_MS = 1000
+"""Milliseconds for which a closing socket still delivers messages."""
 _CONNECT_MS = 10_000
+"""Milliseconds for which `seal` waits for the core to connect."""
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    # No high-water mark: dropping or waiting would both break the engine. The queue is bounded by
-    # admission.
+    # There is no high-water mark, since dropping or waiting would both break the engine. Admission
+    # bounds the queue.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket
@@ -51,7 +53,10 @@ def _drain(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def new_address() -> ClientAddress:
-    """In a private folder of its own (mode 0700), so that no other user can talk to the engine."""
+    """Return an address in a private folder of its own.
+
+    The folder has mode 0700, so that no other user can talk to the engine.
+    """
     folder = tempfile.mkdtemp(prefix="sidestep-")
     return ClientAddress(
         to_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
@@ -60,14 +65,12 @@ def new_address() -> ClientAddress:
 
 
 def remove_address(address: ClientAddress) -> None:
-    """Removes the socket files. Connections that are made already go on."""
+    """Remove the socket files. Connections that are made already go on."""
     shutil.rmtree(address.folder, ignore_errors=True)
 
 
 def _watch(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A socket that has something to read once the other end's process has closed its end, or has
-    ended.
-    """
+    """Return a socket that is readable once the other end is closed, or its process has ended."""
     return socket.get_monitor_socket(zmq.Event.DISCONNECTED)
 
 
@@ -75,8 +78,9 @@ class FrontendChannel:
     """A frontend's end. Not thread-safe: one thread sends and receives."""
 
     def __init__(self, address: ClientAddress | None = None) -> None:
-        """Listens at an address that the core knows, or at a new one. Raises EngineStartError if
-        that address has been taken back.
+        """Listen at an address that the core knows, or at a new one.
+
+        Raises EngineStartError if that address has been taken back.
         """
         self.address = address if address is not None else new_address()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -95,58 +99,59 @@ class FrontendChannel:
         keep_from_children(self)
 
     def wait_message(self, timeout_s: float) -> ToFrontend | None:
-        """The next message, waiting for it at most this long."""
+        """Return the next message, after at most `timeout_s` seconds; None if none has come."""
         if not self._in.poll(int(timeout_s * 1000)):
             return None
         return decode_to_frontend(self._in.recv())
 
     def seal(self) -> None:
-        """Removes the socket files, once the core has connected: from then on nothing can be left
-        behind.
-        """
-        # It has connected to one end if it has sent something, but perhaps not to the other, which
-        # it tries again and again. A PUSH socket without a peer cannot be written to.
+        """Remove the socket files, once the core has connected: then nothing can be left behind."""
+        # If the core has sent something, it has connected to one end, but perhaps not to the other,
+        # which it tries again and again. A PUSH socket without a peer cannot be written to.
         self._out.poll(_CONNECT_MS, zmq.POLLOUT)
         self._is_sealed = True
         remove_address(self.address)
 
     def send(self, message: ToCore) -> None:
-        """Queue a message. Never waits, once `seal` has seen the core connect. A message to a core
-        that has ended is lost; the core's end is reported separately. A forked child sends
-        nothing.
+        """Queue a message. Never waits, once `seal` has seen the core connect.
+
+        A message to a core that has ended is lost; the core's end is reported separately. A forked
+        child sends nothing.
         """
         if not self._is_ours:
             return
         try:
             self._out.send(encode(message), zmq.NOBLOCK if self._is_sealed else 0)
         except zmq.Again:
-            # Without a peer the socket would wait for one, on the thread that is to hear that there
-            # is none any more.
+            # Without a peer the socket would wait for one, on the thread that must learn that the
+            # peer has ended.
             pass
 
     def fileno(self) -> int:
-        """Readable when `receive` may have something."""
+        """Return a descriptor that is readable when `receive` may have something."""
         return int(self._in.getsockopt(zmq.FD))
 
     def receive(self) -> list[ToFrontend]:
-        """Return all messages that have arrived; none in a forked child, where ZeroMQ would try
-        again for ever.
+        """Return all messages that have arrived.
+
+        Return none in a forked child, where ZeroMQ would try again for ever.
         """
         if not self._is_ours:
             return []
         return [decode_to_frontend(frame) for frame in _drain(self._in)]
 
     def gone_fileno(self) -> int:
-        """Readable when `core_is_gone` may have changed."""
+        """Return a descriptor that is readable when `core_is_gone` may have changed."""
         return int(self._gone.getsockopt(zmq.FD))
 
     def core_is_gone(self) -> bool:
-        """Whether the core's process has left since this was last asked."""
+        """Return whether the core's process has left since the last call."""
         return self._is_ours and bool(_drain(self._gone))
 
     def leave_to_parent(self) -> None:
-        """Close a forked process's copies of the connections. With them open, the core would not
-        see this frontend's end.
+        """Close a forked process's copies of the connections.
+
+        With them open, the core would not see this frontend's end.
         """
         self._is_ours = False
         close_sockets_of(
@@ -162,12 +167,12 @@ class FrontendChannel:
 
 
 class CoreChannel:
-    """The core's end of all its frontends' channels. Used by the busy loop's thread only."""
+    """The core's end of all its frontends' channels. Only the busy loop's thread uses it."""
 
     def __init__(self, clients: Sequence[ClientAddress]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._in = _open(self._context, zmq.PULL)
-        # One descriptor for all: epoll, or what the system has instead.
+        # The selector is one descriptor for all: epoll, or what the system has instead.
         self._selector = selectors.DefaultSelector()
         self._selector.register(int(self._in.getsockopt(zmq.FD)), selectors.EVENT_READ)
         self._out: dict[int, zmq.Socket[bytes]] = {}
@@ -177,7 +182,7 @@ class CoreChannel:
             self.connect(client)
 
     def connect(self, address: ClientAddress) -> int:
-        """Serves another frontend, which may begin to listen later; its number.
+        """Serve another frontend, which may begin to listen later, and return its number.
 
         This and `take_gone` may use up the descriptor's news of a message, so `receive` must follow
         before a wait.
@@ -193,8 +198,9 @@ class CoreChannel:
         return client
 
     def take_gone(self) -> list[int]:
-        """Frontends whose processes have left since this was last asked. Nothing more is sent to
-        them.
+        """Return the frontends whose processes have left since the last call.
+
+        Nothing more is sent to them.
         """
         gone = [client for client, monitor in self._gone.items() if _drain(monitor)]
         for client in gone:
@@ -207,8 +213,9 @@ class CoreChannel:
         return gone
 
     def receive(self) -> list[ToCore]:
-        """All messages that are there. One that cannot be read is logged and dropped: it must not
-        end the engine.
+        """Return all messages that have arrived.
+
+        A message that cannot be read is logged and dropped: it must not end the engine.
         """
         messages: list[ToCore] = []
         for frame in _drain(self._in):
@@ -219,27 +226,27 @@ class CoreChannel:
         return messages
 
     def send(self, client: int, message: ToFrontend) -> None:
-        """Queues a message for one frontend; never waits. For one that has left it does nothing."""
+        """Queue a message for one frontend, without waiting. Do nothing if it has left."""
         if (out := self._out.get(client)) is not None:
             out.send(encode(message))
 
     def broadcast(self, message: ToFrontend) -> None:
-        """Queues a message for every frontend."""
+        """Queue a message for every frontend."""
         for client in self._out:
             self.send(client, message)
 
     def fileno(self) -> int:
-        """Readable when `receive` or `take_gone` may have something."""
+        """Return a descriptor that is readable when `receive` or `take_gone` may have something."""
         return int(self._selector.fileno())
 
     def close(self) -> None:
-        """Delivers what is queued, for a second at most, then closes."""
+        """Deliver what is queued, for a second at most, then close."""
         self._selector.close()
         self._context.destroy(linger=_LINGER_MS)
 
 
 def process_exists(pid: int) -> bool:
-    """Whether a process with this id is there."""
+    """Return whether a process with this id exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

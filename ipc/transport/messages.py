@@ -1,7 +1,7 @@
 """Messages between a frontend and the engine core: msgspec structs, tagged and array-like.
 
 A request is known to the core by (client, handle): the handle is a number that its frontend chose.
-What the core sends every step is columnar, one message for all requests of one frontend.
+The core's message of a step is columnar, one message for all requests of one frontend.
 """
 
 from __future__ import annotations
@@ -39,34 +39,36 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
 
     client: int
     handle: int
-    """Of the first completion; the others' follow it."""
+    """Handle of the first completion; the others' handles follow it."""
     request_id: str
-    """For logs only."""
+    """Name of the request, for logs only."""
     prompt_token_ids: bytes
-    """int32, little-endian."""
+    """Tokens of the prompt as int32, little-endian."""
     output_token_ids: bytes = b""
-    """int32: what it has given already, at a replica that has died. It goes on like one that was
-    preempted."""
+    """Tokens, as int32, that it has produced at a replica that has died.
+
+    The request goes on like one that was preempted.
+    """
     sampling: SamplingParams
-    """With `seed` and `max_tokens` filled in, and without `structured_outputs`."""
+    """Parameters with `seed` and `max_tokens` filled in, and without `structured_outputs`."""
     arrival: float
     """time.monotonic() of the call."""
     priority: int = 0
     cache_salt: str | None = None
     num_public_tokens: int = 0
-    """So many of its first tokens share cached blocks as if it had no salt."""
+    """Number of its first tokens that share cached blocks as if it had no salt."""
     deadline: float | None = None
     """time.monotonic() after which the request is ended."""
     controls: bytes = b""
-    """What it asks of its logits, for the workers; see ipc.controls."""
+    """Encoded controls for the workers; see ipc/params/logits_controls.py."""
     beam_search: BeamSearchParams | None = None
-    """Instead of sampling."""
+    """Parameters of the beam search to run instead of sampling."""
     grammar: Grammar | None = None
-    """What its output must be."""
+    """Grammar that its output must follow."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """End these requests; handles that have ended already are ignored."""
+    """The end of these requests; handles that have ended already are ignored."""
 
     client: int
     handles: list[int]
@@ -80,14 +82,15 @@ class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
     method: str
     """One of 'reset_prefix_cache', 'ping', 'stats', 'step_records', 'request_records'."""
     since: int = 0
-    """For step_records: the first step that is wanted."""
+    """The first step that is wanted, for step_records."""
     limit: int | None = None
-    """For request_records: the most that are wanted of each state; None for all."""
+    """The most records that are wanted of each state, for request_records; None for all."""
 
 
 class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """Serve another frontend too, which will listen there; answered by `Answer` with its number as
-    'client'.
+    """The address of another frontend, which the core will serve too.
+
+    It is answered by `Answer` with the frontend's number as 'client'.
     """
 
     client: int
@@ -132,18 +135,19 @@ class Beam(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """A continuation that beam search has found."""
 
     token_ids: bytes
-    """int32, without the prompt."""
+    """Tokens as int32, without the prompt."""
     logprob: float
-    """Of all its tokens."""
+    """Cumulative log-probability of all its tokens."""
     score: float
     """logprob / length ** length_penalty"""
     reason: FinishReason
-    """Whether it ends with an end-of-sequence token."""
+    """STOP if it ends with an end-of-sequence token, else LENGTH."""
 
 
 class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """The end of a request. Its last token, if this step gave one, is in the same message's
-    columns.
+    """The end of a request.
+
+    Its last token, if this step gave one, is in the same message's columns.
     """
 
     handle: int
@@ -152,28 +156,30 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     """The stop token's id, or a word such as 'deadline'."""
     error: str | None = None
     field: str | None = None
-    """With an error: what of the request is at fault."""
+    """Name of the request's field that is at fault, with an error."""
     num_preemptions: int = 0
     beams: list[Beam] = []
-    """Of a beam search, the best first."""
+    """Continuations of a beam search, the best first."""
     completes_grammar: bool = False
-    """It stopped because its grammar allows nothing more: its last token is text, and no stop
-    token."""
+    """Whether it stopped because its grammar allows nothing more.
+
+    Its last token is then text, and no stop token.
+    """
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """What one step gave to one frontend's requests."""
+    """The outputs of one step for one frontend's requests."""
 
     handles: bytes
-    """int32, the requests that got a token."""
+    """Handles, as int32, of the requests that got a token."""
     token_ids: bytes
-    """int32, one for each of `handles`."""
+    """Tokens as int32, one for each of `handles`."""
     started: list[Started] = []
     finished: list[Finished] = []
     logprobs: bytes = b""
-    """step.LogprobColumns of the tokens whose requests asked, in their order; keys are handles."""
+    """LogprobColumns of the tokens whose requests asked, in their order; keys are handles."""
     prompt_logprobs: bytes = b""
-    """step.LogprobColumns of prompts, chunk by chunk; after a preemption some come again."""
+    """LogprobColumns of prompts, chunk by chunk; after a preemption some come again."""
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -182,7 +188,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tru
     call_id: int
     result: dict[str, float] | None = None
     records: bytes = b""
-    """For 'step_records' and 'request_records'; see ipc.records."""
+    """Records for 'step_records' and 'request_records'; see ipc/transport/records.py."""
     error: str | None = None
 
 
@@ -194,25 +200,25 @@ _to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFr
 
 
 def encode(message: ToCore | ToFrontend) -> bytes:
-    """The message as bytes."""
+    """Return the message as bytes."""
     return _encoder.encode(message)
 
 
 def decode_to_core(data: bytes | memoryview) -> ToCore:
-    """What a frontend sent. Raises msgspec.DecodeError (a ValueError) for anything else."""
+    """Return a frontend's message. Raises msgspec.DecodeError (a ValueError) for other bytes."""
     return _to_core.decode(data)
 
 
 def decode_to_frontend(data: bytes | memoryview) -> ToFrontend:
-    """What the core sent. Raises msgspec.DecodeError (a ValueError) for anything else."""
+    """Return the core's message. Raises msgspec.DecodeError (a ValueError) for other bytes."""
     return _to_frontend.decode(data)
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Integers as an int32 column."""
+    """Return integers as an int32 column."""
     return np.fromiter(ids, np.int32).tobytes()
 
 
 def unpack_ids(column: bytes) -> Int32:
-    """A column as an array over the same bytes."""
+    """Return a column as an array over the same bytes."""
     return np.frombuffer(column, np.int32)

@@ -1,12 +1,12 @@
 """A ring of messages in shared memory: one writer, many readers that all get every message.
 
-The memory is an unlinked file and the doorbells are pipes, both inherited as descriptors: no name,
-so nothing to clash with and nothing to leave behind. Layout: a counter of messages written, a
+The memory is an unlinked file and the doorbells are pipes, both inherited as descriptors. They have
+no name, so nothing can clash and nothing is left behind. Layout: a counter of messages written, a
 counter of messages read for each reader (each counter alone in its cache line), then fixed-size
 slots; a message larger than a slot takes several.
 
 Ordering: a slot is filled before the counter moves, and the doorbell is rung after that. A reader
-that is woken by the doorbell is ordered by the kernel; one that looks at the counter again and
+that is woken by the doorbell is ordered by the kernel. One that looks at the counter again and
 again (`has_message`) relies on stores becoming visible in order, so that is done on x86 only, and
 where there are cores to spare.
 """
@@ -26,13 +26,19 @@ from dataclasses import dataclass
 from sidestep.ipc.config import available_cores
 
 _LINE = 64
+"""Bytes of a cache line."""
 _SLOT_HEADER = struct.Struct("<IHH")
 """Bytes in this slot, kind of message, whether the message goes on in the next slot."""
 DEFAULT_SLOT_BYTES = 1 << 18
+"""Bytes of payload in a slot."""
 DEFAULT_SLOTS = 16
+"""Slots of a ring."""
 SPIN_S = 10e-3 if platform.machine() in ("x86_64", "AMD64") and available_cores() > 4 else 0.0
-"""How long a process looks for its next message before it blocks: longer than most decode steps
-take."""
+"""Seconds for which a process looks for its next message before it blocks.
+
+They are longer than most decode steps take. 0 if the machine is not an x86, or has 4 cores or
+fewer.
+"""
 
 
 class RingClosed(Exception):
@@ -53,22 +59,22 @@ class RingSpec:
 
     @property
     def num_readers(self) -> int:
-        """How many readers must have read a slot before it is written again."""
+        """Number of readers, which must all have read a slot before it is written again."""
         return len(self.bells_in)
 
     def writer_fds(self) -> tuple[int, ...]:
-        """What the writer's process needs."""
+        """Return the descriptors that the writer's process needs."""
         return (self.memory, *self.bells_out)
 
     def reader_fds(self, reader: int) -> tuple[int, ...]:
-        """What one reader's process needs."""
+        """Return the descriptors that one reader's process needs."""
         return (self.memory, self.bells_in[reader])
 
 
 def create_ring(
     num_readers: int, num_slots: int = DEFAULT_SLOTS, slot_bytes: int = DEFAULT_SLOT_BYTES
 ) -> RingSpec:
-    """Allocates the memory (untouched pages cost nothing) and the doorbells."""
+    """Allocate the memory (untouched pages cost nothing) and the doorbells."""
     memory = _unnamed_memory()
     os.ftruncate(memory, _size(num_readers, num_slots, slot_bytes))
     pipes = [os.pipe() for _ in range(num_readers)]
@@ -81,9 +87,10 @@ def create_ring(
 
 
 def _unnamed_memory() -> int:
-    """Return the descriptor of an empty file without a name. memfd_create needs no room in
-    /dev/shm, which containers keep small, and where writing beyond the room ends the process by
-    SIGBUS.
+    """Return the descriptor of an empty file without a name.
+
+    memfd_create needs no room in /dev/shm, which containers keep small, and where writing beyond
+    the room ends the process by SIGBUS.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("sidestep-ring")
@@ -123,8 +130,10 @@ class RingWriter(_Ring):
     def send(
         self, parts: Iterable[bytes | memoryview], kind: int = 0, timeout_s: float = 30.0
     ) -> None:
-        """Writes one message made of byte buffers. Waits while the ring is full; raises RingClosed
-        if no room comes.
+        """Write one message made of byte buffers.
+
+        Waits while the ring is full; raises RingClosed if no reader makes room in `timeout_s`
+        seconds.
         """
         offset, room, start = self._open_slot(timeout_s)
         for part in parts:
@@ -139,7 +148,7 @@ class RingWriter(_Ring):
         self._close_slot(start, kind, offset, more=False)
 
     def _open_slot(self, timeout_s: float) -> tuple[int, int, int]:
-        """Start of the payload, its room, start of the slot."""
+        """Return the start of the payload, its room in bytes, and the start of the slot."""
         if self._is_full():
             self._wait_for_room(timeout_s)
         start = self._slot(self._count)
@@ -164,8 +173,8 @@ class RingWriter(_Ring):
         )
 
     def _wait_for_room(self, timeout_s: float) -> None:
-        # Rare (a message of many slots, or a reader that lags): polling keeps the common path free
-        # of a second bell.
+        # This is rare (a message of many slots, or a reader that lags): polling keeps the common
+        # path free of a second bell.
         end = time.monotonic() + timeout_s
         while self._is_full():
             if time.monotonic() > end:
@@ -186,7 +195,10 @@ class RingReader(_Ring):
         self._closed = False
 
     def fileno(self) -> int:
-        """Readable when a message may have come or the writer has gone. Cleared by `clear_bell`."""
+        """Return a descriptor that is readable when there may be a message, or no writer.
+
+        `clear_bell` makes it unreadable again.
+        """
         return self._bell
 
     @property
@@ -195,8 +207,9 @@ class RingReader(_Ring):
         return self._counters[0] > self._count
 
     def receive(self) -> tuple[int, memoryview] | None:
-        """The next message as (kind, bytes) if it is there. The bytes are valid until the next
-        call.
+        """Return the next message as (kind, bytes); None if there is none.
+
+        The bytes are valid until the next call.
         """
         self._release()
         if self._counters[0] <= self._count:
@@ -211,7 +224,7 @@ class RingReader(_Ring):
         return kind, self._receive_rest(bytearray(view))
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until `receive` has something. False when the time is up.
+        """Block until `receive` has something, and return True; False after `timeout_s` seconds.
 
         Raises RingClosed when the writer's process has ended and everything it wrote has been read.
         """
@@ -226,7 +239,7 @@ class RingReader(_Ring):
             self.clear_bell()
 
     def clear_bell(self) -> bool:
-        """Takes all rings of the doorbell; True if the writer has gone."""
+        """Take all rings of the doorbell, and return whether the writer has gone."""
         try:
             while data := os.read(self._bell, 4096):
                 if len(data) < 4096:
@@ -237,8 +250,9 @@ class RingReader(_Ring):
         return self._closed
 
     def _receive_rest(self, message: bytearray) -> memoryview:
-        """Joins a message of several slots, freeing each as it is copied so that the writer can go
-        on.
+        """Join a message of several slots.
+
+        Each slot is freed as it is copied, so that the writer can go on.
         """
         more = True
         while more:

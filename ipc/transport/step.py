@@ -7,11 +7,11 @@ per slot. Workers to core, `StepOutput`: the sampled tokens, in the order of the
 Steps go through the stages of a pipeline one after the other, each stage taking them in the order
 of their numbers.
 
-A row samples when this step computes the last token that is known of it. Both sides can tell
-without being told: the core by its own count, the worker because `num_computed[slot] + num_tokens
->= prefill_len[slot]`. A sampled token never travels from core to worker: the next step takes it
-from the worker's own `last_sampled[slot]`. Only a beam is told its token, since a search chose it
-(`forced_slots`).
+A row samples when this step computes the last token that is known of it. Both sides derive this by
+themselves: the core by its own count, the worker because `num_computed[slot] + num_tokens >=
+prefill_len[slot]`. A sampled token never travels from core to worker: the next step takes it from
+the worker's own `last_sampled[slot]`. Only a beam gets its token from the core, since a search
+chose it (`forced_slots`).
 
 On the wire: a msgspec header with the counts, then each column as raw little-endian values; all
 padded to 8 bytes. Decoded columns are views over the received bytes: read-only, and valid only as
@@ -21,7 +21,9 @@ long as those bytes are.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import accumulate, chain, repeat
 from typing import Any, Self
 
 import msgspec
@@ -48,7 +50,7 @@ class Columns:
     """A message of integers and one-dimensional columns; a subclass only declares its fields."""
 
     def encode(self) -> list[bytes | memoryview]:
-        """The message as buffers to be written one after the other."""
+        """Return the message as buffers to be written one after the other."""
         header: list[int] = []
         parts: list[bytes | memoryview] = [b""]
         for name, dtype in _layout(type(self)):
@@ -68,7 +70,7 @@ class Columns:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Self:
-        """The message, its columns being views over `data`."""
+        """Return the message, its columns being views over `data`."""
         start = _PREFIX.size
         end = start + _PREFIX.unpack_from(data)[0]
         offset = end + -end % 8
@@ -92,18 +94,37 @@ _layouts: dict[type[Columns], _Layout] = {}
 
 
 def _layout(cls: type[Columns]) -> _Layout:
-    """Field names and dtypes (None for a plain integer) in wire order."""
+    """Return field names and dtypes (None for a plain integer) in wire order."""
     layout = _layouts.get(cls)
     if layout is None:
         layout = _layouts[cls] = tuple((f.name, _DTYPES[str(f.type)]) for f in fields(cls))
     return layout
 
 
+EnteringRow = tuple[int, slice, slice, slice, slice]
+"""A request that enters with a step.
+
+It has the slot, the positions of the tokens that are sent, and the request's parts of the columns
+`new_token_ids`, `new_stop_ids` and `new_controls`.
+"""
+_NOTHING = slice(0, 0)
+
+
+def _parts(sizes: Int32, column: Int32 | UInt8) -> Iterator[slice]:
+    """Return the slices of these sizes that follow one another in a column."""
+    if not len(column):
+        return repeat(_NOTHING, len(sizes))
+    ends = list(accumulate(sizes.tolist()))
+    return map(slice, chain((0,), ends), ends)
+
+
 @dataclass(slots=True)
 class StepInput(Columns):
-    """One step. Rows (R of them) are in batch order, those of one token first; entries of the
-    `new_` columns (N of them) follow the order of their rows. A preempted request enters again like
-    a new one, with the tokens it had produced as part of what is known.
+    """One step.
+
+    Rows (R of them) are in batch order, those of one token first; entries of the `new_` columns (N
+    of them) follow the order of their rows. A preempted request enters again like a new one, with
+    the tokens it had produced as part of what is known.
     """
 
     step_id: int
@@ -114,7 +135,7 @@ class StepInput(Columns):
     num_new_blocks: Int32
     """[R] How many of `block_ids` are appended to each row's block table before the step runs."""
     block_ids: Int32
-    """[sum(num_new_blocks)]"""
+    """[sum(num_new_blocks)] Ids of the new blocks, row by row."""
     new_slots: Int32
     """[N] Slots whose row starts afresh with this step."""
     new_num_known: Int32
@@ -122,99 +143,133 @@ class StepInput(Columns):
     new_num_prompt: Int32
     """[N] The prompt alone; `min_tokens` counts from here."""
     new_num_computed: Int32
-    """[N] Tokens whose KV is already in the cache: a prefix hit, or what a beam has from
-    another."""
+    """[N] Tokens whose KV is already in the cache: a prefix hit, or another beam's tokens."""
     new_num_sent: Int32
-    """[N] How many of the last known tokens are sent: those that are not in the cache, or all of a
-    request that has controls and is no beam, since controls may look at what came before."""
+    """[N] How many of the last known tokens are sent.
+
+    They are the tokens that are not in the cache. A request that has controls and is no beam sends
+    all, since controls may look at what came before.
+    """
     new_token_ids: Int32
-    """[sum(new_num_sent)]"""
+    """[sum(new_num_sent)] The tokens that are sent, request by request."""
     new_temperature: Float32
     new_top_p: Float32
     new_min_p: Float32
     new_top_k: Int32
-    """[N] 0 for all tokens."""
+    """[N] Number of most probable tokens to sample from; 0 for all tokens."""
     new_seed: Int64
     new_min_tokens: Int32
     new_num_stop_ids: Int32
     """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
     new_stop_ids: Int32
-    """Tokens that must not be sampled before `min_tokens` outputs: end-of-sequence and stop
-    tokens."""
+    """[sum(new_num_stop_ids)] Tokens that must not be sampled before `min_tokens` outputs.
+
+    They are end-of-sequence and stop tokens.
+    """
     new_control_sizes: Int32
     """[N] How many of `new_controls` belong to each entry; 0 for a plain request."""
     new_controls: UInt8
-    """[sum(new_control_sizes)] What ipc.controls.encode_controls made."""
+    """[sum(new_control_sizes)] What logits_controls.encode_controls made."""
     copy_sources: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     """[C] Blocks that are copied, in all layers, before the step writes any keys and values."""
     copy_targets: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    """[C] What they are copied to. No block is a source and a target, and none is a target
-    twice."""
+    """[C] Blocks that they are copied to. No block is a source and a target, nor a target twice."""
     forced_slots: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    """[F] Slots of rows of one token that go on with another token than the one they sampled; in
-    the order of rows."""
+    """[F] Slots of rows of one token that compute another token than the one they sampled.
+
+    They are in the order of rows.
+    """
     forced_tokens: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    """[F] That token."""
+    """[F] The token that each of these rows computes."""
     awaits_masks: int = 0
-    """1: the step's tokens are sampled when its StepMasks has come, which is the next message."""
+    """1 if the step's tokens are sampled when its StepMasks has come, which is the next message."""
     beat: int = 0
-    """When it enters the pipeline. Beats only grow, and some have no step. A row's unknown token
-    was sampled by a step that is as many beats back as the pipeline has stages, or more; on a
-    single stage, by any step before."""
+    """Beat in which it enters the pipeline.
+
+    Beats only grow, and some have no step. A row's unknown token was sampled by a step that is at
+    least as many beats back as the pipeline has stages; on a single stage, by any step before.
+    """
+
+    def entering_rows(self) -> Iterator[EnteringRow]:
+        """Return an iterator over the requests that enter, in the order of their rows.
+
+        It yields plain tuples, since the step path has no time for more.
+        """
+        known = self.new_num_known
+        return zip(
+            self.new_slots.tolist(),
+            map(slice, (known - self.new_num_sent).tolist(), known.tolist()),
+            _parts(self.new_num_sent, self.new_token_ids),
+            _parts(self.new_num_stop_ids, self.new_stop_ids),
+            _parts(self.new_control_sizes, self.new_controls),
+            strict=True,
+        )
 
 
 @dataclass(slots=True)
 class StepMasks(Columns):
-    """What rows with a grammar may sample in a step that is under way. It depends on the tokens of
-    the step before, so it is sent when those are known, while the model computes. Masks repeat, so
-    a worker keeps them in a table of StepLimits.num_masks places, and is sent each once.
+    """The tokens that rows with a grammar may sample in a step that is under way.
+
+    They depend on the tokens of the step before, so the message is sent when those are known, while
+    the model computes. Masks repeat, so a worker keeps them in a table of StepLimits.num_masks
+    entries, and gets each mask once.
     """
 
     step_id: int
     first_new: int
-    """Where in the table new masks go, one after the other."""
+    """Index in the table of the first new mask; the others follow it."""
     rows: Int32
-    """[M] Places in the step's batch order, ascending; all of them sample. The token of a row with
-    a grammar that is not here will be dropped."""
-    places: Int32
-    """[M] Where in the table the mask of each row is."""
+    """[M] Row indices in the step's batch order, ascending; all of them sample.
+
+    The token of a row with a grammar that is not here will be dropped.
+    """
+    mask_indices: Int32
+    """[M] Index in the table of each row's mask."""
     words: Int32
-    """[new * ceil(vocab_size / 32)] Mask by mask, a bit for each token, the lowest first; 1:
-    allowed."""
+    """[new * ceil(vocab_size / 32)] New masks one after the other.
+
+    Each has a bit for each token, the lowest first; 1 allows the token.
+    """
 
 
 @dataclass(slots=True)
 class LogprobColumns(Columns):
-    """Log-probabilities of N tokens: of each token itself, then of the most probable ones. A
-    message within others.
+    """Log-probabilities of N tokens: of each token itself, then of the most probable ones.
+
+    It is a message within others.
     """
 
     keys: Int32
-    """[N] Whose the token is. In a StepOutput: the index of its row, among those that sampled or,
-    of prompts, among all. In messages.Outputs: the request's handle."""
+    """[N] The row or request that the token belongs to.
+
+    In a StepOutput it is the index of its row, among the rows that sampled or, for prompts, among
+    all. In messages.Outputs it is the request's handle.
+    """
     positions: Int32
-    """[N] The token's place in its prompt; of sampled tokens, which come one at a time, in its
-    request."""
+    """[N] The token's position in its prompt.
+
+    Sampled tokens come one at a time, and theirs is the position in the request.
+    """
     sizes: Int32
     """[N] Entries of each token, at least 1."""
     ranks: Int32
     """[N] How many tokens are more probable, plus 1."""
     token_ids: Int32
-    """[sum(sizes)]"""
+    """[sum(sizes)] Ids of the tokens, entry by entry."""
     logprobs: Float32
-    """[sum(sizes)]"""
+    """[sum(sizes)] Their log-probabilities."""
 
     def pack(self) -> UInt8:
-        """As one column of another message."""
+        """Return it as one column of another message."""
         return np.frombuffer(b"".join(self.encode()), np.uint8)
 
     @classmethod
     def unpack(cls, column: UInt8 | bytes) -> Self:
-        """What pack made; views over it."""
+        """Return what `pack` made a column of; its columns are views over it."""
         return cls.decode(column if isinstance(column, bytes) else column.data)
 
     def of(self, chosen: npt.NDArray[np.bool_], keys: Int32) -> Self:
-        """Those of some tokens, [N], under other keys, one for each that is chosen."""
+        """Return the entries of the chosen tokens, [N], with a new key for each chosen token."""
         entries = np.repeat(chosen, self.sizes)
         return type(self)(
             keys,
@@ -235,19 +290,19 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 @dataclass(slots=True)
 class StepOutput(Columns):
-    """What a step gave."""
+    """The output of a step."""
 
     step_id: int
     start_ns: int
-    """When the device began the step, on the monotonic clock that the machine's processes share."""
+    """Time at which the device began the step, on the monotonic clock that the processes share."""
     end_ns: int
-    """When the device ended it."""
+    """Time at which the device ended the step."""
     token_ids: Int32
     """[rows that sampled] One token each, in row order."""
     received_ns: int = 0
-    """When the rank that answers had the step's message."""
+    """Time at which the rank that answers had the step's message."""
     launched_ns: int = 0
-    """When it had queued the step's work on the device."""
+    """Time at which that rank had queued the step's work on the device."""
     logprobs: UInt8 = field(default_factory=_no_bytes)
     """LogprobColumns of sampled tokens; empty if no row asks."""
     prompt_logprobs: UInt8 = field(default_factory=_no_bytes)

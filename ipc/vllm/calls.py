@@ -14,7 +14,15 @@ _NO_UPDATE = (
     "weights cannot be changed while the engine runs; shut it down and start it with the new model"
 )
 _NO_PAUSE = "an engine is not paused; stop sending requests, and `abort` those that run"
-_PROFILES = "steps are always recorded: get_step_records() tells of each, `sidestep trace` writes them for Perfetto"
+_PROFILES = (
+    "steps are always recorded: get_step_records() tells of each, `sidestep trace` writes them for "
+    "Perfetto"
+)
+_GIVEN = (
+    "options are those given to EngineArgs; max_model_len, block_size and device tell what they "
+    "came to"
+)
+_RUNNING = "max_model_len, block_size, num_kv_blocks and device tell of a running engine"
 _ONE_SIZE = "the number of replicas is fixed at the start, by data_parallel_size"
 
 PROMPT_KEYS: dict[str, Foreign] = {
@@ -99,32 +107,36 @@ METHODS: dict[str, str] = {
     "scale_elastic_ep": _ONE_SIZE,
     "reset_mm_cache": NO_IMAGES,
     "reset_encoder_cache": NO_IMAGES,
-    "preprocess_chat": "get_tokenizer().apply_chat_template(messages, tokenize=False) gives a conversation's prompt",
+    "preprocess_chat": "get_tokenizer().apply_chat_template(messages, tokenize=False) gives a "
+    "conversation's prompt",
     "set_tokenizer": "the tokenizer is chosen at the start, by the option tokenizer",
     "get_metrics": "get_stats() gives the engine's figures by name",
     "do_log_stats": "get_stats() gives the engine's figures by name",
     "add_request": "generate(...) sends a request and gives its outputs",
     "step": "the engine takes its steps by itself, in a process of its own; use generate(...)",
-    "enqueue": "generate(...) sends requests and gives their outputs; AsyncLLM sends them one by one",
+    "enqueue": "generate(...) sends requests and gives their outputs; AsyncLLM sends them one by "
+    "one",
     "wait_for_completion": "generate(...) returns when its requests have ended",
     "has_unfinished_requests": "get_stats() has num_running and num_waiting",
     "get_num_unfinished_requests": "get_stats() has num_running and num_waiting",
     "get_num_queued_tokens": "AsyncLLM.num_waiting_tokens counts those of the prompts that wait",
     "check_admission": "generate(...) raises QueueFullError at the limits max_num_queued_reqs and "
     "max_num_queued_tokens",
-    "wait_for_requests_to_drain": "await the requests themselves; `sidestep serve` drains at SIGTERM",
+    "wait_for_requests_to_drain": "await the requests themselves; `sidestep serve` drains at "
+    "SIGTERM",
     "get_supported_tasks": NO_POOLING,
     "is_tracing_enabled": "spans are made by `sidestep serve --otlp-traces-endpoint`",
     "is_stopped": "`is_running` is its opposite",
     "from_vllm_config": "from_engine_args(EngineArgs(...)) makes an engine",
-    "get_vllm_config": "options are those given to EngineArgs; max_model_len, block_size and device tell what they "
-    "came to",
-    "get_model_config": "max_model_len, block_size, num_kv_blocks and device tell of a running engine",
-    "vllm_config": "options are those given to EngineArgs; max_model_len, block_size and device tell what they came to",
-    "model_config": "max_model_len, block_size, num_kv_blocks and device tell of a running engine",
+    "get_vllm_config": _GIVEN,
+    "get_model_config": _RUNNING,
+    "vllm_config": _GIVEN,
+    "model_config": _RUNNING,
     "tokenizer": "get_tokenizer() gives the model's tokenizer",
-    "llm_engine": "the engine is a process of its own; get_tokenizer(), get_stats() and max_model_len tell of it",
-    "engine_core": "the engine is a process of its own; get_stats() and get_step_records() tell of it",
+    "llm_engine": "the engine is a process of its own; get_tokenizer(), get_stats() and "
+    "max_model_len tell of it",
+    "engine_core": "the engine is a process of its own; get_stats() and get_step_records() tell "
+    "of it",
     "input_processor": "get_tokenizer() gives what makes token ids of text",
     "engine": "AsyncLLM is the engine itself",
 }
@@ -143,6 +155,7 @@ TOKENIZER_METHODS: dict[str, str] = dict.fromkeys(
         "prepare_for_model",
         "push_to_hub",
     ),
-    "a model's tokenizer encodes and decodes here; for all else load it with transformers.AutoTokenizer",
+    "a model's tokenizer encodes and decodes here; for all else load it with "
+    "transformers.AutoTokenizer",
 )
 """Methods and attributes of transformers' tokenizers."""

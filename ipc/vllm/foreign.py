@@ -13,7 +13,10 @@ from typing import Any, Literal
 
 from sidestep.ipc.common.errors import ValidationError
 
-NO_LORA = "LoRA adapters are not served yet; merge the adapter into the model's weights and load the result"
+NO_LORA = (
+    "LoRA adapters are not served yet; merge the adapter into the model's weights and load the "
+    "result"
+)
 NO_IMAGES = "only text goes into a model here; leave it out"
 NO_POOLING = "only text generation is served, no embeddings, scores or classes"
 
@@ -25,15 +28,16 @@ class Foreign:
     """A name that vLLM has. None is always accepted as its value: it asks for nothing."""
 
     instead: str
-    """The end of a sentence that begins with the name: what sidestep does, and what the user can
-    do."""
+    """The end of a sentence that begins with the name.
+
+    It says what sidestep does, and what the user can do.
+    """
     accepted: tuple[Any, ...] = ()
     """Values that ask for what sidestep does anyway."""
     same_as: str | None = None
     """The name of the same meaning here; it gets the value."""
     form: Form = "value"
-    """Form on the command line: with a value, as a switch (`--x` and `--no-x`), or with several
-    values."""
+    """Form on the command line: a value, a switch (`--x` and `--no-x`), or several values."""
 
     def asks_for_nothing(self, value: object) -> bool:
         """Return whether the value asks for what sidestep does anyway."""
@@ -43,10 +47,10 @@ class Foreign:
 
 
 def translate(given: Mapping[str, Any], table: Mapping[str, Foreign]) -> dict[str, Any]:
-    """Return the arguments with vLLM's names replaced by ours. Raises ValidationError for a name
-    without a meaning here.
+    """Return the arguments with vLLM's names replaced by ours.
 
-    Names that are not in the table stay as they are.
+    Names that are not in the table stay as they are. Raises ValidationError for a name without a
+    meaning here.
     """
     ours: dict[str, Any] = {}
     for name, value in given.items():

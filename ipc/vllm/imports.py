@@ -10,6 +10,7 @@ _INSIDE = (
 _NO_STEP = "there is no engine that a script steps; use LLM for batches or AsyncLLM for streams"
 _NO_CONFIG = "options are given to EngineArgs, LLM(...) or AsyncLLM.from_engine_args"
 _STRUCTURE = "use StructuredOutputsParams from sidestep.sampling_params"
+_TOKENIZER = "LLM(...).get_tokenizer() gives a model's tokenizer; for others use transformers"
 
 NAMES: dict[str, str] = {
     "LLMEngine": _NO_STEP,
@@ -23,8 +24,8 @@ NAMES: dict[str, str] = {
     "ScoringOutput": NO_POOLING,
     "ScoringRequestOutput": NO_POOLING,
     "GuidedDecodingParams": _STRUCTURE,
-    "ModelRegistry": "a model family is a file in executor/models and a line in ipc/common/registry.py; see "
-    "docs/architecture.md",
+    "ModelRegistry": "a model family is a file in executor/models and a line in "
+    "ipc/common/registry.py; see docs/architecture.md",
     "initialize_ray_cluster": "each rank is a process on this host and needs no cluster",
     "LoRARequest": NO_LORA,
     "MultiModalDataDict": NO_IMAGES,
@@ -42,9 +43,10 @@ MODULES: dict[str, str] = {
     "assets": NO_IMAGES,
     "pooling_params": NO_POOLING,
     "config": _NO_CONFIG,
-    "envs": "VLLM_ variables are not read; options are given to EngineArgs, LLM(...) or `sidestep serve`",
-    "transformers_utils": "LLM(...).get_tokenizer() gives a model's tokenizer; for others use transformers",
-    "tokenizers": "LLM(...).get_tokenizer() gives a model's tokenizer; for others use transformers",
+    "envs": "VLLM_ variables are not read; options are given to EngineArgs, LLM(...) or "
+    "`sidestep serve`",
+    "transformers_utils": _TOKENIZER,
+    "tokenizers": _TOKENIZER,
     "beam_search": "use BeamSearchParams, BeamSearchOutput and BeamSearchSequence from sidestep",
     "engine.llm_engine": _NO_STEP,
     "engine.protocol": "AsyncLLM from sidestep is the one engine with an asyncio face",
@@ -56,9 +58,11 @@ MODULES: dict[str, str] = {
     "utils.argparse_utils": "FlexibleArgumentParser is in sidestep.utils",
     "inputs": "TextPrompt, TokensPrompt and ChatPrompt are in sidestep.inputs",
     "version": "the version is sidestep.__version__",
-    "distributed": "llm.shutdown(), or leaving `with LLM(...) as llm`, ends all processes and frees their memory",
+    "distributed": "llm.shutdown(), or leaving `with LLM(...) as llm`, ends all processes and "
+    "frees their memory",
     "usage": "no usage is reported to anyone",
-    "plugins": "there are no plugins of vLLM's kind; see docs/architecture.md for how parts are added",
+    "plugins": "there are no plugins of vLLM's kind; see docs/architecture.md for how parts are "
+    "added",
     "model_executor.models": NAMES["ModelRegistry"],
     "model_executor.guided_decoding": _STRUCTURE,
     "benchmarks": "`sidestep bench` measures",
@@ -92,9 +96,7 @@ MODULES: dict[str, str] = {
 
 
 def instead_of(name: str) -> str | None:
-    """Return the replacement for a module or name of the package; None for a name that vLLM does
-    not have.
-    """
+    """Return the replacement for a module or name of the package; None if vLLM has no such name."""
     last = name.rpartition(".")[2]
     if last in NAMES:
         return NAMES[last]

@@ -19,19 +19,28 @@ _NO_SPECULATION = (
 _NO_EXPERTS = "only dense models are served yet, and they have no experts; leave it out"
 _ONE_HOST = "all processes of an engine run on one host; leave it out"
 _NO_TRANSFER = "KV blocks are not moved between engines or to other memory yet; leave it out"
-_GRAPHS = "graphs are captured for batch sizes that the engine chooses; enforce_eager=True runs without graphs"
-_COMPILER = "models are written with fused kernels, no compiler runs; enforce_eager=True runs without CUDA graphs"
+_GRAPHS = (
+    "graphs are captured for batch sizes that the engine chooses; enforce_eager=True runs without "
+    "graphs"
+)
+_COMPILER = (
+    "models are written with fused kernels, no compiler runs; enforce_eager=True runs without CUDA "
+    "graphs"
+)
 _CHUNKS = "chunks of prompts follow max_num_batched_tokens and target_itl_ms; leave it out"
 _LOADER = "weights are read from safetensors files in one way; leave it out"
 _BLOCKS = "the paged cache has one kind of block and one hash; leave it out"
 _SERVER = "is an option of `sidestep serve`, not of an engine in Python"
-_LOGS = "`sidestep serve --access-log` logs each request, and --log-level says how much else; leave it out"
+_LOGS = (
+    "`sidestep serve --access-log` logs each request, and --log-level says how much else; leave it "
+    "out"
+)
 
 ENGINE_OPTIONS: dict[str, Foreign] = {
     # Loading.
     "trust_remote_code": Foreign(
-        "code that comes with a model is never run here; use one of the model families that sidestep has, or leave it "
-        "out",
+        "code that comes with a model is never run here; use one of the model families that "
+        "sidestep has, or leave it out",
         (False,),
         form="switch",
     ),
@@ -233,7 +242,8 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "each rank is a process of its own on this host; leave it out", (False,), form="switch"
     ),
     "worker_cls": Foreign(
-        "there is one kind of worker; a device or model is added by a line in ipc/common/registry.py",
+        "there is one kind of worker; a device or model is added by a line in "
+        "ipc/common/registry.py",
         ("auto",),
     ),
     "worker_extension_cls": Foreign("workers take no code of users; leave it out", ("",)),
@@ -433,16 +443,18 @@ def translate_value(name: str, value: Any) -> Any:
 
 
 def translate_engine_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's options by our names. Raises ValidationError for an option without a
-    meaning here.
+    """Return the engine's options by our names.
+
+    Raises ValidationError for an option without a meaning here.
     """
     ours = translate(given, SERVED_ONLY | ENGINE_OPTIONS)
     return {name: translate_value(name, value) for name, value in ours.items()}
 
 
 def takes_vllm_options(cls: type[T]) -> type[T]:
-    """Let a dataclass of engine options accept vLLM's names too, and name unknown ones. Decorates
-    the class.
+    """Let a dataclass of engine options accept vLLM's names too, and name unknown ones.
+
+    It decorates the class.
     """
     original: Callable[..., None] = cls.__init__
     known = inspect.signature(original).parameters

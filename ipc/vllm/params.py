@@ -1,6 +1,4 @@
-"""Fields that vLLM's parameter classes have and ours lack, and the conversion of the values that
-scripts give.
-"""
+"""Fields that vLLM's parameter classes have and ours lack, and the conversion of given values."""
 
 from __future__ import annotations
 
@@ -73,21 +71,21 @@ _TABLES = {"SamplingParams": SAMPLING_FIELDS, "StructuredOutputsParams": STRUCTU
 
 
 class ParamsMeta(msgspec.StructMeta):
-    """The metaclass of structs that users make. It knows vLLM's fields, and names an unknown or an
-    assigned field in its error.
+    """The metaclass of structs that users make.
 
-    Decoding a message does not use `__call__`.
+    It knows vLLM's fields, and names an unknown or an assigned field in its error. Decoding a
+    message does not use `__call__`.
     """
 
     def __init__(cls, *args: Any, **options: Any) -> None:
         super().__init__(*args)
-        # Set here: in the class's body, frozen structs would override it.
+        # It is set here because frozen structs would override one in the class's body.
         cls.__setattr__ = _refuse_assignment  # type: ignore[method-assign, assignment]
 
     if not TYPE_CHECKING:  # type checkers see the classes' own fields only
 
         def __call__(cls, *args: Any, **given: Any) -> Any:
-            """Raises ValidationError, which names the field."""
+            """Make a struct. Raises ValidationError, which names the field."""
             ours = translate(given, _TABLES.get(cls.__name__, {}))
             for name in ours:
                 if name not in cls.__struct_fields__:
@@ -104,8 +102,9 @@ def _refuse_assignment(self: object, name: str, value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return numbers and lists of numpy and torch as Python's own, in lists and dicts too. Return
-    other values as they are.
+    """Return numbers and lists of numpy and torch as Python's own, in lists and dicts too.
+
+    Return other values as they are.
     """
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         return value.tolist()

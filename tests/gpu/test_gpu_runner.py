@@ -12,7 +12,7 @@ import torch
 from sidestep.executor.gpu import step_kernels
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import load_reference, random_prompts, write_model
 from tests.unit.executor.steps import Request, schedule

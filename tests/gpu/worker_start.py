@@ -18,7 +18,7 @@ import triton
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.gpu.kernel_compiler import CompilerArgs
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.processes.process import spawn
@@ -73,7 +73,7 @@ def run(runner: GpuRunner, some: list[Request], vocab_size: int, budget: int) ->
             step_id=step.step_id,
             first_new=0,
             rows=rows,
-            places=np.arange(len(rows), dtype=np.int32),
+            mask_indices=np.arange(len(rows), dtype=np.int32),
             words=np.full(len(rows) * -(-vocab_size // 32), -1, np.int32),
         )
         output = runner.execute(step, lambda masks=masks: masks).wait()

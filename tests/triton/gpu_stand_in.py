@@ -23,7 +23,7 @@ from sidestep.executor.gpu.cuda_graphs import CudaGraphs, StepSizes
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.kernels import gpu

@@ -20,7 +20,7 @@ from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.gpu.kernel_compiler import Note, compile_ahead, ranks_that_differ
 from sidestep.executor.parallel.parallel_state import LoneRank
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.compiling import CompilerThreads, compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu

@@ -16,7 +16,7 @@ from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.logits_processor import ProcessorSetup
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialRows
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import StepMasks
 from sidestep.kernels.triton.prepare_step_triton import StepLayout

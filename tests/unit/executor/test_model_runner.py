@@ -14,7 +14,7 @@ import torch
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
 from tests.unit.executor.steps import Request, make_step, schedule

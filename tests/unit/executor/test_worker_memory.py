@@ -13,7 +13,7 @@ import pytest
 from sidestep.executor.processes.multiproc import worker_environment
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import (
+from sidestep.ipc.config_sections import (
     DEFAULT_MODEL,
     CacheConfig,
     ModelConfig,
@@ -26,7 +26,7 @@ STEPS = """
 import random
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.unit.executor.steps import Request, schedule
 

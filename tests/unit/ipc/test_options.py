@@ -15,7 +15,8 @@ import pytest
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.options import did_you_mean, parse_mapping
-from sidestep.ipc.config import CacheConfig, EngineArgs, ParallelConfig
+from sidestep.ipc.config import EngineArgs
+from sidestep.ipc.config_sections import CacheConfig, ParallelConfig
 
 
 @pytest.mark.parametrize(

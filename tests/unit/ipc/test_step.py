@@ -33,3 +33,38 @@ def test_columns_take_lists_and_views_do_not_copy() -> None:
     assert output.token_ids.tolist() == [7, 8, 9]
     data[-16:-12] = (42).to_bytes(4, "little")
     assert output.token_ids[0] == 42
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 4), max_size=6))
+def test_entering_rows_have_their_parts_of_the_columns(
+    requests: list[tuple[int, int, int, int]],
+) -> None:
+    """Sizes of each request: tokens in the cache, and tokens, stop ids and controls sent."""
+    cached, sent, stops, controls = (np.array([r[i] for r in requests], np.int32) for i in range(4))
+    values = {
+        f.name: 0 if f.type == "int" else np.empty(0, DTYPES[str(f.type)])
+        for f in fields(StepInput)
+    } | {
+        "new_slots": np.arange(len(requests), dtype=np.int32),
+        "new_num_known": cached + sent,
+        "new_num_sent": sent,
+        "new_token_ids": np.repeat(np.arange(len(requests), dtype=np.int32), sent),
+        "new_num_stop_ids": stops,
+        "new_stop_ids": np.repeat(np.arange(len(requests), dtype=np.int32), stops),
+        "new_control_sizes": controls,
+        "new_controls": np.repeat(np.arange(len(requests), dtype=np.uint8), controls),
+    }
+    step = StepInput(**values)  # type: ignore[arg-type]
+    found = [
+        (
+            (positions.start, positions.stop - positions.start),
+            step.new_token_ids[tokens].tolist(),
+            step.new_stop_ids[stop_ids].tolist(),
+            step.new_controls[control].tolist(),
+        )
+        for _, positions, tokens, stop_ids, control in step.entering_rows()
+    ]
+    assert found == [
+        ((known, size), [slot] * size, [slot] * num_stops, [slot] * num_controls)
+        for slot, (known, size, num_stops, num_controls) in enumerate(requests)
+    ]

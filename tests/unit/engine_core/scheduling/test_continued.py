@@ -9,7 +9,7 @@ import pytest
 
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.frontend.input.output_form import make_grammar
-from sidestep.ipc.config import DEFAULT_MODEL
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.sampling_params import RepetitionDetectionParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.transport.messages import AddRequest, FinishReason, pack_ids

@@ -22,7 +22,7 @@ from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.frontend.input.output_form import make_grammar
-from sidestep.ipc.config import (
+from sidestep.ipc.config_sections import (
     DEFAULT_MODEL,
     CacheConfig,
     ModelConfig,

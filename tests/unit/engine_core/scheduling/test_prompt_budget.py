@@ -8,7 +8,7 @@ import pytest
 from sidestep.engine_core.scheduling.prompt_budget import PromptBudget
 from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.ipc.common.errors import ValidationError
-from sidestep.ipc.config import SchedulerConfig
+from sidestep.ipc.config_sections import SchedulerConfig
 from sidestep.ipc.transport.step import StepInput, StepOutput
 from tests.fakes import make_request, make_scheduler
 

@@ -21,7 +21,7 @@ from sidestep.engine_core.structured_outputs.grammars import COMPILE_S, Grammars
 from sidestep.executor.runner.fake import FakeRunner, expected_tokens
 from sidestep.frontend.input.output_form import make_grammar
 from sidestep.frontend.input.tokenizer import Tokenizer
-from sidestep.ipc.config import DEFAULT_MODEL
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.structured_outputs_params import Grammar, StructuredOutputsParams
 from sidestep.ipc.transport.messages import FinishReason
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
@@ -471,10 +471,10 @@ def test_masks_follow_their_step_and_come_before_the_one_after(
         if core.in_flight:
             executor.finish_step()
     masked = [
-        (place, step) for place, (kind, step) in enumerate(executor.messages) if kind == "masks"
+        (index, step) for index, (kind, step) in enumerate(executor.messages) if kind == "masks"
     ]
     assert len({step for _, step in masked}) == len(masked) == 6
-    assert all(executor.messages[place - 1] == ("step", step) for place, step in masked)
+    assert all(executor.messages[index - 1] == ("step", step) for index, step in masked)
 
 
 @pytest.fixture(autouse=True)

@@ -18,15 +18,15 @@ WORDS = 3
 class Worker:
     """A table that does as it is told."""
 
-    def __init__(self, num_places: int) -> None:
-        self.table = np.zeros((num_places, WORDS), np.int32)
+    def __init__(self, num_masks: int) -> None:
+        self.table = np.zeros((num_masks, WORDS), np.int32)
 
     def take(self, masks: StepMasks) -> dict[int, list[int]]:
         new = masks.words.reshape(-1, WORDS)
         self.table[masks.first_new : masks.first_new + len(new)] = new
         return {
-            row: self.table[place].tolist()
-            for row, place in zip(masks.rows.tolist(), masks.places.tolist(), strict=True)
+            row: self.table[index].tolist()
+            for row, index in zip(masks.rows.tolist(), masks.mask_indices.tolist(), strict=True)
         }
 
 
@@ -43,21 +43,29 @@ def mask(number: int) -> list[int]:
 def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
     table, (a, b) = MaskTable(8), requests(2)
     first = table.message(0, [3, 5], [a, b], np.array([mask(1), mask(1)], np.int32))
-    assert (first.first_new, first.places.tolist(), first.words.tolist()) == (0, [0, 0], mask(1))
+    assert (first.first_new, first.mask_indices.tolist(), first.words.tolist()) == (
+        0,
+        [0, 0],
+        mask(1),
+    )
     second = table.message(1, [3, 5], [a, b], np.array([mask(1), mask(2)], np.int32))
-    assert (second.first_new, second.places.tolist(), second.words.tolist()) == (1, [0, 1], mask(2))
+    assert (second.first_new, second.mask_indices.tolist(), second.words.tolist()) == (
+        1,
+        [0, 1],
+        mask(2),
+    )
     swapped = table.message(2, [3, 5], [a, b], np.array([mask(2), mask(1)], np.int32))
-    assert (swapped.places.tolist(), len(swapped.words)) == ([1, 0], 0)
+    assert (swapped.mask_indices.tolist(), len(swapped.words)) == ([1, 0], 0)
 
 
-@pytest.mark.parametrize("num_places", [6, 7, 20])
+@pytest.mark.parametrize("num_masks", [6, 7, 20])
 @pytest.mark.parametrize("kinds", [4, 30])
-def test_workers_have_what_each_row_may_sample(num_places: int, kinds: int) -> None:
-    """However few places there are, as long as a step's masks fit."""
+def test_workers_have_what_each_row_may_sample(num_masks: int, kinds: int) -> None:
+    """However few entries the table has, as long as a step's masks fit."""
     rng, table, worker, all_requests = (
-        random.Random(num_places),
-        MaskTable(num_places),
-        Worker(num_places),
+        random.Random(num_masks),
+        MaskTable(num_masks),
+        Worker(num_masks),
         requests(9),
     )
     num_sent = 0
@@ -72,4 +80,4 @@ def test_workers_have_what_each_row_may_sample(num_places: int, kinds: int) -> N
         assert worker.take(StepMasks.decode(b"".join(map(bytes, message.encode())))) == dict(
             enumerate(wanted)
         )
-    assert num_sent == kinds if num_places > kinds + 6 else num_sent > kinds
+    assert num_sent == kinds if num_masks > kinds + 6 else num_sent > kinds

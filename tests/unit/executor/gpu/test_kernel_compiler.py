@@ -16,7 +16,7 @@ import pytest
 from sidestep.executor.gpu.compiler_wait import wait_for_compiler
 from sidestep.executor.gpu.kernel_compiler import Note
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import (
+from sidestep.ipc.config_sections import (
     DEFAULT_MODEL,
     CacheConfig,
     ModelConfig,

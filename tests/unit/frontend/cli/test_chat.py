@@ -31,7 +31,8 @@ from sidestep import (
 from sidestep.frontend.cli import chat as cli_chat
 from sidestep.frontend.cli.chat_input import Interrupted, Lines, Terminal
 from sidestep.frontend.main import main
-from sidestep.ipc.config import DEFAULT_MODEL, state_folder_of_environment
+from sidestep.ipc.config import state_folder_of_environment
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.model.model_spec import resolve_model_path
 
 USER, ASSISTANT = "user", "assistant"

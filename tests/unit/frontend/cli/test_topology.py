@@ -22,7 +22,7 @@ from sidestep.frontend.main import main
 from sidestep.frontend.planning.machine import GpuInfo, Machine, bandwidth_of, count_links
 from sidestep.frontend.planning.topology import Shard, Size, sizes
 from sidestep.ipc.common import registry
-from sidestep.ipc.config import CacheConfig
+from sidestep.ipc.config_sections import CacheConfig
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from tests.fakes import SPEC

@@ -14,7 +14,7 @@ from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.parsers.events import Function
 from sidestep.frontend.parsers.think import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from sidestep.ipc.common.registry import TOOL_PARSERS, load
-from sidestep.ipc.config import DEFAULT_MODEL
+from sidestep.ipc.config_sections import DEFAULT_MODEL
 
 
 @pytest.fixture(scope="module")
