@@ -45,8 +45,8 @@ def tables() -> str:
 def _parts() -> Iterator[str]:
     yield "### The same name and meaning\n\n"
     for cls, title in ((EngineArgs, "Engine"), (ServerArgs, "Server")):
-        names = [f.name for f in fields(cls) if f.name not in OURS_ALONE]
-        yield f"{title}: {', '.join(f'`{name}`' for name in names)}.\n\n"
+        shared = [f.name for f in fields(cls) if f.name not in OURS_ALONE]
+        yield f"{title}: {', '.join(f'`{name}`' for name in shared)}.\n\n"
     yield "### vLLM's words for values\n\n| option | vLLM's value | value here |\n|---|---|---|\n"
     for name, words in VALUES.items():
         yield "".join(f"| `{name}` | `{theirs}` | `{ours}` |\n" for theirs, ours in words.items())

@@ -55,10 +55,8 @@ def pytest_xdist_auto_num_workers() -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return max(
-        1,
-        min(cores * 3 // 2, MOST_PROCESSES, psutil.virtual_memory().available // BYTES_PER_PROCESS),
-    )
+    memory: int = psutil.virtual_memory().available
+    return max(1, min(cores * 3 // 2, MOST_PROCESSES, memory // BYTES_PER_PROCESS))
 
 
 @pytest.fixture(scope="module")

@@ -82,10 +82,10 @@ def make_request(
     arrival: float = 0.0,
     deadline: float | None = None,
     grammar: Grammar | None = None,
-    **sampling: object,
+    **sampling: Any,
 ) -> AddRequest:
     """A request as a frontend would send it."""
-    params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})  # type: ignore[arg-type]
+    params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})
     return AddRequest(
         client=client,
         handle=handle,
@@ -102,7 +102,7 @@ def make_request(
 
 
 def make_beam_request(
-    prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object
+    prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: Any
 ) -> AddRequest:
     """A search as a frontend would send it."""
     plain = make_request(
@@ -112,7 +112,7 @@ def make_beam_request(
         ignore_eos=params.ignore_eos,
         temperature=0.0,
         **more,
-    )  # type: ignore[arg-type]
+    )
     return msgspec.structs.replace(plain, beam_search=params)
 
 

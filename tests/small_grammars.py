@@ -104,6 +104,7 @@ class SmallGrammars(Grammars):
         self, grammar: Grammar, prompt: list[int], count: int, seed: int
     ) -> list[int]:
         """What a request must give, whatever runs beside it."""
+        assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer, grammar.text, limits=grammar_limits())
         state, tokens = 0, list[int]()
         for token in prompt:

@@ -85,6 +85,7 @@ class Rank:
                 assert done is not None
                 for bits in (hidden.view(kind), done.view(kind)):
                     torch.add(bits, digest, alpha=31, out=digest)  # nothing is lost: 31 is odd
+            assert done is not None
             normed.copy_(done)
             step.add_(0.125).remainder_(3.0)
 

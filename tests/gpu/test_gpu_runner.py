@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from sidestep.executor.gpu import gpu_runner
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.kernels.triton import sampling_triton
 from tests.e2e.models import load_reference, random_prompts, write_model
 from tests.unit.executor.steps import Request, schedule
 
@@ -41,7 +43,7 @@ def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
 def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """What each eager step gave to the sampler."""
     seen: list[torch.Tensor] = []
-    sample = gpu_runner.sample_tokens
+    sample = sampling_triton.sample_tokens
 
     def spy(values: torch.Tensor, **others: Any) -> None:
         seen.append(values.float().clone())
@@ -57,7 +59,8 @@ def test_bfloat16_rounds_no_more_than_transformers(
 ) -> None:
     """The distance from float32 arithmetic on the same weights."""
     path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
-    theirs, exact = load_reference(path, torch.bfloat16).cuda(), load_reference(path).cuda()
+    to_gpu: Any = PreTrainedModel.cuda  # without types
+    theirs, exact = to_gpu(load_reference(path, torch.bfloat16)), to_gpu(load_reference(path))
     with torch.no_grad():
         for parameter in exact.parameters():
             parameter.copy_(parameter.bfloat16())

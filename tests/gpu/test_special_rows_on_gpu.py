@@ -98,17 +98,18 @@ def test_penalties_equal_plain_arithmetic_on_transformers_logits(
     model = load_reference(path)
     requests, expected = [], []
     for i, prompt in enumerate(random_prompts(12, VOCAB, longest=40)):
-        penalties = [
+        cases: list[dict[str, Any]] = [
             {"repetition_penalty": 4.0},
             {"frequency_penalty": 1.3, "presence_penalty": 2.0},
             {"allowed_token_ids": [3, 200, 100, 7], "repetition_penalty": 9.0},
-        ][i % 3]
-        requests.append(Request(prompt, 10, controls=Controls(**penalties)))  # type: ignore[arg-type]
+        ]
+        penalties = cases[i % 3]
+        requests.append(Request(prompt, 10, controls=Controls(**penalties)))
         expected.append(
             reference_greedy(
                 model, prompt, SamplingParams(temperature=0, max_tokens=10, **penalties)
             )
-        )  # type: ignore[arg-type]
+        )
     run(make_runner(path, "float32"), requests, depth)
     assert [r.output for r in requests] == expected
 

@@ -76,7 +76,11 @@ def run(runner: GpuRunner, some: list[Request], vocab_size: int, budget: int) ->
             places=np.arange(len(rows), dtype=np.int32),
             words=np.full(len(rows) * -(-vocab_size // 32), -1, np.int32),
         )
-        output = runner.execute(step, lambda masks=masks: masks).wait()
+
+        def receive(masks: StepMasks = masks) -> StepMasks:
+            return masks
+
+        output = runner.execute(step, receive).wait()
         for request, token in zip(sampling, output.token_ids.tolist(), strict=True):
             request.output.append(token)
 

@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,9 +71,9 @@ def tokens_of(folder: str, count: int, seed: int = 0) -> list[int]:
     return expected_tokens(PROMPT, count, seed, vocab_size)
 
 
-async def refused(llm: AsyncLLM, prompt: object, params: SamplingParams | None = None) -> str:
+async def refused(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = None) -> str:
     with pytest.raises(ValidationError) as caught:
-        await anext(llm.generate(prompt, params))  # type: ignore[arg-type]
+        await anext(llm.generate(prompt, params))
     assert str(caught.value).endswith("was started without a tokenizer (skip_tokenizer_init)")
     return caught.value.field
 
@@ -117,9 +118,9 @@ def test_requests_without_parameters_are_sampled_as_the_model_s_makers_say(
     """An explicit SamplingParams is taken as it is."""
     with LLM(without_tokenizer, device="fake", skip_tokenizer_init=True) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=5)
-        outputs = llm.generate([PROMPT] * 2, use_tqdm=False) + llm.generate(
-            [PROMPT] * 2, [None, SamplingParams(seed=0)], use_tqdm=False
-        )  # type: ignore[list-item]
+        mixed: Any = [None, SamplingParams(seed=0)]
+        outputs = llm.generate([PROMPT] * 2, use_tqdm=False)
+        outputs += llm.generate([PROMPT] * 2, mixed, use_tqdm=False)
         greedy, seeded = tokens_of(without_tokenizer, 5), tokens_of(without_tokenizer, 16)
         assert [out.outputs[0].token_ids for out in outputs] == [greedy, greedy, greedy, seeded]
     with LLM(

@@ -18,7 +18,11 @@ from tests.fakes import VOCAB_SIZE, Clock, Engine, make_beam_request, make_reque
 from tests.small_grammars import SmallGrammars, small_grammar
 from tests.unit.engine_core.groups.test_beams import search_alone
 
-PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
+PREFIXES: tuple[list[int], ...] = (
+    [],
+    [1, 2, 3, 4, 5, 6, 7, 8],
+    [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9],
+)
 FORMS = [
     small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +78,8 @@ def float_bits(value: float) -> int:
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    return np.cumsum([0, *counts]).tolist()
+    sums: list[int] = np.cumsum([0, *counts]).tolist()
+    return sums
 
 
 def pack(layout: StepLayout, rows: Sequence[Row]) -> Tensor:
@@ -123,7 +125,9 @@ def fresh_tables(slots: int, width: int) -> SlotTables:
     return SlotTables(
         blocks,
         poisoned(slots, dtype=i32),
-        *(poisoned(slots, dtype=f32) for _ in range(3)),
+        poisoned(slots, dtype=f32),
+        poisoned(slots, dtype=f32),
+        poisoned(slots, dtype=f32),
         poisoned(slots, dtype=i32),
         poisoned(slots, dtype=torch.int64),
     )
@@ -137,7 +141,7 @@ class Model:
 
     tables: SlotTables
     page: int
-    expected: dict[str, list] = field(init=False)
+    expected: dict[str, list[Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.expected = {name: bits(getattr(self.tables, name)).tolist() for name in self._names()}
@@ -181,8 +185,9 @@ class Model:
             poisoned(size, dtype=torch.int32)
             for size in (num_tokens, num_tokens, num_tokens, num_rows)
         ]
+        ids, positions, offsets, ends = outputs
         with unchanged(message=message):
-            prepare_step(message, layout, self.tables, *outputs, self.page)
+            prepare_step(message, layout, self.tables, ids, positions, offsets, ends, self.page)
         for name in self._names():
             assert bits(getattr(self.tables, name)).tolist() == self.expected[name], name
         last_tokens = [end - 1 for end in starts([len(row.token_ids) for row in rows])[1:]]

@@ -51,7 +51,8 @@ def model() -> Any:
 @torch.inference_mode()
 def reference(model: Any, tokens: list[int]) -> torch.Tensor:
     """[T, V] What each token's successor was given."""
-    return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float().log_softmax(-1)
 
 
 def check(entries: dict[int, Logprob], values: torch.Tensor, token: int, most: int) -> None:

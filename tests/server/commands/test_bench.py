@@ -37,7 +37,8 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
 
 
 def tokens_of(report: dict[str, Any]) -> int:
-    return round(report["output_tokens_per_s"] * report["seconds"])
+    count: float = report["output_tokens_per_s"] * report["seconds"]
+    return round(count)
 
 
 def test_a_load_on_our_server_is_served_whole(

@@ -106,7 +106,7 @@ def test_a_file_of_requests_is_answered_as_the_docs_show(tmp_path: Path) -> None
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("command", list(filter(runs_here, COMMANDS)))
+@pytest.mark.parametrize("command", [c for c in COMMANDS if runs_here(c)])
 def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
     variables, words = with_variables(command)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -123,7 +123,7 @@ def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
     assert done.stdout.strip() or (tmp_path / "answers.jsonl").read_text()
 
 
-@pytest.mark.parametrize("command", list(filter(is_server, COMMANDS)))
+@pytest.mark.parametrize("command", [c for c in COMMANDS if is_server(c)])
 def test_a_server_of_the_docs_starts(command: str) -> None:
     variables, words = with_variables(command)
     given = [word for word in words[1:] if word != "MODEL"]

@@ -23,7 +23,7 @@ NOTES: dict[str, Any] = {
     "safety_identifier": "s",
     "store": True,
 }
-DUMPED = {
+DUMPED: dict[str, Any] = {
     "role": "assistant",
     "content": "Hello.",
     "refusal": None,

@@ -65,7 +65,7 @@ def test_chats(most: int, client: openai.OpenAI) -> None:
     )
     assert len(choice.logprobs.content) == whole.usage.completion_tokens
     check_content(choice.logprobs.content, choice.message.content or "", most)
-    streamed = []
+    streamed: list[Any] = []
     for chunk in client.chat.completions.create(**options, stream=True):
         if (logprobs := chunk.choices[0].logprobs) is not None:
             streamed += logprobs.content or []
@@ -129,7 +129,7 @@ def test_responses(client: openai.OpenAI) -> None:
         "top_logprobs": 2,
     }
     made = client.responses.create(**options)
-    part: Any = made.output[0].content[0]  # type: ignore[union-attr,index]
+    part: Any = made.output[0].content[0]
     assert made.usage is not None and len(part.logprobs) == made.usage.output_tokens
     check_content(part.logprobs, part.text, 2)
     streamed, done = [], None

@@ -148,7 +148,7 @@ def test_a_run_goes_on_where_the_last_one_was_ended(batch: Batch) -> None:
     last = json.loads(whole.splitlines()[-1])["custom_id"]
     assert batch.run(*lines) == 0
     assert batch.output.read_bytes().startswith(whole.splitlines(keepends=True)[0])
-    assert sorted(batch.ids()[1:]) == sorted([last, "c"])
+    assert sorted(str(name) for name in batch.ids()[1:]) == sorted([last, "c"])
     assert "3 answered, 0 failed; 1 were there already" in batch.err
     # With nothing left to do no engine is started.
     assert batch.run(*lines) == 0 and "starting" not in batch.err

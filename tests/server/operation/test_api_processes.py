@@ -31,7 +31,8 @@ def api_processes(server: LiveServer) -> list[psutil.Process]:
 def _name(process: psutil.Process) -> str:
     """Empty when it has ended."""
     try:
-        return (process.cmdline() or [""])[-1]
+        words: list[str] = process.cmdline()
+        return (words or [""])[-1]
     except psutil.NoSuchProcess:
         return ""
 
@@ -71,7 +72,8 @@ def holder(server: LiveServer, stream: Stream) -> int:
             c.raddr and c.raddr.port == stream.port and c.laddr.port == server.port
             for c in process.net_connections("tcp")
         ):
-            return process.pid
+            pid: int = process.pid
+            return pid
     raise AssertionError("nobody has the connection")
 
 

@@ -79,7 +79,8 @@ def test_every_key_opens(key: str, keyed: LiveServer) -> None:
     ],
 )
 def test_without_a_right_key_nothing_opens(authorization: str, keyed: LiveServer) -> None:
-    header = {"authorization": authorization.encode("latin-1")} if authorization else {}
+    value = authorization.encode("latin-1")
+    header = {b"authorization": value} if authorization else {}
     with httpx2.Client(base_url=keyed.url) as http:
         for path in GUARDED:
             answer = http.get(path, headers=header)

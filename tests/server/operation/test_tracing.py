@@ -82,9 +82,11 @@ async def test_a_request_is_divided_into_its_phases_at_their_real_times(
     assert [span.start_time for span in below[1:]] == moments[1:-1]  # without gaps
     assert (root.start_time, root.end_time) == (moments[0], moments[-1])
     slack = 10**7  # two clocks, read one after the other
+    assert moments[0] is not None and moments[-1] is not None
     assert before - slack <= moments[0] <= moments[-1] <= after + slack
     # Five steps of two milliseconds, one after the other.
-    assert below[2].end_time - below[1].start_time >= 9.99e6
+    began, ended = below[1].start_time, below[2].end_time
+    assert began is not None and ended is not None and ended - began >= 9.99e6
     assert root.attributes is not None
     assert (
         root.attributes["gen_ai.usage.input_tokens"],
@@ -147,8 +149,9 @@ async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_earl
             await client.post("/v1/completions", json={**BODY, "prompt": ["x", "y"]})
         ).status_code == 429
         reasons = {
-            root.attributes["gen_ai.response.finish_reasons"]: (root, below)  # type: ignore[index]
+            root.attributes["gen_ai.response.finish_reasons"]: (root, below)
             for root, below in trees(exporter)
+            if root.attributes is not None
         }
         root, below = reasons["rejected",]
         assert root.status.status_code is StatusCode.ERROR and below == []

@@ -94,9 +94,8 @@ def endless(page: Page) -> None:
     """Let the page's chats ignore the end of sequence, so that each answer has 1,500 tokens."""
 
     def go_on(route: Route) -> None:
-        route.continue_(
-            post_data={**route.request.post_data_json, "max_tokens": 1500, "ignore_eos": True}
-        )
+        body: Any = route.request.post_data_json
+        route.continue_(post_data={**body, "max_tokens": 1500, "ignore_eos": True})
 
     page.route("**/v1/chat/completions", go_on)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -67,7 +68,8 @@ def test_a_chat_remembers_until_a_new_one_begins(open_page: Open, tiny: LiveServ
             page.get_by_label("Message").fill(text)
             page.get_by_label("Message").press("Enter")
         expect(page.locator(".meter")).to_have_count(done)
-        messages: list[dict[str, str]] = sent.value.post_data_json["messages"]
+        body: Any = sent.value.post_data_json
+        messages: list[dict[str, str]] = body["messages"]
         return messages
 
     page.get_by_label("Most tokens").fill("8")
@@ -211,7 +213,8 @@ def test_the_system_prompt_goes_first(open_page: Open, fake: LiveServer) -> None
     page.get_by_label("System prompt").fill(" Be brief.\n")
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "hi")
-    assert sent.value.post_data_json["messages"] == [
+    body: Any = sent.value.post_data_json
+    assert body["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "hi"},
     ]

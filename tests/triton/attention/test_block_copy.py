@@ -49,7 +49,8 @@ def check(
     params=[block_copy.copy_blocks, block_copy_triton.copy_blocks], ids=["torch", "triton"]
 )
 def copy(request: pytest.FixtureRequest) -> Copy:
-    return request.param
+    copy: Copy = request.param
+    return copy
 
 
 # Blocks smaller than a program's part, of one that divides nothing, and of several parts.

@@ -286,9 +286,9 @@ def launch_own_products(model: Model, rows: int, config_of: ConfigOf) -> None:
     def add(
         hidden: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm | None = None
     ) -> BegunNorm | None:
-        return own_linear.add_own_linear(
-            hidden, x, weight, norm=norm, config=config_of(*weight.shape, False)
-        )
+        outputs, inner = weight.shape
+        config = config_of(outputs, inner, False)
+        return own_linear.add_own_linear(hidden, x, weight, norm=norm, config=config)
 
     qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
     hidden, norm = bf16(rows, model.hidden), RmsNorm(bf16(model.hidden), 1e-6)

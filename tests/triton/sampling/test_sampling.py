@@ -31,12 +31,12 @@ class Rows:
 
     logits: Tensor
     temperature: list[float]
-    top_k: list[int] | None = None
-    top_p: list[float] | None = None
-    min_p: list[float] | None = None
-    seeds: list[int] | None = None
-    positions: list[int] | None = None
-    samples: list[int] | None = None
+    top_k: list[int] = field(default_factory=list)
+    top_p: list[float] = field(default_factory=list)
+    min_p: list[float] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
     padding: int = 0
     last_sampled: Tensor = field(init=False)
     out_ids: Tensor = field(init=False)
@@ -62,7 +62,9 @@ class Rows:
             torch.tensor(self.min_p),
         )
         logits = torch.where((t == 0)[:, None], logits, kept * divisor)
-        return sample(logits, t, torch.tensor(self.seeds), torch.tensor(self.positions)).tolist()
+        tokens = sample(logits, t, torch.tensor(self.seeds), torch.tensor(self.positions))
+        expected: list[int] = tokens.tolist()
+        return expected
 
     def run(self) -> list[int]:
         """The kernels' tokens, after a look at all else that they may and may not write."""
@@ -132,8 +134,8 @@ def check(rows: Rows) -> None:
     assert rows.run() == rows.expected()
 
 
-@triton.jit
-def _bits(seeds, positions, out, VOCAB: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
+def _bits(seeds, positions, out, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]  # nor here
     row = tl.program_id(0)
     first, second = sampling_triton._noise_keys(tl.load(seeds + row), tl.load(positions + row))
     ids = tl.arange(0, VOCAB)
@@ -352,8 +354,8 @@ def chi_square(tokens: Tensor, logits: Tensor) -> float:
     )
 
 
-@triton.jit
-def _draws(logits, out, V: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
+def _draws(logits, out, V: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # nor here
     seeds, ids = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     first, second = sampling_triton._noise_keys(seeds.to(tl.int64), tl.full([ROWS], 9, tl.int32))
     time = sampling_triton._exponential(first[:, None], second[:, None], ids[None, :])

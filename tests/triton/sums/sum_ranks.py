@@ -44,6 +44,7 @@ from sidestep.kernels.sums.peer_memory_triton import (
     space_bytes,
 )
 from sidestep.kernels.sums.pushed_sum_triton import can_push
+from sidestep.kernels.sums.tuned_all_reduce import SUMS
 from tests.fakes import SPEC
 from tests.triton.support import (
     PoisonedAllocations,
@@ -256,7 +257,8 @@ class Rank:
             total = total + other.float()
         expected = (total + before.float() if s.add else total).to(s.dtype)
         assert same(hidden, expected), f"rank {self.rank}, {s}"
-        exact = sum(p.double() for p in parts) + (before.double() if s.add else 0)
+        start = torch.zeros((), dtype=torch.float64)
+        exact = sum((p.double() for p in parts), start) + (before.double() if s.add else 0)
         assert_close(hidden, exact)
         self.digest = zlib.crc32(hidden.numpy().tobytes(), self.digest)
         if s.norm:
@@ -309,7 +311,7 @@ def run_model(rank: int, spaces: list[Tensor]) -> int:
     ranks = len(spaces)
     # One row is pushed, two are summed in one shot, more in two.
     row = 24 * 4
-    all_reduce_triton.SUMS.update(
+    SUMS.update(
         {ranks: ((row, "pushed", 3), (2 * row, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))}
     )
     memory = PeerMemory(

@@ -95,7 +95,7 @@ def test_nothing_kept_is_a_view_of_the_step() -> None:
 
 def test_whole_runs_give_every_token_its_own_place() -> None:
     requests = [Request([i] * (3 * i + 1), 4) for i in range(8)]
-    state, seen, sampled = new_state(8), set(), 0
+    state, seen, sampled = new_state(8), set[int](), 0
     for step, sampling in schedule(requests, budget=11, block_size=BLOCK):
         batch = run(state, step)
         places = set(batch.slot_mapping.tolist())

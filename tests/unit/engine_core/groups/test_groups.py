@@ -4,6 +4,8 @@ they say.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sidestep.executor.runner.fake import expected_tokens
@@ -138,9 +140,9 @@ def test_a_group_enters_whole_or_waits() -> None:
     ],
 )
 def test_a_group_that_can_never_run_is_refused(
-    n: int, options: dict[str, int], problem: str
+    n: int, options: dict[str, Any], problem: str
 ) -> None:
-    engine = Engine(make_scheduler(**options))  # type: ignore[arg-type]
+    engine = Engine(make_scheduler(**options))
     engine.scheduler.add(make_request(PROMPT[:20], 4, n=n))
     engine.run()
     assert [engine.finished[i].error for i in range(n)] == [problem] * n

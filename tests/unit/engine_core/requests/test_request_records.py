@@ -26,13 +26,8 @@ def test_a_request_s_life_is_recorded() -> None:
         int(0.5e9),
         int(1e9),
     )
-    assert (
-        waiting.scheduled_ns
-        is waiting.first_token_ns
-        is waiting.finished_ns
-        is waiting.finish_reason
-        is None
-    )
+    assert waiting.scheduled_ns is waiting.first_token_ns is waiting.finished_ns is None
+    assert waiting.finish_reason is None
     for _ in range(2):
         clock.now += 1
         engine.launch()

@@ -112,9 +112,10 @@ def engine(grammars: Grammars, runner: Any = None, *, overlap: bool = True, **si
 
 
 def gate_of(grammars: Grammars, seconds: float | None = None) -> Gated:
-    gate: Any = Gated(grammars._executor, seconds)  # type: ignore[arg-type]
-    grammars._executor = grammars._masks._executor = gate
-    return gate  # type: ignore[no-any-return]
+    threads: Any = grammars
+    gate = Gated(threads._executor, seconds)
+    threads._executor = threads._masks._executor = gate
+    return gate
 
 
 def matcher_of(run: Engine, handle: int) -> LLMatcher:
@@ -204,7 +205,7 @@ def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
     slow, jobs = Slow(), MaskJobs(4, None)
     requests = [Request.from_message(make_request([1]), 100, frozenset()) for _ in range(200)]
     for request in requests:
-        request.matcher = slow  # type: ignore[assignment]
+        request.matcher = slow  # type: ignore[assignment]  # has what is called
     found = jobs.compute(requests, 0, 0.0, 20e-3)
     rest = [request for request, mask in zip(requests, found, strict=True) if mask is None]
     assert 0 < len(rest) < len(requests) == len(rest) + slow.num_computed
@@ -249,7 +250,9 @@ def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None
         ]
         gate.open()
         if running:
-            gate.shut([rng.choice(running).matcher])  # type: ignore[list-item]
+            matcher = rng.choice(running).matcher
+            assert matcher is not None
+            gate.shut([matcher])
         if len(run.tokens[3]) > 5 and 3 not in run.finished and (0, 3) in run.scheduler._requests:
             run.scheduler.abort(0, [3])
     gate.open()

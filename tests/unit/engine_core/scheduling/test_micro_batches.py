@@ -4,6 +4,8 @@ reached the first stage.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sidestep.executor.runner.fake import expected_tokens
@@ -11,9 +13,9 @@ from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from tests.fakes import VOCAB_SIZE, Engine, make_beam_request, make_request, make_scheduler
 
 
-def make_engine(num_stages: int, *, overlap: bool = True, **options: int) -> Engine:
+def make_engine(num_stages: int, *, overlap: bool = True, **options: Any) -> Engine:
     return Engine(
-        make_scheduler(num_stages=num_stages, overlap=overlap, **options),  # type: ignore[arg-type]
+        make_scheduler(num_stages=num_stages, overlap=overlap, **options),
         num_stages + overlap,
     )
 

@@ -42,11 +42,11 @@ def mask(number: int) -> list[int]:
 
 def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
     table, (a, b) = MaskTable(8), requests(2)
-    first = table.message(0, [3, 5], [a, b], np.array([mask(1), mask(1)], np.int32))
+    first = table.message(0, [3, 5], [a, b], list(np.array([mask(1), mask(1)], np.int32)))
     assert (first.first_new, first.places.tolist(), first.words.tolist()) == (0, [0, 0], mask(1))
-    second = table.message(1, [3, 5], [a, b], np.array([mask(1), mask(2)], np.int32))
+    second = table.message(1, [3, 5], [a, b], list(np.array([mask(1), mask(2)], np.int32)))
     assert (second.first_new, second.places.tolist(), second.words.tolist()) == (1, [0, 1], mask(2))
-    swapped = table.message(2, [3, 5], [a, b], np.array([mask(2), mask(1)], np.int32))
+    swapped = table.message(2, [3, 5], [a, b], list(np.array([mask(2), mask(1)], np.int32)))
     assert (swapped.places.tolist(), len(swapped.words)) == ([1, 0], 0)
 
 
@@ -66,7 +66,7 @@ def test_workers_have_what_each_row_may_sample(num_places: int, kinds: int) -> N
         chosen = rng.sample(all_requests, count)
         wanted = [mask(rng.randrange(kinds)) for _ in range(count)]
         message = table.message(
-            step, range(count), chosen, np.array(wanted, np.int32).reshape(count, WORDS)
+            step, range(count), chosen, list(np.array(wanted, np.int32).reshape(count, WORDS))
         )
         num_sent += len(message.words) // WORDS
         assert worker.take(StepMasks.decode(b"".join(map(bytes, message.encode())))) == dict(

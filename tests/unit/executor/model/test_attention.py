@@ -9,6 +9,7 @@ take a size of heads with its own.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,7 +171,8 @@ class Sequences:
             )
             for row, (start, stop) in zip(order, batch.token_ranges, strict=True):
                 expected = self.expected(row, layer, window, qkv[start:stop].double(), norms)
-                torch.testing.assert_close(got[start:stop], expected, **TOLERANCE[self.dtype])
+                tolerance: Any = TOLERANCE[self.dtype]
+                torch.testing.assert_close(got[start:stop], expected, **tolerance)
 
     def rounded(self, values: Tensor) -> Tensor:
         return values.to(self.dtype)

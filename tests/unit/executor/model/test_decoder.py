@@ -4,6 +4,8 @@ of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -45,7 +47,8 @@ class NoAttention:
 
 
 def logits(model: DecoderForCausalLM, rows: Tensor | None) -> Tensor:
-    return model(torch.arange(5), NoAttention(), rows)  # type: ignore[arg-type]
+    attention: Any = NoAttention()
+    return model(torch.arange(5), attention, rows)
 
 
 def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -112,7 +115,8 @@ def test_stages_one_after_the_other_are_the_model(
             for name in weights.names
             if name.startswith(others) and not (tied and stage.is_last and "embed" in name)
         ]
-        out = model.states(stream, NoAttention(), rows if stage.is_last else None)  # type: ignore[arg-type]
+        attention: Any = NoAttention()
+        out = model.states(stream, attention, rows if stage.is_last else None)
         stream = model.logits(out) if stage.is_last else out.hidden
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-5)
     assert not shared or begun
@@ -141,10 +145,13 @@ def test_the_last_layer_goes_on_with_those_tokens_alone_whose_logits_are_wanted(
     model = DecoderForCausalLM(
         SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel()
     )
-    plain, counts = Linear.gated, []
-    monkeypatch.setattr(
-        Linear, "gated", lambda self, x: (counts.append(len(x.hidden)), plain(self, x))[1]
-    )
+    plain, counts = Linear.gated, list[int]()
+
+    def gated(self: Linear, x: Stream) -> Tensor:
+        counts.append(len(x.hidden))
+        return plain(self, x)
+
+    monkeypatch.setattr(Linear, "gated", gated)
     every = logits(model, None)
     torch.testing.assert_close(
         logits(model, torch.tensor([1, 4])), every[[1, 4]], rtol=1e-4, atol=1e-5

@@ -121,7 +121,8 @@ def test_masks_are_kept_by_their_places(runner: ModelRunner) -> None:
             np.array(places, np.int32),
             words,
         )
-        return runner.execute(step, lambda: masks).wait().token_ids.tolist()
+        tokens: list[int] = runner.execute(step, lambda: masks).wait().token_ids.tolist()
+        return tokens
 
     assert execute(step_of(0, [(0, 3, [0]), (1, 3, [1])], entering), 0, [0, 1], [[10], [11]]) == [
         10,

@@ -96,7 +96,8 @@ def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
     logits[0, 7] = 5.0
     entering = {0: Request([1, 2, 3], 9, min_tokens=2, stop_ids=[7])}
     tokens = []
-    for rows in ([(0, 3, [0])], [(0, 1, [])], [(0, 1, [])]):
+    steps: list[list[tuple[int, int, list[int]]]] = [[(0, 3, [0])], [(0, 1, [])], [(0, 1, [])]]
+    for rows in steps:
         step = make_step(rows, entering)
         entering = {}
         state.apply(step)

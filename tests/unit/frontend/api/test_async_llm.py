@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,9 @@ async def added(channel: FakeChannel, count: int = 1) -> None:
 
 
 async def collect(
-    llm: AsyncLLM, kind: RequestOutputKind = KINDS.DELTA, **params: object
+    llm: AsyncLLM, kind: RequestOutputKind = KINDS.DELTA, **params: Any
 ) -> list[RequestOutput]:
-    sampling = SamplingParams(max_tokens=50, output_kind=kind, **params)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=50, output_kind=kind, **params)
     return [out async for out in llm.generate([5, 6], sampling)]
 
 
@@ -251,8 +252,8 @@ async def test_a_request_is_queued_before_the_core_can_have_it(
     """A fast core schedules some choices while the frontend still prepares others."""
     scheduled = list[float]()
 
-    def send(message: object) -> None:
-        channel.sent.append(message)  # type: ignore[arg-type]
+    def send(message: Any) -> None:
+        channel.sent.append(message)
         scheduled.append(time.monotonic())
 
     monkeypatch.setattr(channel, "send", send)

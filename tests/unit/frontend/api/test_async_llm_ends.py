@@ -8,6 +8,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -283,9 +284,9 @@ async def test_a_request_may_be_aborted_while_it_is_tokenised(
 ) -> None:
     process, ready = llm._inputs.process, asyncio.Event()
 
-    async def slowly(*args: object, **options: object) -> object:
+    async def slowly(*args: Any, **options: Any) -> Any:
         await ready.wait()
-        return await process(*args, **options)  # type: ignore[arg-type]
+        return await process(*args, **options)
 
     monkeypatch.setattr(llm._inputs, "process", slowly)
 

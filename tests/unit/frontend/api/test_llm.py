@@ -245,9 +245,9 @@ def test_prompts_parameters_and_priorities_may_be_of_any_kind(llm: LLM, engine: 
     with pytest.raises(ValidationError, match="priority: has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], use_tqdm=False, priority=[1])
     with pytest.raises(ValidationError, match="prompts: must be prompts or a single one, not int"):
-        llm.generate(5)  # type: ignore[arg-type]
+        llm.generate(5)  # type: ignore[arg-type]  # not a prompt
     with pytest.raises(ValidationError, match="prompt_token_ids: are given within the prompt"):
-        llm.generate(prompt_token_ids=[[1, 2]])  # type: ignore[call-arg]
+        llm.generate(prompt_token_ids=[[1, 2]])  # type: ignore[call-arg]  # an older name
 
 
 def test_a_chat_carries_what_its_template_is_given(llm: LLM, engine: Engine) -> None:

@@ -19,7 +19,7 @@ from tests.unit.frontend.fakes import FakeChannel, llm_of
 Stream = AsyncGenerator[RequestOutput, None]
 
 
-def limit(llm: AsyncLLM, **limits: int) -> None:
+def limit(llm: AsyncLLM, **limits: Any) -> None:
     made: Any = llm
     made._limits = FrontendConfig(**limits)
 
@@ -93,7 +93,8 @@ async def test_a_queue_of_tokens_refuses_what_would_be_too_much(
 @pytest.mark.parametrize("name", ["max_num_queued_reqs", "max_num_queued_tokens"])
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=f"^{name}: "):
-        EngineArgs(**{name: 0})
+        options: dict[str, Any] = {name: 0}
+        EngineArgs(**options)
 
 
 async def test_who_watches_is_told_of_the_engine_s_death(

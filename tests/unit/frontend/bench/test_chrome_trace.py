@@ -22,7 +22,8 @@ from sidestep.ipc.transport.records import RequestRecord, StepRecord
 def step(number: int, ready: int) -> StepRecord:
     """One whose events come a microsecond after the other."""
     times = [ready + 1000 * i for i in range(9)]
-    return StepRecord(number, 4, 5, 1, 2, 3, 6, 7, 8, *times, 100, 200, 300, 400)
+    values = [number, 4, 5, 1, 2, 3, 6, 7, 8, *times, 100, 200, 300, 400]
+    return StepRecord(*values)
 
 
 def request(**changes: Any) -> RequestRecord:

@@ -57,7 +57,7 @@ def test_a_wrong_form_is_refused_where_it_is_made(given: dict[str, Any], field: 
 
 def test_an_unknown_field_is_a_type_error() -> None:
     with pytest.raises(TypeError):
-        StructuredOutputsParams(yaml="a")  # type: ignore[call-arg]
+        StructuredOutputsParams(yaml="a")  # type: ignore[call-arg]  # no such field
 
 
 @pytest.mark.parametrize(

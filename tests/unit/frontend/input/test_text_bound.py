@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -20,7 +21,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 CHARACTERS = ["a", "b", " ", "\n", "é", "e\u0301", "\u1fef", "中", "🦆", "<x>", "<mask>", "zz"]
 
 
-def byte_level(**settings: object) -> FastTokenizer:
+def byte_level(**settings: Any) -> FastTokenizer:
     """Make a tokenizer with a vocabulary of bytes, of runs of 'a' and of runs of spaces."""
     merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa"), ("Ġ", "Ġ")]
     words = [*ALPHABET, *(one + two for one, two in merges)]
@@ -60,7 +61,7 @@ def unknown(*, fuse: bool, unk: str | None = "?") -> FastTokenizer:
     return FastTokenizer(models.BPE(words, [], unk_token=unk, fuse_unk=fuse))
 
 
-def words(model: object) -> FastTokenizer:
+def words(model: models.Model) -> FastTokenizer:
     tokenizer = FastTokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
@@ -145,11 +146,11 @@ CHAT = [{"role": "user", "content": "x" * 20_000}]
     "prompt", ["x" * 20_000, {"prompt": "\n" * 20_000}, "中" * 20_000, " " * 20_000]
 )
 async def test_a_text_that_cannot_fit_never_reaches_the_tokenizer(
-    tokenizer: Tokenizer, prompt: object
+    tokenizer: Tokenizer, prompt: Any
 ) -> None:
-    counted = Counted(tokenizer)
+    counted: Any = Counted(tokenizer)
     with pytest.raises(PromptTooLongError, match=r"has at least \d+ tokens.*max_model_len \(100\)"):
-        await input_processor(counted).process(prompt, None)  # type: ignore[arg-type]
+        await input_processor(counted).process(prompt, None)
     with pytest.raises(PromptTooLongError, match="prompt: has at least"):
         await input_processor(counted).tokenize("x" * 20_000)
     assert counted.num == 0

@@ -138,7 +138,8 @@ def test_of_several_named_templates_the_one_for_the_use_is_taken_as_transformers
     if form == "files":
         change(folder / "tokenizer_config.json", chat_template=None)
     tokenizer, reference = Tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
-    for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+    choices: list[Any] = [None, [], [{"type": "function", "function": {"name": "f"}}]]
+    for tools in choices:
         expected = reference.apply_chat_template(CHAT, tools=tools, tokenize=False)
         assert tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False) == expected
         assert (tokenizer.template_for(tools) == tokenizer.chat_template) == (tools is None)

@@ -63,7 +63,7 @@ class Wakes:
             self.count += 1
             return has_news()
 
-        state.has_news = counted  # type: ignore[method-assign]
+        state.has_news = counted  # type: ignore[method-assign]  # spied on
 
 
 async def settle() -> None:
@@ -143,7 +143,7 @@ async def test_a_request_whose_text_cannot_be_made_fails_alone(
         raise OverflowError("too much")
 
     assert bad._detokenizer is not None
-    bad._detokenizer.add = broken  # type: ignore[method-assign]
+    bad._detokenizer.add = broken  # type: ignore[method-assign]  # spied on
     desk.say((0, 70), (1, 70))
     with pytest.raises(RequestError, match="too much"):
         await bad.next_output()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.replicas import replica_set, stall_watch
 from sidestep.frontend.replicas.replica_set import ReplicaSet
+from sidestep.frontend.routing.router import Router
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.transport.messages import (
@@ -63,8 +65,14 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def last(llm: AsyncLLM, prompt: list[int], **sampling: object) -> RequestOutput:
-    async for output in llm.generate(prompt, SamplingParams(**{"max_tokens": 9, **sampling})):  # type: ignore[arg-type]
+def router_of(llm: AsyncLLM) -> Router:
+    router = llm._replicas._router
+    assert router is not None
+    return router
+
+
+async def last(llm: AsyncLLM, prompt: list[int], **sampling: Any) -> RequestOutput:
+    async for output in llm.generate(prompt, SamplingParams(**{"max_tokens": 9, **sampling})):
         pass
     return output
 
@@ -105,7 +113,7 @@ async def test_each_request_is_one_replica_s_and_its_abort_goes_there(
         assert sorted(channel.aborted) == sorted(
             m.handle + i for m in channel.added for i in range(m.sampling.n)
         )
-    assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
+    assert set(router_of(llm).loads.values()) == {0}
 
 
 async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
@@ -138,7 +146,7 @@ async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
     ]
     assert llm.is_running and not llm.errored
     assert [status.dead for status in llm.replicas].count(None) == 2
-    assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
+    assert set(router_of(llm).loads.values()) == {0}
 
 
 async def test_what_had_ended_or_was_aborted_does_not_move(
@@ -513,8 +521,8 @@ async def test_who_is_invited_while_a_replica_dies_is_invited_by_the_others(
 def test_the_router_is_what_the_options_say(
     options: dict[str, object], router: str, channels: list[FakeChannel]
 ) -> None:
-    args: dict[str, object] = {"device": "fake", "data_parallel_size": 3, **options}
-    config = EngineArgs(**args).create_engine_config()  # type: ignore[arg-type]
+    args: dict[str, Any] = {"device": "fake", "data_parallel_size": 3, **options}
+    config = EngineArgs(**args).create_engine_config()
     made = replicas_of(
         dict(enumerate(channels[: config.parallel.data_parallel_size])),
         OutputProcessor(lambda handles: None),
@@ -535,7 +543,7 @@ async def test_the_end_of_one_of_a_group_is_not_the_group_s(
         )
     )
     await turns()
-    loads = llm._replicas._router.loads  # type: ignore[union-attr]
+    loads = router_of(llm).loads
     assert sum(loads.values()) > 0 and len(llm._replicas._sent) == 1
     at.say(
         Outputs(

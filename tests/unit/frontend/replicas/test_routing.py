@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ BLOCK = 16
 Make = Callable[[int], Router]
 
 
-def routed(handle: int, tokens: list[int], **more: object) -> RoutedRequest:
-    return RoutedRequest(handle, pack_ids(tokens), **more)  # type: ignore[arg-type]
+def routed(handle: int, tokens: list[int], **more: Any) -> RoutedRequest:
+    return RoutedRequest(handle, pack_ids(tokens), **more)
 
 
 @pytest.fixture(params=sorted(registry.ROUTERS))

@@ -101,7 +101,7 @@ MISTRAL = {
 }
 TOOL_CASES = {"hermes": HERMES, "qwen3": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
 
-THINKING = {
+THINKING: dict[str, tuple[str, Found]] = {
     "both parts": (
         "<think>\nWell, a < b.\n</think>\n\nYes.",
         [("reasoning", "Well, a < b."), ("text", "Yes.")],
@@ -110,7 +110,7 @@ THINKING = {
     "nothing thought": ("<think>\n\n</think>\n\nYes. ", [("text", "Yes. ")]),
     "only thought": ("<think>a</think>", [("reasoning", "a")]),
 }
-INSIDE = {
+INSIDE: dict[str, tuple[str, Found]] = {
     "already inside": ("Hm.\n</think>\nYes.", [("reasoning", "Hm."), ("text", "Yes.")]),
     "cut": (" Hm. </thi", [("reasoning", "Hm. </thi")]),
 }
