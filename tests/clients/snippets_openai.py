@@ -390,7 +390,7 @@ def at_most_one_call_of_two() -> None:
     tools = [
         {"type": "function", "function": {"name": "call_twice", "parameters": {"type": "object"}}}
     ]
-    several = scripted.chat.completions.create(model="scripted", messages=ASK, tools=tools)  # type: ignore[arg-type]
+    several = scripted.chat.completions.create(model="scripted", messages=ASK, tools=tools)
     one = scripted.chat.completions.create(  # type: ignore[call-overload]
         model="scripted", messages=ASK, tools=tools, parallel_tool_calls=False
     )

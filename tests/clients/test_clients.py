@@ -30,7 +30,8 @@ OTHERS_PYTHON = INSTALLED / "venv/bin/python"
 MODEL = ROOT / "sidestep/tiny-python"
 TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}\
 {% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>\
+{{ message.content }}{% for call in message.tool_calls or [] %}\
+<tool_call>{{ call.function | tojson }}</tool_call>\
 {% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""

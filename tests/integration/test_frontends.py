@@ -28,7 +28,8 @@ async def main():
     llm = AsyncLLM.join(sys.stdin.readline())
     print("joined", flush=True)
     started = False
-    async for output in llm.generate([5, 6, 7], SamplingParams(max_tokens=int(sys.argv[1]), seed=3, ignore_eos=True)):
+    params = SamplingParams(max_tokens=int(sys.argv[1]), seed=3, ignore_eos=True)
+    async for output in llm.generate([5, 6, 7], params):
         if not started:
             print("started", flush=True)
         started = True

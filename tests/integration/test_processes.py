@@ -65,8 +65,9 @@ FRONTEND = """
 import asyncio, sys
 from sidestep import AsyncLLM, EngineArgs, SamplingParams
 async def main():
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
     async with AsyncLLM.from_engine_args(EngineArgs()) as llm:
-        async for out in llm.generate("def get_name(", SamplingParams(max_tokens=16, ignore_eos=True)):
+        async for out in llm.generate("def get_name(", params):
             pass
     print("tokens:", len(out.outputs[0].token_ids), "torch:", "torch" in sys.modules)
 asyncio.run(main())

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}\
 {% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.tool_calls %}\
-{% for call in message.tool_calls %}[{{ call.function.name }} {{ call.function.arguments.city }}]{% endfor %}\
+{% for call in message.tool_calls %}\
+[{{ call.function.name }} {{ call.function.arguments.city }}]{% endfor %}\
 {% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 

@@ -13,9 +13,15 @@ from tests.triton.support import INTERPRETED, LIMIT_S, skip_overflow_checks
 # The interpreter computes with numpy, which speaks up where a GPU just computes: lanes that are
 # padding (heads that fill up a tile, say) divide 0 by 0 and subtract infinity from infinity; their
 # results are masked when stored.
-_NUMPY = "ignore:invalid value encountered in (divide|subtract):RuntimeWarning:triton.runtime.interpreter"
+_NUMPY = (
+    "ignore:invalid value encountered in (divide|subtract)"
+    ":RuntimeWarning:triton.runtime.interpreter"
+)
 # The interpreter of Triton 3.6 makes scalars of one-element arrays in a way that numpy 2.4 refuses.
-_SCALAR = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning:triton.runtime.interpreter"
+_SCALAR = (
+    "ignore:Conversion of an array with ndim > 0 to a scalar"
+    ":DeprecationWarning:triton.runtime.interpreter"
+)
 # Triton 3.9 announces that 3.10 will fuse multiply and add no longer by default. The kernels rely
 # on neither.
 _FUSION = "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning:triton.knobs"

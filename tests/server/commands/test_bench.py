@@ -418,7 +418,8 @@ def test_flags_that_make_no_sense_together_are_refused(
 def test_without_its_libraries_the_command_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['httptools'] = None\n"
-        "from sidestep.frontend.main import main; sys.exit(main(['bench', 'serve', '--url', 'http://x']))"
+        "from sidestep.frontend.main import main\n"
+        "sys.exit(main(['bench', 'serve', '--url', 'http://x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.splitlines() == [

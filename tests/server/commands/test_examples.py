@@ -63,7 +63,8 @@ class OnlyModels(BaseHTTPRequestHandler):
     posts = itertools.count()
 
     def do_GET(self) -> None:
-        body = b'{"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]}'
+        model = b'{"id": "m", "object": "model", "created": 0, "owned_by": "x"}'
+        body = b'{"object": "list", "data": [' + model + b"]}"
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -156,7 +156,8 @@ def test_nothing_but_the_server_imports_what_only_it_needs() -> None:
     code = (
         "import sys, sidestep, sidestep.frontend.main as cli, sidestep.frontend.api.async_llm\n"
         "cli.make_parser('x').parse_args(['generate', 'x'])\n"
-        "print([n for n in ('starlette', 'uvicorn', 'httptools', 'prometheus_client') if n in sys.modules])"
+        "names = ('starlette', 'uvicorn', 'httptools', 'prometheus_client')\n"
+        "print([n for n in names if n in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True

@@ -222,7 +222,8 @@ def test_an_endpoint_that_is_no_url_is_refused(
 
 def test_a_server_that_is_not_asked_for_spans_imports_nothing_for_them() -> None:
     code = (
-        "import sys; from sidestep.frontend import cli_serve; from sidestep.frontend.server import run\n"
+        "import sys; from sidestep.frontend import cli_serve\n"
+        "from sidestep.frontend.server import run\n"
         "assert cli_serve.make_tracing(None, '') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )

@@ -60,7 +60,8 @@ def page_opener(chromium: Browser) -> Iterator[Open]:
             page = context.new_page()
             page.set_default_timeout(30_000)
             page.add_init_script(
-                "addEventListener('securitypolicyviolation', e => console.error(e.violatedDirective))"
+                "addEventListener('securitypolicyviolation',"
+                " e => console.error(e.violatedDirective))"
             )
             page.on("console", note)
             page.on("pageerror", lambda error: problems.append(str(error)))

@@ -22,10 +22,12 @@ WEB = ROOT / "frontend" / "server" / "web"
 CONTRAST = """selector => {
   const numbers = color => color.match(/[\\d.]+/g).map(Number);
   const linear = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const light = ([r, g, b]) =>
+    0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
   const element = document.querySelector(selector);
   let ground = element;
-  while (ground && numbers(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+  while (ground && numbers(getComputedStyle(ground).backgroundColor)[3] === 0)
+    ground = ground.parentElement;
   const a = light(numbers(getComputedStyle(element).color));
   const b = light(numbers(getComputedStyle(ground).backgroundColor));
   return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
@@ -205,8 +207,10 @@ def test_the_page_fits_narrow_screens(width: int, open_page: Open, fake: LiveSer
     page.get_by_label("Live").uncheck()
     # The page looks as after a long load, whatever the server has served before.
     page.evaluate("""() => {
-      for (const cell of document.querySelectorAll('#latency tbody td')) cell.textContent = '999 ms';
-      for (const cell of document.querySelectorAll('#latency td:last-child')) cell.textContent = '1234567 requests';
+      for (const cell of document.querySelectorAll('#latency tbody td'))
+        cell.textContent = '999 ms';
+      for (const cell of document.querySelectorAll('#latency td:last-child'))
+        cell.textContent = '1234567 requests';
       for (const value of document.querySelectorAll('#tiles dd')) value.textContent = '123456';
     }""")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -283,7 +287,8 @@ def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(
     with page.expect_response(re.compile(r"/v1/flight\?since=\d+&replica=0$")) as answer:
         page.clock.run_for(600)
     assert answer.value.json()["steps"] == []
-    hide = """hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
+    hide = """hidden => {
+               Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
                           document.dispatchEvent(new Event('visibilitychange')); }"""
     page.evaluate(hide, True)
     assert polls_within(60_000) == 0

@@ -43,7 +43,8 @@ def test_a_chat_streams_and_says_how_fast_it_came(open_page: Open, tiny: LiveSer
     # Record every length of the answer's text while it grows.
     page.evaluate("""() => {
       window.seen = [];
-      const note = () => window.seen.push(document.querySelector('.assistant .words')?.textContent.length ?? 0);
+      const words = () => document.querySelector('.assistant .words');
+      const note = () => window.seen.push(words()?.textContent.length ?? 0);
       new MutationObserver(note).observe(document.getElementById('log'),
                                          {subtree: true, childList: true, characterData: true});
     }""")

@@ -160,8 +160,7 @@ def check_projections(
     assert same(batch.cache, before), "wrote to other places of the cache"
 
 
-# -- The plan
-# ---------------------------------------------------------------------------------------------------------
+# The plan.
 
 
 def cumulative(counts: Sequence[int], size: int) -> list[int]:
@@ -199,8 +198,7 @@ def test_plan_of_a_step_without_rows() -> None:
     assert [ends.tolist() for ends in batch.plan(16, 4, 0)] == [[0] * 8] * 2
 
 
-# -- Attention
-# --------------------------------------------------------------------------------------------------------
+# Attention.
 
 
 RANDOM = [
@@ -364,8 +362,7 @@ def test_the_order_in_which_programs_arrive_does_not_matter(
     assert same(in_turn, launch(batch, scratch, window=0))
 
 
-# -- Attention of the projections as they come
-# ------------------------------------------------------------------------
+# Attention of the projections as they come.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -406,8 +403,7 @@ def test_projections_beside_prompt_rows(scratch_for: MakeScratch) -> None:
     check_projections(batch, scratch_for(batch, 3))
 
 
-# -- What is too large for the interpreter
-# ----------------------------------------------------------------------------
+# What is too large for the interpreter.
 
 
 @needs_gpu

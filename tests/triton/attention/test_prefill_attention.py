@@ -220,8 +220,7 @@ def test_decode_rows_and_chunks_of_one_step_fill_one_output(window: int) -> None
     assert_rows_untouched(batch, out, slice(0, 0), "nothing")
 
 
-# -- What is too large for the interpreter
-# ----------------------------------------------------------------------------
+# What is too large for the interpreter.
 
 
 @needs_gpu

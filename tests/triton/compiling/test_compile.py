@@ -54,7 +54,8 @@ class Job:
     groups: tuple[str, ...] = ("common", "attention", "products")
 
     def __str__(self) -> str:
-        return f"sm_{self.capability}-{self.model}-{self.block_size}-{self.window}-{'-'.join(self.groups)}"
+        groups = "-".join(self.groups)
+        return f"sm_{self.capability}-{self.model}-{self.block_size}-{self.window}-{groups}"
 
 
 MAIN = [

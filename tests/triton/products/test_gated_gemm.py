@@ -123,8 +123,7 @@ def test_any_number_of_programs(
     check(rows, outputs, inputs, DTYPE, NARROW)
 
 
-# -- The choice
-# --------------------------------------------------------------------------------------------------------
+# The choice.
 
 
 def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +161,7 @@ def test_a_layer_takes_what_is_chosen(monkeypatch: pytest.MonkeyPatch, rows: int
     assert taken == ([NARROW] if rows <= 64 else [])
 
 
-# -- What is too large for the interpreter
-# -----------------------------------------------------------------------------
+# What is too large for the interpreter.
 
 
 @needs_gpu

@@ -292,8 +292,7 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int, config: SkinnyConfi
     assert more[rows].isnan().all()
 
 
-# -- Norms shared out between two products
-# ----------------------------------------------------------------------------
+# Norms shared out between two products.
 
 
 @pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
@@ -359,8 +358,7 @@ def test_no_row_changes_the_norm_of_another(rows: int, config: SkinnyConfig) -> 
     assert more[rows].isnan().all()
 
 
-# -- The choice
-# ------------------------------------------------------------------------------------------------------
+# The choice.
 
 
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
@@ -389,8 +387,7 @@ def test_matrices_of_unknown_sizes_have_a_choice_by_size(gated: bool) -> None:
     )
 
 
-# -- What is too large for the interpreter
-# ----------------------------------------------------------------------------
+# What is too large for the interpreter.
 
 
 @needs_gpu

@@ -135,7 +135,7 @@ def check(rows: Rows) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
-def _bits(seeds, positions, out, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]  # nor here
+def _bits(seeds, positions, out, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]  # nor it
     row = tl.program_id(0)
     first, second = sampling_triton._noise_keys(tl.load(seeds + row), tl.load(positions + row))
     ids = tl.arange(0, VOCAB)
@@ -355,7 +355,7 @@ def chi_square(tokens: Tensor, logits: Tensor) -> float:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
-def _draws(logits, out, V: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # nor here
+def _draws(logits, out, V: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # nor
     seeds, ids = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     first, second = sampling_triton._noise_keys(seeds.to(tl.int64), tl.full([ROWS], 9, tl.int32))
     time = sampling_triton._exponential(first[:, None], second[:, None], ids[None, :])

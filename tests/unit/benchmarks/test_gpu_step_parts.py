@@ -24,7 +24,10 @@ SAMPLING = [
     ("_score_tiles", "sampling"),
     ("_choose_tokens", "sampling"),
 ]
-SUM = "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(cublasLt::cublasSplitKParams<float>)"
+SUM = (
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>"
+    "(cublasLt::cublasSplitKParams<float>)"
+)
 SPLIT = "nvjet_sm90_tst_128x8_64x12_2x1_v_bx_splitK_TNT"
 WHOLE = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
 
@@ -71,7 +74,10 @@ def mixed(layers: int) -> Step:
         (SUM, "down"),
         ("_rms_norm", "norms"),
     ]
-    cutlass = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8>(Params)"
+    cutlass = (
+        "void cutlass::Kernel2"
+        "<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8>(Params)"
+    )
     return [*INPUTS, *layer * layers, (cutlass, "lm_head"), *SAMPLING]
 
 

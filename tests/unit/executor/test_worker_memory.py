@@ -26,7 +26,8 @@ STEPS = """
 import random
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig
+from sidestep.ipc.config import SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.unit.executor.steps import Request, schedule
 
@@ -34,16 +35,19 @@ def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
-runner, rng = ModelRunner(WorkerArgs(
+rng = random.Random(0)
+runner = ModelRunner(WorkerArgs(
     rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
     cache=CacheConfig(block_size=16, num_kv_blocks=256), parallel=ParallelConfig(device="cpu"),
-    scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512), max_model_len=128)), random.Random(0)
+    scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512), max_model_len=128))
 runner.load()
 
 def run(rounds: int) -> int:
     for _ in range(rounds):
-        requests = [Request([rng.randrange(3, 4000) for _ in range(rng.randint(1, 30))], rng.randint(1, 8))
-                    for _ in range(rng.randint(1, 24))]
+        requests = [
+            Request([rng.randrange(3, 4000) for _ in range(rng.randint(1, 30))], rng.randint(1, 8))
+            for _ in range(rng.randint(1, 24))
+        ]
         for step, _ in schedule(requests, rng.choice([24, 50, 200]), 16):
             runner.execute(step).wait()
     return resident()

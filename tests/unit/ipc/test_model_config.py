@@ -154,8 +154,8 @@ def test_an_override_of_the_length_counts(tmp_path: Path) -> None:
 
 def test_what_an_override_makes_is_refused_as_in_a_file(tmp_path: Path) -> None:
     assert problem(tmp_path, hf_overrides={"num_hidden_layers": "3"}) == (
-        "model: num_hidden_layers in config.json with hf_overrides must be a whole number of at least "
-        "1, not '3'"
+        "model: num_hidden_layers in config.json with hf_overrides must be a whole number of at "
+        "least 1, not '3'"
     )
     assert "architecture Nobody is not supported" in problem(
         tmp_path, hf_overrides={"architectures": ["Nobody"]}

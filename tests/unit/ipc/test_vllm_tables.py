@@ -170,7 +170,8 @@ def test_numbers_of_numpy_are_python_s() -> None:
 
 def test_other_forms_of_values() -> None:
     assert SamplingParams(seed=-1).seed is None
-    params = SamplingParams(structured_outputs={"choice": ["a"]})  # type: ignore[arg-type]  # as in JSON
+    choice: Any = {"choice": ["a"]}
+    params = SamplingParams(structured_outputs=choice)
     assert params.structured_outputs == StructuredOutputsParams(choice=["a"])
     made = SamplingParams.from_optional(
         temperature=None, top_p=0.5, output_kind=RequestOutputKind.DELTA

@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-CODE = "import sys; sys.path.insert(0, sys.argv[1]); import cpu_torch; print(*cpu_torch.pip_arguments(sys.argv[2]))"
+CODE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import cpu_torch; "
+    "print(*cpu_torch.pip_arguments(sys.argv[2]))"
+)
 has_driver = pytest.mark.skipif(
     Path("/proc/driver/nvidia/version").exists(), reason="this machine has a GPU"
 )

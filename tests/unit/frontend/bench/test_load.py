@@ -50,8 +50,9 @@ def test_arrivals_keep_to_the_rate() -> None:
 def test_requests_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_text(
-        '{"prompt": "a b", "output_len": 3}\n\n{"prompt": [1, 2], "output_len": 4}\n{"prompt": "c", '
-        '"output_len": 5}\n'
+        '{"prompt": "a b", "output_len": 3}\n\n'
+        '{"prompt": [1, 2], "output_len": 4}\n'
+        '{"prompt": "c", "output_len": 5}\n'
     )
     assert read_requests(str(file), 2) == [("a b", 3), ([1, 2], 4)]
 

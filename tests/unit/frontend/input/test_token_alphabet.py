@@ -77,6 +77,5 @@ def test_bytes_of_tokens_with_byte_fallback(decoder: decoders.Decoder, text: str
 
 
 def test_other_tokens_are_their_text() -> None:
-    assert (
-        TokenAlphabet(Tokenizer(models.WordLevel({"wörd": 0}))).bytes_of("wörd") == "wörd".encode()
-    )
+    alphabet = TokenAlphabet(Tokenizer(models.WordLevel({"wörd": 0})))
+    assert alphabet.bytes_of("wörd") == "wörd".encode()

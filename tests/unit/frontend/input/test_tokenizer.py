@@ -186,7 +186,8 @@ def test_without_a_template_a_chat_is_refused(folder: Path) -> None:
             "<s>|True",
         ),
         (
-            "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}{{ m.role }}\n{% endfor %}",
+            "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}"
+            "{{ m.role }}\n{% endfor %}",
             "user\n",
         ),
         (

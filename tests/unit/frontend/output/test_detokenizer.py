@@ -15,7 +15,11 @@ TOKENIZER = Tokenizer(DEFAULT_MODEL)
 TEXTS = st.text(
     st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40
 ) | st.sampled_from(
-    ["def get_name(self):\n    return self.name\n", "naïve 🦆🏳️‍🌈 日本語", "a\r\n\tb"]
+    [
+        "def get_name(self):\n    return self.name\n",
+        "naïve 🦆🏳️‍🌈 日本語",
+        "a\r\n\tb",
+    ]
 )
 
 

@@ -31,8 +31,8 @@ HERMES = {
         [("call", "add", '{"a": 1, "b": [2, "}"]}')],
     ),
     "text, then calls": (
-        'Let me see.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"arguments": {"x": "\\"<"}, '
-        '"name": "g"}</tool_call>\n',
+        'Let me see.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n'
+        '<tool_call>{"arguments": {"x": "\\"<"}, "name": "g"}</tool_call>\n',
         [("text", "Let me see."), ("call", "f", "{}"), ("call", "g", '{"x": "\\"<"}')],
     ),
     "text alone": (
