@@ -1,5 +1,6 @@
-"""Calls by LangChain, as authors of applications write them. Each function is one snippet; see
-snippets_openai.
+"""Calls by LangChain, as authors of applications write them.
+
+Each function is one snippet; see snippets_openai.
 """
 
 from __future__ import annotations

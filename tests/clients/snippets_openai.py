@@ -1,8 +1,8 @@
-"""Calls by the openai library, as authors of applications write them. Each function is one snippet.
+"""Calls by the openai library, as authors of applications write them.
 
-`client` finds the server in OPENAI_BASE_URL, as the library does. MODEL is the bundled model.
-SCRIPTED is a server whose model calls the first tool in its prompt, and answers when it has the
-tool's output.
+Each function is one snippet. `client` finds the server in OPENAI_BASE_URL, as the library does.
+MODEL is the bundled model. SCRIPTED is a server whose model calls the first tool in its prompt, and
+answers when it has the tool's output.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Run other projects' clients against this server: each snippet is a call that applications make
-with a library.
+"""Other projects' clients against this server.
 
-All snippets of a suite run in one process, and each is a test of its own. Where a snippet needs
-certain words from the model, the model is scripted; elsewhere it is the bundled one.
-scripts/install_clients.sh installs the libraries.
+Each snippet is a call that applications make with a library. All snippets of a suite run in one
+process, and each is a test of its own. Where a snippet needs certain words from the model, the
+model is scripted; elsewhere it is the bundled one. scripts/install_clients.sh installs the
+libraries.
 """
 
 from __future__ import annotations

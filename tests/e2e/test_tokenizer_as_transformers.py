@@ -1,4 +1,4 @@
-"""The tokenizer's methods give what those of transformers give."""
+"""The tokenizer's methods return the same results as those of transformers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_bfloat16_rounds_no_more_than_transformers(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The distance from float32 arithmetic on the same weights."""
+    """Compare distances from float32 arithmetic on the same weights."""
     ours: list[torch.Tensor] = []
     sample = sampling_triton.sample_tokens
 
@@ -90,7 +90,7 @@ def test_a_plan_does_not_overwrite_that_of_the_step_in_flight(path: str) -> None
         for step, sampling in schedule(requests, 90, 16):
             flying.append((runner.execute(step), sampling))
             if depth > 1:
-                # Behind this the step's kernels are still to come when the next step is planned.
+                # While this runs, the step's kernels still wait when the next step is planned.
                 torch.cuda._sleep(2_000_000)
             if len(flying) == depth:
                 collect(*flying.pop(0))

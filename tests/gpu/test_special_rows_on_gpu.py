@@ -1,5 +1,6 @@
-"""Rows with controls on a GPU: what they get, and that nobody beside them notices, captured and
-eager.
+"""Rows with controls on a GPU, captured and eager.
+
+The rows beside them do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ pytestmark = pytest.mark.gpu
 def run(
     runner: GpuRunner, requests: Sequence[Request], depth: int = 2, budget: int = 90
 ) -> list[Any]:
-    """All outputs; the requests get their tokens. With `depth` steps in flight."""
+    """Run the requests with `depth` steps in flight. Return all outputs.
+
+    The requests get their tokens.
+    """
     flying: list[Any] = []
     outputs = []
 
@@ -115,7 +119,7 @@ def test_penalties_equal_plain_arithmetic_on_transformers_logits(
 
 
 def test_more_special_rows_than_are_copied_at_a_time_and_min_tokens(tmp_path: Path) -> None:
-    """63 rows of 64 and one more part, in captured steps."""
+    """Copy 63 rows of 64 and one more part, in captured steps."""
     runner = make_runner(write_model("llama-gqa", tmp_path), "bfloat16")
     from sidestep.executor.sampling import special_rows
 
@@ -174,7 +178,7 @@ def test_logprobs_of_outputs_and_prompts(eager: bool, tmp_path: Path) -> None:
 
 
 def tokens_of(column: Any) -> list[tuple[int, int, float]]:
-    """Key, position and the token's own log-probability."""
+    """Return key, position and the token's own logprob."""
     if not len(column):
         return []
     columns = LogprobColumns.unpack(column)

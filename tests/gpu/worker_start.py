@@ -1,7 +1,7 @@
-"""A worker's start beside the process that compiles, then steps of all kinds: `MODEL DTYPE`, in a
-process of its own, since what a process has compiled once it does not compile again.
+"""A worker's start beside the process that compiles, then steps of all kinds.
 
-Prints JSON: the kernels that the worker has compiled itself before it was ready, and after that.
+Arguments: `MODEL DTYPE`. It is a process of its own, since a process compiles each kernel once. It
+prints JSON: the kernels that the worker has compiled itself before it was ready, and after that.
 """
 
 from __future__ import annotations

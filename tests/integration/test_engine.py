@@ -1,5 +1,6 @@
-"""The whole engine on the fake device: what comes out is what the script says, whatever runs beside
-it.
+"""The whole engine on the fake device.
+
+The output equals the script's, whatever runs beside it.
 """
 
 import asyncio
@@ -174,9 +175,7 @@ async def test_several_engines_live_in_one_process(make_llm: MakeLLM) -> None:
 
 
 async def test_the_next_step_is_scheduled_and_prepared_while_one_runs(make_llm: MakeLLM) -> None:
-    """The promise in the name, read from the flight recorder: with overlap the device never waits
-    for the host.
-    """
+    """With overlap the device never waits for the host, as the flight recorder shows."""
     llm = make_llm(fake_step_ms=20)
     await asyncio.gather(*(tokens_of(llm, [1 + i, 2, 3], params_of(12)) for i in range(4)))
     steps = await llm.get_step_records()

@@ -1,4 +1,7 @@
-"""Several frontends on one core: each gets its own, and the end of one is no other's."""
+"""Several frontends on one core.
+
+Each gets its own outputs, and the end of one does not affect the others.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ async def tokens_of(llm: AsyncLLM, prompt: list[int], count: int) -> list[int]:
 
 @asynccontextmanager
 async def guest(llm: AsyncLLM, max_tokens: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Another process that joins and asks for tokens."""
+    """Start another process that joins and asks for tokens."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

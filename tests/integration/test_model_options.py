@@ -1,5 +1,7 @@
-"""Options that follow from the model's files: how long requests may be, how they are sampled by
-default, and that it runs without a tokenizer.
+"""Options that follow from the model's files.
+
+They are the length of requests, the default sampling, and whether the engine runs without a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def test_a_cache_that_holds_the_longest_request_is_no_news(
 
 @pytest.fixture
 def without_tokenizer(fake_model: str, tmp_path: Path) -> str:
-    """A folder with the configs alone."""
+    """Return a folder with the configs alone."""
     shutil.copy(Path(fake_model) / "config.json", tmp_path)
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 0, "max_new_tokens": 5, "eos_token_id": 0})
@@ -115,7 +117,7 @@ async def test_without_a_tokenizer_token_ids_go_in_and_come_out(
 def test_requests_without_parameters_are_sampled_as_the_model_s_makers_say(
     without_tokenizer: str,
 ) -> None:
-    """An explicit SamplingParams is taken as it is."""
+    """Also check that an explicit SamplingParams is taken as it is."""
     with LLM(without_tokenizer, device="fake", skip_tokenizer_init=True) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=5)
         mixed: Any = [None, SamplingParams(seed=0)]

@@ -32,7 +32,7 @@ from tests.triton.support import (
 )
 
 ODD = -1234567
-"""In the message wherever nothing belongs."""
+"""Number that fills the unused parts of the message."""
 SEEDS = [
     0,
     1,
@@ -52,7 +52,7 @@ NAMES = ("temperature", "top_p", "min_p", "top_k", "seed")
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a request that enters."""
+    """Parameters of a request that enters."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -63,7 +63,7 @@ class Parameters:
 
 @dataclass
 class Row:
-    """One request in one step. held: blocks that its table has already."""
+    """One request in one step. held: number of blocks that its table has already."""
 
     slot: int
     seq_len: int
@@ -83,8 +83,9 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 
 def pack(layout: StepLayout, rows: Sequence[Row]) -> Tensor:
-    """The message, as StepLayout and prepare_step describe it; an odd number wherever nothing
-    belongs.
+    """Return the message that StepLayout and prepare_step describe.
+
+    Its unused parts hold an odd number.
     """
     block_ids = [block for row in rows for block in row.new_blocks]
     token_ids = [token for row in rows for token in row.token_ids]
@@ -135,8 +136,9 @@ def fresh_tables(slots: int, width: int) -> SlotTables:
 
 @dataclass
 class Model:
-    """The device tables together with what they should hold, as lists of integers (of floats, their
-    bits).
+    """The device tables together with their expected contents, as lists of integers.
+
+    Floats are compared by their bits.
     """
 
     tables: SlotTables
@@ -151,7 +153,7 @@ class Model:
         return ("block_tables", "last_sampled", *NAMES)
 
     def _layout_tokens(self, rows: Sequence[Row], tokens: int) -> list[list[int]]:
-        """token_ids, positions, places."""
+        """Return token_ids, positions and slot mapping."""
         out = []
         for row in rows:
             for i, token in enumerate(row.token_ids):
@@ -165,10 +167,10 @@ class Model:
     def step(
         self, layout: StepLayout, rows: Sequence[Row], room: tuple[int, int] | None = None
     ) -> None:
-        """Runs the kernel and this model, and compares all that either has written.
+        """Run the kernel and this model, and compare all memory that either has written.
 
-        room: rows and tokens that the step's outputs are made for, if less than what its message
-        may hold.
+        room: rows and tokens that the step's outputs are made for, if less than the message may
+        hold.
         """
         num_rows, num_tokens = room or (layout.rows, layout.tokens)
         for row in rows:
@@ -224,14 +226,12 @@ def model(slots: int = 6, width: int = 20, page: int = 16) -> Model:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_steps(seed: int) -> None:
-    """Requests enter, compute prompts in chunks, decode with ids that the host does not know, and
-    leave.
-    """
+    """Let requests enter, compute prompts in chunks, decode with ids on the device, and leave."""
     chance = random.Random(seed)
     page, slots, width = chance.choice([(1, 5, 90), (4, 7, 25), (16, 6, 8)])
     state = model(slots, width, page)
     layout = StepLayout(rows=4, tokens=26)
-    lengths = [0] * slots  # tokens of the request in a slot, 0: free
+    lengths = [0] * slots  # number of tokens of the request in a slot; 0 for a free slot
     prompts = [0] * slots
     held = [0] * slots
     for _ in range(14):
@@ -274,7 +274,7 @@ def test_random_steps(seed: int) -> None:
         state.step(layout, rows)
         for row in rows:
             state.sample(row.slot, chance.randint(0, 150_000))
-            if chance.random() < 0.15:  # leaves
+            if chance.random() < 0.15:  # the request leaves
                 lengths[row.slot] = held[row.slot] = 0
 
 
@@ -304,8 +304,9 @@ def test_token_id_zero_is_known() -> None:
 
 
 def test_more_tokens_and_more_blocks_than_one_turn_of_the_kernel() -> None:
-    """A prompt of several hundred tokens in blocks of one, behind another row and before
-    padding.
+    """Put a prompt of several hundred tokens in blocks of one behind another row.
+
+    Padding follows.
     """
     state, blocks = model(3, 1400, page=1), random.Random(0).sample(range(5000), 1300)
     layout = StepLayout(3, 900)
@@ -330,7 +331,7 @@ def test_steps_without_rows_and_with_one_are_padded(rows: int, tokens: int) -> N
 def test_outputs_may_be_made_for_fewer_rows_and_tokens_than_the_message(
     room: tuple[int, int],
 ) -> None:
-    """As those of a captured graph are."""
+    """Make outputs for fewer rows and tokens, as a captured graph does."""
     rows = [
         Row(4, 1, [8], 0, [1], Parameters()),
         Row(0, 6, [1, 2, 3, 4, 5, 6], 0, [2, 3], Parameters()),

@@ -1,7 +1,7 @@
-"""Run the commands of README and docs as they are written. Only the device, the port and the size
-of a load differ.
+"""The commands of README and docs, run as they are written.
 
-tests/e2e/docs/test_readme.py runs the commands of the README with the bundled model.
+Only the device, the port and the size of a load differ. tests/e2e/docs/test_readme.py runs the
+commands of the README with the bundled model.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def test_curl_of_the_docs_is_answered(command: str, tiny: LiveServer) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", *pages.DOCS])
 def test_what_other_commands_of_a_page_name_is_there(page: str) -> None:
-    """Commands that install, or take minutes, are not run. The test checks that their extras,
-    packages and scripts exist.
+    """Check that the extras, packages and scripts of other commands exist.
+
+    Commands that install, or take minutes, are not run.
     """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

@@ -1,4 +1,4 @@
-"""The programs in examples/ that speak to a server, or are one."""
+"""The programs in examples/ that are clients of a server, or are a server."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def test_a_chat_streams_and_remembers(command: list[str], tiny: LiveServer) -> N
 
 
 class OnlyModels(BaseHTTPRequestHandler):
-    """Of a server that knows its models, refuses each second request, and breaks off its answers to
-    the others.
-    """
+    """A server that knows its models, refuses each second request, and cuts the other answers."""
 
     protocol_version = "HTTP/1.1"
     posts = itertools.count()
@@ -88,7 +86,7 @@ class OnlyModels(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def backend() -> Iterator[str]:
-    """The URL of a backend that runs."""
+    """Yield the URL of a running backend."""
     process = subprocess.Popen(
         [sys.executable, EXAMPLES / "app_backend.py", "0"],
         stderr=subprocess.PIPE,

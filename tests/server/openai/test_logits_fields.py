@@ -1,5 +1,6 @@
-"""Logprobs, penalties and biases by the openai client: in OpenAI's shapes, equal in every form of
-an answer.
+"""Logprobs, penalties and biases by the openai client.
+
+They have OpenAI's shapes and are equal in every form of an answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def client(tiny: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def check_content(entries: list[Any], text: str, most: int) -> None:
-    """Of a chat or a response."""
+    """Check the logprobs of a chat or a response."""
     assert b"".join(bytes(e.bytes) for e in entries).decode("utf-8", "replace").startswith(text)
     for entry in entries:
         assert entry.token == bytes(entry.bytes).decode("utf-8", "replace")

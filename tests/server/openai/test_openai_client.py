@@ -25,7 +25,7 @@ def client(tiny: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def count(server: LiveServer, **body: object) -> int:
-    """Tokens, as the tokenizer counts them."""
+    """Return the number of tokens, as the tokenizer counts them."""
     tokens = server.post("/tokenize", body).raise_for_status().json()
     assert tokens["count"] == len(tokens["tokens"])
     return int(tokens["count"])

@@ -1,4 +1,4 @@
-"""The OpenAPI document: it has every route, and what the server does is in it, whatever is sent."""
+"""The OpenAPI document: it has every route, and describes all answers of the server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_fields_that_do_nothing_yet_show_what_they_take() -> None:
 )
 def test_no_answer_is_a_5xx_or_outside_of_the_document(case: Any, fake: LiveServer) -> None:
     if isinstance(case.body, dict):
-        # Neither another model's name nor the answer's length is what is tested here.
+        # This test is about neither another model's name nor the answer's length.
         case.body.pop("model", None)
         for name in ("max_tokens", "max_completion_tokens"):
             if isinstance(case.body.get(name), int):

@@ -1,5 +1,6 @@
-"""/v1/responses with the openai client: against the bundled model, and a scripted one where its
-words matter.
+"""/v1/responses with the openai client.
+
+The server has the bundled model, or a scripted one where its words matter.
 """
 
 from __future__ import annotations
@@ -203,9 +204,7 @@ async def test_calls_are_items_and_come_back_as_such(
 
 
 def check_call_events(events: list[Any], items: list[Any]) -> None:
-    """Check that each call begins empty, grows to its arguments, and ends as the item of the
-    answer.
-    """
+    """Check that each call begins empty, grows to its arguments, and ends as the answer's item."""
     for index, item in enumerate(items):
         if item.type != "function_call":
             continue

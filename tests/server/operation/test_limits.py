@@ -32,7 +32,7 @@ GUARDED = [
 
 
 def start(server: LiveServer, body: dict[str, Any]) -> socket.socket:
-    """A stream, once its first event is there; closing it ends it."""
+    """Return a stream once its first event is there; closing it ends it."""
     connection = server.connect()
     connection.sendall(raw_request("/v1/completions", json.dumps(body).encode()))
     data = b""

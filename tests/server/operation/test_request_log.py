@@ -1,5 +1,7 @@
-"""A request's id goes from the client through the access log and back. Each line of a JSON log is
-one object.
+"""Request ids and the access log.
+
+A request's id goes from the client through the access log and back. Each line of a JSON log is one
+object.
 """
 
 from __future__ import annotations

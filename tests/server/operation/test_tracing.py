@@ -35,9 +35,7 @@ BODY: dict[str, Any] = {"prompt": "x" * 20, "max_tokens": 5, "ignore_eos": True}
 async def traced(
     model: str, **options: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, InMemorySpanExporter]]:
-    """A client of the application over an engine on the fake device, and where its spans are
-    kept.
-    """
+    """Yield a client of the application over an engine on the fake device, and its spans."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), "1.2.3")
     async with AsyncLLM.from_engine_args(
@@ -51,7 +49,7 @@ async def traced(
 
 
 def trees(exporter: InMemorySpanExporter) -> list[tuple[ReadableSpan, list[ReadableSpan]]]:
-    """Each choice's span and those below it, in the order of time."""
+    """Return each choice's span and its child spans, in the order of time."""
     spans = exporter.get_finished_spans()
     found = []
     for root in (span for span in spans if span.name == "generate"):
@@ -167,7 +165,7 @@ async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_earl
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """A collector of traces: its URL, and what it has been sent."""
+    """Yield a collector of traces: its URL, and the data that it has received."""
     taken: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -222,9 +220,9 @@ def test_an_endpoint_that_is_no_url_is_refused(
 
 def test_a_server_that_is_not_asked_for_spans_imports_nothing_for_them() -> None:
     code = (
-        "import sys; from sidestep.frontend import cli_serve\n"
-        "from sidestep.frontend.server import run\n"
-        "assert cli_serve.make_tracing(None, '') is None\n"
+        "import sys; from sidestep.frontend.cli import serve\n"
+        "from sidestep.frontend.server.processes import run\n"
+        "assert serve.make_tracing(None, '') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Chromium for tests of the page at /, and steps that several of them take."""
+"""Chromium for tests of the page at /, and steps that several tests take."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ def launched_chromium() -> Iterator[Browser]:
 
 @contextmanager
 def page_opener(chromium: Browser) -> Iterator[Open]:
-    """Yield a function that opens a server's page. Close the pages at the end, and fail on errors
-    that they logged.
+    """Yield a function that opens a server's page.
+
+    Close the pages at the end, and fail on errors that they logged.
     """
     problems: list[str] = []
     with ExitStack() as stack:
 
         def open_page(server: LiveServer, *, expected: str = "$^", **options: Any) -> Page:
-            """expected: pattern of console messages that the test provokes; Chromium logs refused
+            """Open the page of a server.
+
+            expected: pattern of console messages that the test provokes; Chromium logs refused
             requests there.
             """
 
@@ -78,7 +81,7 @@ def streams(server: LiveServer, count: int) -> Iterator[None]:
     with ExitStack() as stack:
         before = server.load()
         for _ in range(count):
-            # No wait for the answers: requests in the queue have none yet.
+            # Do not wait for the answers: requests in the queue have none yet.
             stack.enter_context(server.connect()).sendall(
                 raw_request("/v1/completions", json.dumps(LONG).encode())
             )

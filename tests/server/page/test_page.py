@@ -1,6 +1,4 @@
-"""The page at / in a real Chromium: its files, its look, its keys and what it shows of the
-engine.
-"""
+"""The page at / in a real Chromium: its files, its look, its keys and its view of the engine."""
 
 from __future__ import annotations
 
@@ -236,7 +234,7 @@ def test_the_live_view_shows_the_steps_and_what_a_request_waits_for(
         expect(page.locator("#queue tr.running")).to_have_count(1)
         expect(page.locator("#tile-running")).to_have_text("1")
         expect(page.locator("#tile-waiting")).to_have_text("2")
-        # The overlap, as it is drawn: a step that was prepared before the one before it had ended.
+        # The view draws the overlap: a step was prepared before the one before it had ended.
         expect(page.locator("#timeline rect.decode").nth(3)).to_be_visible()
         assert page.locator("#timeline rect.schedule").count() >= 3
         expect(page.locator("#timeline-note")).to_contain_text(
@@ -281,7 +279,9 @@ def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(
     def polls_within(milliseconds: int) -> int:
         asked.clear()
         page.clock.run_for(milliseconds)
-        page.evaluate("fetch('/version')")  # comes after what the page has sent by then
+        page.evaluate(
+            "fetch('/version')"
+        )  # comes after the requests that the page has sent by then
         return sum("/v1/flight" in url for url in asked)
 
     with page.expect_response(re.compile(r"/v1/flight\?since=\d+&replica=0$")) as answer:
@@ -342,7 +342,7 @@ def test_what_is_dead_is_not_shown_as_if_it_ran(
 
 @pytest.fixture
 def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where they go: nowhere that stays, unless --screenshots says where."""
+    """Return the folder of the pictures: a temporary one, unless --screenshots names one."""
     folder = request.config.getoption("--screenshots")
     return tmp_path if folder is None else Path(folder)
 

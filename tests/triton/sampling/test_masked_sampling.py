@@ -1,5 +1,6 @@
-"""Rows with masks by the kernels of a GPU's runner: the tokens that the CPU's sampler gives, where
-they belong.
+"""Rows with masks, sampled by the kernels of a GPU's runner.
+
+The tokens equal those of the CPU's sampler, at the rows' positions in the output.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 
 @dataclass
 class Rows:
-    """A batch: R rows of logits with their parameters, spread over slots in no order, and padding
-    behind them.
-    """
+    """A batch: R rows of logits with their parameters, in random slots, and padding behind them."""
 
     logits: Tensor
     temperature: list[float]
@@ -51,7 +49,7 @@ class Rows:
         self.samples = self.samples or [1] * rows
 
     def expected(self) -> list[int]:
-        """The reference's tokens, of all rows."""
+        """Return the reference's tokens of all rows."""
         t = torch.tensor(self.temperature)
         divisor = torch.where(t == 0, 1.0, t)[:, None]
         logits = self.logits.cpu().float()
@@ -67,13 +65,13 @@ class Rows:
         return expected
 
     def run(self) -> list[int]:
-        """The kernels' tokens, after a look at all else that they may and may not write."""
+        """Return the kernels' tokens, and check all other memory that they may and may not write."""
         rows, vocab = self.logits.shape
         padded, slots_in_all = rows + self.padding, 2 * rows + 3
         slots = torch.randperm(slots_in_all, generator=torch.Generator().manual_seed(rows))[:rows]
 
         def column(values: list[int]) -> Tensor:
-            # Padding is poison: a slot like this would be a fault.
+            # The padding is poison: a slot of this value would be a fault.
             return torch.tensor(values + [10**9] * self.padding, dtype=torch.int32, device=DEVICE)
 
         def table(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
@@ -83,7 +81,7 @@ class Rows:
                 .to(DEVICE)
             )
 
-        # Rows further apart than they are long, with what would win between them.
+        # Rows lie further apart than they are long, with logits between them that would win.
         logits = torch.full((padded, vocab + 5), 1000.0, dtype=self.logits.dtype, device=DEVICE)[
             :, :vocab
         ]
@@ -196,7 +194,7 @@ def test_min_p(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_filters_together(spread: float, dtype: torch.dtype) -> None:
-    """Pairs and all three, so that now the one filter and now the other is the stricter."""
+    """Combine pairs of filters and all three, so that each one is the stricter in some rows."""
     top_k, top_p, min_p = (
         list(column) * MANY
         for column in zip(
@@ -225,8 +223,9 @@ def test_filters_together(spread: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [1.0, 3.0])
 def test_a_large_vocabulary(spread: float, dtype: torch.dtype) -> None:
-    """With frequent tokens side by side, as vocabularies have them: some tiles hold many of the
-    likely ones.
+    """Put frequent tokens side by side, as vocabularies do.
+
+    Some tiles then hold many of the likely tokens.
     """
     rows = 4 * MANY
     logits = random_logits(rows, 20_001, spread=spread) - 1.5 * torch.arange(1, 20_002).log()
@@ -241,7 +240,7 @@ def test_a_large_vocabulary(spread: float, dtype: torch.dtype) -> None:
 
 
 def test_rows_of_which_too_many_tokens_may_stay_to_gather_them() -> None:
-    """Almost flat, so that hardly a token can be left out beforehand."""
+    """Use almost flat logits, so that hardly a token can be left out beforehand."""
     check(
         Rows(
             random_logits(3, CAPACITY + 3000, spread=0.05),
@@ -255,8 +254,9 @@ def test_rows_of_which_too_many_tokens_may_stay_to_gather_them() -> None:
 
 @pytest.mark.parametrize("equals", [10, 1000, CAPACITY + 500])
 def test_of_equal_logits_the_first_stay(equals: int) -> None:
-    """Whether there are few, which are compared each with each, or some that are gathered, or too
-    many for it.
+    """Cover few equal logits, some, and too many.
+
+    Few are compared each with each, and some are gathered.
     """
     logits = torch.full((10, 10_000), -30.0)
     places = (
@@ -265,8 +265,8 @@ def test_of_equal_logits_the_first_stay(equals: int) -> None:
         .values
     )
     logits[:, places] = 7.0
-    # All but two of the rows keep three: before the first three there are none, one and two parts
-    # of two and a half.
+    # All but two of the rows keep three tokens. Before the first three there are none, or one or
+    # two and a half parts.
     rows = Rows(
         logits,
         [0.0] + [2.0] * 9,
@@ -347,7 +347,7 @@ def test_a_row_is_the_same_in_any_batch() -> None:
 
 
 def chi_square(tokens: Tensor, logits: Tensor) -> float:
-    """How far the tokens' frequencies are from softmax(logits)."""
+    """Return chi-square of the tokens' frequencies against softmax(logits)."""
     expected = logits.double().softmax(-1) * len(tokens)
     return float(
         ((torch.bincount(tokens, minlength=len(logits)) - expected).square() / expected).sum()
@@ -373,7 +373,7 @@ def test_the_noise_of_thousands_of_seeds_draws_from_softmax() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="as many rows take the interpreter minutes")
 @pytest.mark.parametrize("filtered", [False, True])
 def test_tokens_of_thousands_of_rows_follow_softmax(filtered: bool) -> None:
-    """Over the seeds of a batch, for four tokens in two tiles, of which the filter keeps three."""
+    """Vary the seeds of a batch, for four tokens in two tiles; the filter keeps three."""
     count = 5000
     logits = torch.full((3000,), -torch.inf)
     places = torch.tensor([7, 500, TILE, TILE + 1])
