@@ -26,7 +26,7 @@ scripted = ChatOpenAI(model="scripted", base_url=SCRIPTED, api_key="none")
 
 @tool
 def get_weather(city: Literal["Bern", "Ulm"]) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return f"21 degrees in {city}"
 
 

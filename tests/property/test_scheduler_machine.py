@@ -29,7 +29,7 @@ FORMS = [
 ]
 LENGTHS = st.integers(1, 9)
 pytestmark = pytest.mark.timeout(600)
-"""Limit of a test: it takes half a minute where nothing else runs."""
+"""Seconds for a test, which takes half a minute where nothing else runs."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -170,7 +170,7 @@ CONTROLS = [
 
 
 def mixed_requests() -> list[Request]:
-    """Return requests of many kinds: greedy and not, plain and not, and one that must not end yet."""
+    """Return requests of many kinds: greedy or not, plain or not, one that must not end yet."""
     return [
         Request(
             prompt,

@@ -153,7 +153,10 @@ def assert_untouched(x: Tensor, what: str) -> None:
 
 
 def assert_margins_untouched(*tensors: Tensor) -> None:
-    """Check the margins of tensors from `poisoned` and `guarded`, or of views of their whole memory."""
+    """Check the margins of tensors from `poisoned` and `guarded`.
+
+    Views that begin and end with such a tensor are possible too.
+    """
     for x in tensors:
         whole = _whole(x)
         poison, first = int(whole[0]), _POISON[x.dtype][0]

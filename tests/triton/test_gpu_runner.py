@@ -143,7 +143,10 @@ def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(
 
 
 def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, model: str) -> None:
-    """Run with too few blocks for all requests, which include choices of one prompt and a beam search."""
+    """Run with too few blocks for all requests.
+
+    Choices of one prompt and a beam search are among them.
+    """
 
     def serve(device: Runner) -> dict[int, list[int]]:
         scheduler = make_scheduler(

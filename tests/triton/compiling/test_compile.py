@@ -21,7 +21,7 @@ import pytest
 from tests.processes import PYTHON_PATH, ROOT
 
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
-"""Bytes of shared memory that one program may have, by compute capability."""
+"""KiB of shared memory that one program may have, by compute capability."""
 COMMON = {
     "_rms_norm",
     "_silu_mul",
@@ -40,7 +40,7 @@ PRODUCTS = {
     90: {"_gemv", "_skinny", "_streamed", "_gated_gemm"},
     100: {"_gemv", "_skinny", "_gated_gemm"},
 }
-"""Groups of kernels for Hopper alone: the streamed product."""
+"""Kernels of products by compute capability; the streamed product is for Hopper alone."""
 
 
 @dataclass(frozen=True)

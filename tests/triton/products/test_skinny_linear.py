@@ -223,7 +223,7 @@ def check_chain(
     gated: bool = False,
     shipped: bool = False,
 ) -> None:
-    """Check that a product that begins a norm and the next one equal those with a whole norm between."""
+    """Check a product that begins a norm and the next one against a whole norm between."""
     values = Values(rows + hidden + inner)
     stream, x = (
         values.normal(rows, hidden, dtype=dtype, scale=7),

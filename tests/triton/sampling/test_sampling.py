@@ -65,7 +65,7 @@ class Rows:
         return expected
 
     def run(self) -> list[int]:
-        """Return the kernels' tokens, and check all other memory that they may and may not write."""
+        """Return the kernels' tokens, and check all other memory that they may or may not write."""
         rows, vocab = self.logits.shape
         padded, slots_in_all = rows + self.padding, 2 * rows + 3
         slots = torch.randperm(slots_in_all, generator=torch.Generator().manual_seed(rows))[:rows]

@@ -27,7 +27,7 @@ from tests.unit.executor.steps import schedule
 from tests.unit.executor.test_model_runner import make_runner
 
 _BLOCKS = 5
-"""Number of steps of each group."""
+"""Number of KV blocks of each group."""
 
 
 def steps_of(stages: int) -> list[StepInput]:

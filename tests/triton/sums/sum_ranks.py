@@ -287,7 +287,10 @@ class Attention:
 
 
 def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
-    """Return a model's states for batches of several sizes, in the last layer of all or some tokens."""
+    """Return a model's states for batches of several sizes.
+
+    The last layer computes all tokens or some of them.
+    """
     spec = msgspec.structs.replace(
         SPEC,
         num_layers=2,

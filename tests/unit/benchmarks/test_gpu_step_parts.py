@@ -33,7 +33,7 @@ WHOLE = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
 
 
 def without_norms(layers: int) -> Step:
-    """One row: our own products, which begin and end the norms between them."""
+    """Return a step of one row: our own products begin and end the norms between them."""
     layer = [
         ("_gemv", "qkv"),
         ("_decode", "attention"),
@@ -45,7 +45,7 @@ def without_norms(layers: int) -> Step:
 
 
 def with_helpers(layers: int) -> Step:
-    """Many rows: the library's products, and all that they need around them."""
+    """Return a step of many rows: the library's products, with all their helper kernels."""
     layer = [
         (SPLIT, "qkv"),
         (SUM, "qkv"),
@@ -64,7 +64,10 @@ def with_helpers(layers: int) -> Step:
 
 
 def mixed(layers: int) -> Step:
-    """A few rows: some of the products our own, a norm only after one that is not."""
+    """Return a step of a few rows.
+
+    Some of the products are our own; a norm comes only after one that is not.
+    """
     layer = [
         ("_skinny", "qkv"),
         ("_decode", "attention"),
@@ -82,8 +85,10 @@ def mixed(layers: int) -> Step:
 
 
 def traced(steps: list[Step], early: float = 0.0) -> tuple[list[Kernel], dict[str, float]]:
-    """Kernels that end 1, 2, 3... after the one before, each started `early` before that one's end;
-    and the times of the parts in a step, but for the first.
+    """Return a trace, and the times of the parts in a step.
+
+    The kernels end 1, 2, 3... after the one before, and each starts `early` before that one's end.
+    The times leave out the first step.
     """
     kernels, now, lasts = list[Kernel](), 100.0, count(1)
     times = dict.fromkeys(PARTS, 0.0)
@@ -104,7 +109,7 @@ def test_each_part_has_its_kernels(make: Callable[[int], Step], layers: int, ear
 
 
 def test_times_add_up_to_the_steps() -> None:
-    """Gaps and overlaps included: from the end of the first step to the end of the last."""
+    """Include gaps and overlaps, from the end of the first step to the end of the last."""
     names = [name for name, _ in with_helpers(2)] * 4
     kernels = [
         Kernel(name, 10.0 * i + i % 3, 10.0 * i + 14 - i % 5) for i, name in enumerate(names)
@@ -140,7 +145,7 @@ def test_other_kernels_than_a_decode_step_are_refused(missing: str, message: str
 
 @pytest.mark.parametrize("product", range(9))
 def test_a_lost_product_is_noticed(product: int) -> None:
-    """Otherwise all products behind it would be taken for their neighbours."""
+    """Notice a lost product: all products behind it would be taken for their neighbours."""
     step = without_norms(2)
     step.pop([i for i, (name, _) in enumerate(step) if name == "_gemv"][product])
     with pytest.raises(ValueError, match=r"follows|ends with"):

@@ -1,5 +1,6 @@
-"""The core's turn: the device is fed before anybody is told anything, and the gauges tell the
-truth.
+"""The core's turn.
+
+The device gets its step before any output is sent, and the gauges are right.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_sched
 
 
 class HandExecutor(Executor):
-    """Runs steps on the fake device; an output is there when the test says so."""
+    """Run steps on the fake device; an output is there when the test says so."""
 
     runner: FakeRunner
 

@@ -1,4 +1,4 @@
-"""The bundled model is what its card says: small, real, and complete."""
+"""The bundled model is as its card describes it: small, real, and complete."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""The tables and the layout of a step."""
+"""The host's tables and the layout of a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The memory of a CPU worker beside its weights and its cache does not grow with the number or the
-sizes of its steps.
+"""The memory of a CPU worker beside its weights and its cache.
+
+It does not grow with the number or the sizes of its steps.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ print(first, run(24))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_steps_of_all_sizes_leave_nothing_behind() -> None:
-    """The first third of some two hundred steps may warm up; the others add less than a tenth of
-    torch's own memory.
+    """Check that later steps add less than a tenth of torch's own memory.
+
+    There are some two hundred steps, of which the first third may warm up.
     """
     ran = subprocess.run(
         [sys.executable, "-c", STEPS],
@@ -75,8 +77,10 @@ def test_steps_of_all_sizes_leave_nothing_behind() -> None:
 
 
 def test_a_small_model_has_a_small_cache() -> None:
-    """A small model's cache has room for one request of full length and for short ones in all
-    slots; a large model's has the largest size.
+    """Compare the caches of a small and a large model.
+
+    A small model's cache has room for one request of full length and for short ones in all slots; a
+    large model's has the largest size.
     """
     spec = load_model_spec(DEFAULT_MODEL)
     args = WorkerArgs(

@@ -1,4 +1,4 @@
-"""Configuration: impossible combinations fail before any process starts, and name the field."""
+"""Configuration: impossible combinations fail before any process starts, by the field's name."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Errors pass unchanged between a program's own processes, whatever arguments they are made of."""
+"""Errors pass unchanged between a program's own processes, whatever their arguments are."""
 
 from __future__ import annotations
 

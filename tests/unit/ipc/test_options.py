@@ -1,5 +1,6 @@
-"""Options: Python takes the same values as the command line, and names an option whose value has
-another type.
+"""Options: Python takes the same values as the command line.
+
+An error names an option whose value has another type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SamplingParams: a wrong value fails where it is made and names its field."""
+"""SamplingParams: a wrong value fails where it is made, with its field's name."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The columnar wire: what goes in comes out, for any sizes."""
+"""The columnar wire: values come out as they went in, for any sizes."""
 
 from dataclasses import fields
 from typing import Any

@@ -1,5 +1,6 @@
-"""vLLM's names: a name with the same meaning is accepted; every other name gets one sentence that
-names it.
+"""vLLM's names: a name with the same meaning is accepted.
+
+Every other name gets one sentence that names it.
 """
 
 from __future__ import annotations

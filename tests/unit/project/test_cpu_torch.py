@@ -1,6 +1,4 @@
-"""The install scripts take torch's CPU build where there is no GPU, and pip's own choice everywhere
-else.
-"""
+"""The install scripts: torch's CPU build where there is no GPU, else pip's own choice."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def arguments(index: str, *flags: str, path: str = "") -> str:
-    """Return the arguments that pip gets. With -S Python does not see the libraries of its
-    environment, torch among them.
+    """Return the arguments that pip gets.
+
+    With -S Python does not see the libraries of its environment, torch among them.
     """
     done = subprocess.run(
         [sys.executable, "-E", *flags, "-c", CODE, str(SCRIPTS), index],

@@ -1,4 +1,4 @@
-"""What people are told of requests: their lives, and what keeps them waiting."""
+"""Records of requests: their lives, and the causes of their waits."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_reasons_add_up_to_what_the_requests_have_waited() -> None:
     stats = engine.scheduler.stats()
     assert (
         stats["num_preemptions"] == 0
-    )  # who comes back has waited twice, and its record has the first time alone
+    )  # a preempted request has waited twice, and its record has the first time alone
     ended = engine.scheduler.request_records()
     waited = sum((r.scheduled_ns or 0) - r.queued_ns for r in ended) / 1e9
     assert waited > 0

@@ -1,5 +1,6 @@
-"""Requests that come with tokens which another replica gave before it died: they end as if they had
-never moved.
+"""Requests that come with tokens which another replica gave before it died.
+
+They end as if they had never moved.
 """
 
 from __future__ import annotations

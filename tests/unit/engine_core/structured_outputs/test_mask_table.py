@@ -1,4 +1,4 @@
-"""Each mask is sent once and found again, and no step's masks overwrite each other."""
+"""The mask table: each mask is sent once, and no step's masks overwrite each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = 3
 
 
 class Worker:
-    """A table that does as it is told."""
+    """A worker's table, which follows the messages."""
 
     def __init__(self, num_places: int) -> None:
         self.table = np.zeros((num_places, WORDS), np.int32)
@@ -53,7 +53,7 @@ def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
 @pytest.mark.parametrize("num_places", [6, 7, 20])
 @pytest.mark.parametrize("kinds", [4, 30])
 def test_workers_have_what_each_row_may_sample(num_places: int, kinds: int) -> None:
-    """However few places there are, as long as a step's masks fit."""
+    """Cover a table of few mask indices, as long as a step's masks fit."""
     rng, table, worker, all_requests = (
         random.Random(num_places),
         MaskTable(num_places),

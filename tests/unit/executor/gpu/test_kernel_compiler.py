@@ -1,4 +1,4 @@
-"""The process that compiles ahead: what it leaves, and that nobody depends on it."""
+"""The process that compiles ahead: its results, and that no other process depends on it."""
 
 from __future__ import annotations
 

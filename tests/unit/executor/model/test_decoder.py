@@ -1,5 +1,6 @@
-"""The model's plumbing: which norm the residual stream goes through where, when products do parts
-of it.
+"""The order of norms and products in the model.
+
+Products may do parts of a norm, and the residual stream must still go through the right one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WIDTH = SMALL.num_heads * SMALL.head_dim
 
 
 class DifferentNorms(DummyWeights):
-    """No two norms have the same weights, and every layer counts."""
+    """Weights of which no two norms are equal; every layer counts."""
 
     def get(
         self,
@@ -40,7 +41,7 @@ class DifferentNorms(DummyWeights):
 
 
 class NoAttention:
-    """In place of a backend: each token's queries."""
+    """A stand-in for an attention backend: it returns each token's queries."""
 
     def attend(self, layer: int, qkv: Tensor, norms: object) -> Tensor:
         return qkv[:, :WIDTH]
@@ -52,8 +53,9 @@ def logits(model: DecoderForCausalLM, rows: Tensor | None) -> Tensor:
 
 
 def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Linear layers share out norms as on a GPU. Returns what grows by the inputs of those that
-    finish one.
+    """Let linear layers share out norms as on a GPU.
+
+    Return a list that grows by the inputs of the layers that finish a norm.
     """
     plain_call, plain_add, begun = Linear.__call__, Linear.add_to, []
 
@@ -77,7 +79,7 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 class Asked(DifferentNorms):
-    """Remembers what it was asked for."""
+    """Weights that record the requested names."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.float32, torch.device("cpu"))
@@ -166,7 +168,7 @@ def test_with_several_ranks_no_product_begins_a_norm(monkeypatch: pytest.MonkeyP
     )
     expected = logits(model, None)
     begun = begin_norms(monkeypatch)
-    # Rank 0 of two, the other's part being zero: what it has alone is not the stream yet.
+    # This is rank 0 of two, and the other's part is zero: its own part is not the stream yet.
     parallel.size = 2
     monkeypatch.setattr(parallel, "all_reduce", lambda x: x)
     monkeypatch.setattr(

@@ -1,8 +1,8 @@
-"""On a CPU a row's bits depend on that row alone: compare each operation, and whole models, alone
-and among others.
+"""Row independence on a CPU: a row's bits depend on that row alone.
 
-All comparisons are exact. The tests use three threads, because torch cuts tensors by the number of
-threads; .ci/run runs them again for a CPU without wide instructions.
+The tests compare each operation, and whole models, alone and among other rows. All comparisons are
+exact. The tests use three threads, because torch cuts tensors by the number of threads; .ci/run
+runs them again for a CPU without wide instructions.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behave like a CPU whose libraries choose among kernels by the number of rows for every
-    layout.
-    """
+    """Behave like a CPU whose libraries choose kernels by the number of rows for every layout."""
 
     def by_number_of_rows(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6)

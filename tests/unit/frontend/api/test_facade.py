@@ -1,4 +1,4 @@
-"""`import sidestep`: the names users need, and nothing imported before it is used."""
+"""`import sidestep`: the names that users need; no module is imported before it is used."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def test_importing_it_imports_nothing_else_of_ours() -> None:
 
 
 def test_importing_it_imports_no_archives_or_temporary_files() -> None:
-    """Each process of an engine imports it first: `importlib.abc` would cost all of them these
-    modules.
+    """Each process of an engine imports it first.
+
+    `importlib.abc` would cost all of them these modules.
     """
     code = (
         "import sys, sidestep; names = ('importlib.abc', 'tempfile', 'lzma')\n"

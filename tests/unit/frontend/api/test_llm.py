@@ -28,7 +28,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 class Engine:
-    """In the place of AsyncLLM: answers with the prompt, the later calls first."""
+    """A stand-in for AsyncLLM: it answers with the prompt, the later calls first."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, SamplingParams]] = []
@@ -176,7 +176,7 @@ def test_an_interrupt_ends_the_requests(
     engine.hang.set()
 
     class Interrupted:
-        """What run_coroutine_threadsafe gives, with Ctrl-C while waiting for it."""
+        """The result of run_coroutine_threadsafe, with Ctrl-C while waiting for it."""
 
         def __init__(self, future: Any) -> None:
             self._future = future

@@ -1,5 +1,6 @@
-"""What waits is counted, and bounded where that was asked for; and who watches is told of the
-engine's death.
+"""Limits of the queue: waiting requests are counted, and bounded where an option says so.
+
+A watcher learns of the engine's death.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def limit(llm: AsyncLLM, **limits: Any) -> None:
 
 
 async def send(llm: AsyncLLM, prompt: list[int]) -> tuple[Stream, asyncio.Task[RequestOutput]]:
-    """A request that has been sent, and the task that waits for its first output."""
+    """Send a request; return it, and the task that waits for its first output."""
     stream = llm.generate(prompt, SamplingParams(max_tokens=8))
     task = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Forms become grammars here, and what is wrong with them is said here, by the field's name."""
+"""Forms and their grammars; an error in a form names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The server refuses a text that cannot fit by its length, and refuses no text that fits."""
+"""The bound on a text's length.
+
+The server refuses a text that cannot fit by its length, and refuses no text that fits.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,9 @@ def byte_level(**settings: Any) -> FastTokenizer:
 
 
 def byte_fallback(**settings: object) -> FastTokenizer:
-    """Make a tokenizer like Llama 2's: no pre-tokenizer, spaces are written as another
-    character.
+    """Make a tokenizer like Llama 2's.
+
+    It has no pre-tokenizer, and spaces are written as another character.
     """
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "aa", "▁"]
     tokenizer = FastTokenizer(
@@ -127,7 +131,7 @@ def test_the_bundled_model_is_bounded_by_its_longest_token(tokenizer: Tokenizer)
 
 
 class Counted(Tokenizer):
-    """Count the texts that reach the library."""
+    """A tokenizer that counts the texts that reach the library."""
 
     def __init__(self, one: Tokenizer) -> None:
         self.fast, self.bound, self.num = one.fast, one.bound, 0
@@ -187,8 +191,9 @@ async def test_a_chat_that_cannot_fit_is_refused_too(tokenizer: Tokenizer) -> No
 
 
 def test_the_state_of_parts_is_json(tokenizer: Tokenizer) -> None:
-    """The library gives the settings of its parts as a tokenizer's file has them, and the bound
-    reads them.
+    """Check that the settings of a tokenizer's parts are JSON.
+
+    The library gives them as a tokenizer's file has them, and the bound reads them.
     """
     part = pre_tokenizers.Split(" ", "removed")
     assert json.loads(part.__getstate__())["behavior"] == "Removed"

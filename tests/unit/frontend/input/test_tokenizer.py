@@ -22,7 +22,7 @@ CHAT = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the bundled tokenizer, to be changed."""
+    """Return a copy of the bundled tokenizer, which the test may change."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEFAULT_MODEL) / name, tmp_path)
     return tmp_path

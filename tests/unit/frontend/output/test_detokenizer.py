@@ -1,5 +1,6 @@
-"""Text as it streams: whole characters only, nothing taken back, stop strings wherever tokens
-break.
+"""Text as it streams: whole characters only, nothing taken back.
+
+Stop strings are found wherever tokens break.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TEXTS = st.text(
 
 
 def stream(detokenizer: Detokenizer, tokens: list[int]) -> tuple[list[str], str | None]:
-    """The text after each token and at the end, and the stop string."""
+    """Return the text after each token and at the end, and the stop string."""
     seen = []
     for token in tokens:
         stop = detokenizer.add(token)

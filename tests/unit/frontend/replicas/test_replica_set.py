@@ -1,5 +1,6 @@
-"""Several replicas behind one AsyncLLM, each played by the test: who gets what, and what happens
-when one dies.
+"""Several replicas behind one AsyncLLM, each played by the test.
+
+The tests cover the choice of a replica and the death of one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def channels() -> Iterator[list[FakeChannel]]:
 
 @pytest.fixture
 def llm(channels: list[FakeChannel], tokenizer: Tokenizer) -> AsyncLLM:
-    """An AsyncLLM of three replicas."""
+    """Yield an AsyncLLM of three replicas."""
     return llm_of(channels[0], tokenizer, 100, *channels[1:])
 
 
@@ -86,7 +87,7 @@ def started(*handles: int) -> Outputs:
 
 
 def holder(channels: list[FakeChannel], handle: int) -> FakeChannel:
-    """The replica that has been sent a request last."""
+    """Return the replica that has been sent a request last."""
     (found,) = [c for c in channels if not c.gone and any(m.handle == handle for m in c.added)]
     return found
 
@@ -133,7 +134,7 @@ async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
         continued.prompt_token_ids == pack_ids([5] * 40)
         and continued.sampling == victim.added[0].sampling
     )
-    # Whatever the dead one still says is heard by nobody.
+    # Messages of the dead replica have no effect.
     victim.say_tokens((0, 99), finished=[(0, FinishReason.LENGTH)])
     await turns()
     holder(channels, 0).say_tokens((0, 72), finished=[(0, FinishReason.LENGTH)])
@@ -213,8 +214,9 @@ async def test_a_group_that_has_given_nothing_and_a_beam_search_move_as_they_are
 async def test_a_request_that_two_replicas_have_died_with_ends(
     llm: AsyncLLM, channels: list[FakeChannel]
 ) -> None:
-    """It may be the cause, and the third replica must not die of it too. One that only waited there
-    moves on.
+    """The request may be the cause, and must not kill the third replica too.
+
+    A request that only waited there moves on.
     """
     tasks = [asyncio.create_task(last(llm, [5] * 40)) for _ in range(2)]
     await turns()
@@ -248,7 +250,7 @@ async def test_when_all_have_died_everybody_is_told_of_each(
 
 
 def answer_calls(channels: list[FakeChannel], **results: list[float]) -> None:
-    """Each replica answers all that it has been asked, with its own of these figures."""
+    """Let each replica answer all calls with its own of these figures."""
     for number, channel in enumerate(channels):
         for call in [m for m in channel.sent if isinstance(m, Call)]:
             channel.sent.remove(call)
@@ -267,7 +269,7 @@ async def test_questions_go_to_all_that_live(llm: AsyncLLM, channels: list[FakeC
     assert await asking == {"num_running": 6, "kv_cache_usage": pytest.approx(0.3)}
     resetting = asyncio.create_task(llm.reset_prefix_cache())
     await turns()
-    kill(channels[1])  # one that dies while it is asked is left out
+    kill(channels[1])  # a replica that dies while it is asked is left out
     await turns()
     answer_calls([channels[0], channels[2]], done=[1.0, 1.0])
     assert await resetting
@@ -313,8 +315,9 @@ async def test_nobody_waits_for_a_core_that_is_silent(
 
 @pytest.fixture
 def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the watch take its turns in quick succession, with many turns of the loop between
-    them.
+    """Make the watch run its turns in quick succession.
+
+    Many turns of the loop are between them.
     """
     monkeypatch.setattr(stall_watch, "TURN_S", 0.01)
 
@@ -332,7 +335,9 @@ def stalled(llm: AsyncLLM) -> dict[int, str]:
 async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
     llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool
 ) -> None:
-    """A stopped core does not answer. A core whose worker is stopped answers that it makes no
+    """Stop a core, or its worker.
+
+    A stopped core does not answer. A core whose worker is stopped answers that it makes no
     progress.
     """
     tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(3)]

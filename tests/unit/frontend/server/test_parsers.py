@@ -1,5 +1,6 @@
-"""Every parser of tool calls and of reasoning: what it finds, and that it finds the same however
-the text is cut.
+"""Every parser of tool calls and of reasoning.
+
+It finds the same calls and reasoning however the text is cut.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ REASONING_CASES: dict[str, dict[str, tuple[str, str, Found]]] = {
 
 
 def joined(events: Iterable[Event]) -> Found:
-    """What the events say, without how they were cut."""
+    """Return the events joined, independent of how the text was cut."""
     found: list[list[str]] = []
     for event in events:
         kind = {Content: "text", Reasoning: "reasoning"}.get(type(event))
