@@ -130,13 +130,13 @@ def everything(**options: Any) -> list[Any]:
         [[s.tokens for s in b.sequences] for b in beams],
         [
             [
-                {token: entry.logprob for token, entry in place.items()}
-                for place in places
-                if place is not None
+                {token: entry.logprob for token, entry in position.items()}
+                for position in positions
+                if position is not None
             ]
             for pair in told
-            for places in pair
-            if places is not None
+            for positions in pair
+            if positions is not None
         ],
         preempted,
     ]
@@ -153,7 +153,7 @@ def test_requests_of_all_kinds_are_answered_as_by_one_rank() -> None:
     assert got_beams == beams
     assert len(logprobs) == 3
     for got, expected in zip(got_logprobs, logprobs, strict=True):
-        assert [list(place) for place in got] == [list(place) for place in expected]
-        assert [list(place.values()) for place in got] == [
-            pytest.approx(list(place.values()), abs=1e-4) for place in expected
+        assert [list(position) for position in got] == [list(position) for position in expected]
+        assert [list(position.values()) for position in got] == [
+            pytest.approx(list(position.values()), abs=1e-4) for position in expected
         ]

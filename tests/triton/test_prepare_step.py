@@ -198,7 +198,7 @@ class Model:
             last_tokens + [0] * (num_rows - len(rows)),
         ]
         for name, got, expected in zip(
-            ("token_ids", "positions", "places", "last_tokens"),
+            ("token_ids", "positions", "slot_mapping", "last_tokens"),
             outputs,
             expected_outputs,
             strict=True,

@@ -209,13 +209,13 @@ def test_every_query_of_the_dashboard_is_of_what_is_exported(make_server: Make) 
 
 
 def test_the_dashboard_shows_each_panel_once_and_none_over_another() -> None:
-    places = [
+    positions = [
         (p["gridPos"]["x"] + dx, p["gridPos"]["y"] + dy)
         for p in DASHBOARD["panels"]
         for dx in range(p["gridPos"]["w"])
         for dy in range(p["gridPos"]["h"])
     ]
-    assert len(places) == len(set(places)) and max(x for x, _ in places) == 23
+    assert len(positions) == len(set(positions)) and max(x for x, _ in positions) == 23
     for key in ("id", "title"):
         values = [panel[key] for panel in DASHBOARD["panels"]]
         assert len(values) == len(set(values))

@@ -116,11 +116,11 @@ def check_projections(
         turned(normed(x, weight) if with_norms else x, cos[at], sin[at]).to(dtype)
         for x, weight in ((query, q_weight), (key, k_weight))
     )
-    places = [
+    targets = [
         (int(batch.block_tables[batch.slots[row], n // shape.page]), n % shape.page)
         for row, n in enumerate(at.tolist())
     ]
-    for row, (block, offset) in enumerate(places):
+    for row, (block, offset) in enumerate(targets):
         batch.cache[block, :, offset] = float("nan")
         batch.keys[row][-1], batch.values[row][-1] = key[row], value[row]
     before, out = batch.cache.clone(), batch.new_out()
@@ -153,7 +153,7 @@ def check_projections(
     assert_rows_untouched(batch, out, slice(rows, None), "tokens of prompt rows")
     turned_batch = replace(batch, q=batch.q.clone())
     turned_batch.q[:rows, : shape.heads * shape.dim] = query.flatten(1)
-    for row, (block, offset) in enumerate(places):
+    for row, (block, offset) in enumerate(targets):
         assert_close(out[row : row + 1], turned_batch.expected(row, window), ulps=6)
         written = batch.cache[block, :, offset]
         assert_close(written[: shape.kv_heads], key[row].double(), ulps=6)
@@ -161,7 +161,7 @@ def check_projections(
             "values are copied as they are"
         )
         before[block, :, offset] = written
-    assert same(batch.cache, before), "wrote to other places of the cache"
+    assert same(batch.cache, before), "wrote to other slots of the cache"
 
 
 # The plan.

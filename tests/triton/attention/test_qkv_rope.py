@@ -52,11 +52,15 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
     cos, sin = rotary_tables(shape.dim, POSITIONS)
     # The positions are the last one of the tables, and others.
     positions = [POSITIONS - 1, *values.integers(0, POSITIONS, shape.tokens - 1)]
-    places = values.different(shape.tokens, blocks * shape.page)
-    places[:2] = [blocks * shape.page - 1, 0] if shape.tokens > 1 else [blocks * shape.page - 1]
-    places = places if len(set(places)) == shape.tokens else list(range(shape.tokens))
+    slot_mapping = values.different(shape.tokens, blocks * shape.page)
+    slot_mapping[:2] = (
+        [blocks * shape.page - 1, 0] if shape.tokens > 1 else [blocks * shape.page - 1]
+    )
+    slot_mapping = (
+        slot_mapping if len(set(slot_mapping)) == shape.tokens else list(range(shape.tokens))
+    )
     for token in padding:
-        places[token], positions[token] = -1, 0
+        slot_mapping[token], positions[token] = -1, 0
     norms = (
         guarded(values.normal(shape.dim, dtype=dtype)),
         guarded(values.normal(shape.dim, dtype=dtype)),
@@ -80,7 +84,7 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
         qkv_rope(
             qkv,
             int32(positions),
-            int32(places),
+            int32(slot_mapping),
             cos,
             sin,
             norms if shape.normed else None,
@@ -94,13 +98,13 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
     got = qkv[:, : shape.heads * shape.dim].view(shape.tokens, -1, shape.dim)
     assert_close(got[real], expected_query[real], ulps=6)
     for t in real:
-        written = cache[places[t] // shape.page, :, places[t] % shape.page]
+        written = cache[slot_mapping[t] // shape.page, :, slot_mapping[t] % shape.page]
         assert_close(written[: shape.kv_heads], expected_key[t], ulps=6)
         assert torch.equal(written[shape.kv_heads :], value[t].to(dtype)), (
             "values are copied as they are"
         )
         written.copy_(empty)
-    assert_untouched(cache, "places of the cache that were not asked for")
+    assert_untouched(cache, "slots of the cache that were not asked for")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -259,12 +259,12 @@ def test_of_equal_logits_the_first_stay(equals: int) -> None:
     Few are compared each with each, and some are gathered.
     """
     logits = torch.full((10, 10_000), -30.0)
-    places = (
+    token_ids = (
         torch.randperm(10_000, generator=torch.Generator().manual_seed(equals))[:equals]
         .sort()
         .values
     )
-    logits[:, places] = 7.0
+    logits[:, token_ids] = 7.0
     # All but two of the rows keep three tokens. Before the first three there are none, or one or
     # two and a half parts.
     rows = Rows(
@@ -274,8 +274,8 @@ def test_of_equal_logits_the_first_stay(equals: int) -> None:
         top_p=[1.0, 1.0, 1.0, 1.0] + [2.5 / equals] * 3 + [0.5] * 3,
     )
     tokens = rows.run()
-    assert tokens[:2] == [int(places[0])] * 2
-    assert len(set(tokens)) > 1 and set(tokens) <= set(places[:3].tolist())
+    assert tokens[:2] == [int(token_ids[0])] * 2
+    assert len(set(tokens)) > 1 and set(tokens) <= set(token_ids[:3].tolist())
     assert tokens == rows.expected()
 
 
@@ -376,8 +376,8 @@ def test_tokens_of_thousands_of_rows_follow_softmax(filtered: bool) -> None:
     """Vary the seeds of a batch, for four tokens in two tiles; the filter keeps three."""
     count = 5000
     logits = torch.full((3000,), -torch.inf)
-    places = torch.tensor([7, 500, TILE, TILE + 1])
-    logits[places] = torch.tensor([0.0, 1.0, 0.5, -1.0])
+    token_ids = torch.tensor([7, 500, TILE, TILE + 1])
+    logits[token_ids] = torch.tensor([0.0, 1.0, 0.5, -1.0])
     tokens = Rows(
         logits.expand(count, -1),
         [0.8] * count,
@@ -385,7 +385,7 @@ def test_tokens_of_thousands_of_rows_follow_softmax(filtered: bool) -> None:
         seeds=list(range(count)),
         positions=[9] * count,
     ).run()
-    kept = places[:3] if filtered else places
+    kept = token_ids[:3] if filtered else token_ids
     draws = torch.tensor([kept.tolist().index(token) for token in tokens])
     # 2 and 3 degrees of freedom.
     assert chi_square(draws, logits[kept] / 0.8) < (13.8 if filtered else 16.3)

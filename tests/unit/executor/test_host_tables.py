@@ -98,11 +98,11 @@ def test_whole_runs_give_every_token_its_own_place() -> None:
     state, seen, sampled = new_state(8), set[int](), 0
     for step, sampling in schedule(requests, budget=11, block_size=BLOCK):
         batch = run(state, step)
-        places = set(batch.slot_mapping.tolist())
-        assert len(places) == len(batch.slot_mapping) <= 11
-        assert not places & seen
+        written = set(batch.slot_mapping.tolist())
+        assert len(written) == len(batch.slot_mapping) <= 11
+        assert not written & seen
         assert [requests[s] for s in batch.slots[batch.sampling_rows]] == sampling
-        seen |= places
+        seen |= written
         sampled += len(sampling)
     assert sampled == 8 * 4
     assert np.array_equal(state.num_computed, [3 * i + 1 + 3 for i in range(8)])

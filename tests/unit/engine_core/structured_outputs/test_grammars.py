@@ -475,10 +475,12 @@ def test_masks_follow_their_step_and_come_before_the_one_after(
         if core.in_flight:
             executor.finish_step()
     masked = [
-        (place, step) for place, (kind, step) in enumerate(executor.messages) if kind == "masks"
+        (position, step)
+        for position, (kind, step) in enumerate(executor.messages)
+        if kind == "masks"
     ]
     assert len({step for _, step in masked}) == len(masked) == 6
-    assert all(executor.messages[place - 1] == ("step", step) for place, step in masked)
+    assert all(executor.messages[position - 1] == ("step", step) for position, step in masked)
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ class Worker:
         new = masks.words.reshape(-1, WORDS)
         self.table[masks.first_new : masks.first_new + len(new)] = new
         return {
-            row: self.table[place].tolist()
-            for row, place in zip(masks.rows.tolist(), masks.places.tolist(), strict=True)
+            row: self.table[index].tolist()
+            for row, index in zip(masks.rows.tolist(), masks.places.tolist(), strict=True)
         }
 
 

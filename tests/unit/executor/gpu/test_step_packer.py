@@ -73,17 +73,17 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         used = packer.pack(number % ROTATION, layout, batch, step)
         message.fill_(-7)
         message[:used].copy_(packer.buffers[number % ROTATION][:used])
-        token_ids, positions, places, last = (
+        token_ids, positions, slot_mapping, last = (
             ints(tokens + 3),
             ints(tokens + 3),
             ints(tokens + 3),
             ints(rows),
         )
-        prepare_step(message, layout, tables, token_ids, positions, places, last, BLOCK)
+        prepare_step(message, layout, tables, token_ids, positions, slot_mapping, last, BLOCK)
         expected = np.where(batch.token_ids < 0, 1000 + batch.row_slots, batch.token_ids)
         assert token_ids.tolist() == [*expected.tolist(), 0, 0, 0]
         assert positions.tolist() == [*batch.positions.tolist(), 0, 0, 0]
-        assert places.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
+        assert slot_mapping.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
         assert last.tolist() == (batch.query_starts[1:] - 1).tolist()
         assert message[:MASKED].tolist() == [rows, batch.num_decode_rows, tokens]
         assert message[SAMPLING : SAMPLING + 2].tolist() == [rows, number % ROTATION]

@@ -111,12 +111,12 @@ def test_norms(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocab", [257, 4096])
 def test_sampling(vocab: int) -> None:
-    seeds, places = torch.arange(ROWS), torch.arange(ROWS) * 3
+    seeds, positions = torch.arange(ROWS), torch.arange(ROWS) * 3
     heat = torch.arange(ROWS) % 3 / 2
 
     def of(operation: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: operation(
-            x, *(column[ROWS - len(x) :] for column in (heat, seeds, places))
+            x, *(column[ROWS - len(x) :] for column in (heat, seeds, positions))
         )
 
     check(of(sample), torch.randn(ROWS, vocab))
@@ -168,15 +168,15 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
                 last,
             )
         keys = padded_length(end)
-        places = [start, start + 7, end - 1]
+        positions = [start, start + 7, end - 1]
         rows = kv[:keys].transpose(0, 1).expand(3, -1, -1, -1)
-        masks = torch.stack([causal_mask(p, 1, keys, 0, torch.device("cpu")) for p in places])[
+        masks = torch.stack([causal_mask(p, 1, keys, 0, torch.device("cpu")) for p in positions])[
             :, :, None
         ]
-        alone = decode_attention(q[places[1:2]], rows[:1], masks[1:2], dim**-0.5)
-        together = decode_attention(q[places], rows, masks, dim**-0.5)
+        alone = decode_attention(q[positions[1:2]], rows[:1], masks[1:2], dim**-0.5)
+        together = decode_attention(q[positions], rows, masks, dim**-0.5)
         assert torch.equal(together[1:2], alone)
-        assert torch.equal(together, whole[[p - start for p in places]])
+        assert torch.equal(together, whole[[p - start for p in positions]])
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,12 @@ def run_held(runner: Runner, requests: list[Request], budget: int = 40) -> list[
             if requests[slot].controls.has_grammar and requests[slot] in sampling
         ]
         step.awaits_masks = int(bool(held))
-        places = np.arange(num_masks, num_masks + len(held), dtype=np.int32)
+        indices = np.arange(num_masks, num_masks + len(held), dtype=np.int32)
         masks = StepMasks(
             step.step_id,
             num_masks,
             np.array(held, np.int32),
-            places,
+            indices,
             words_of(runner, [[40 + step.step_id, 80 + int(step.slots[row])] for row in held]),
         )
         num_masks += len(held)
@@ -113,14 +113,14 @@ def test_masks_are_kept_by_their_places(runner: ModelRunner) -> None:
     none = np.empty(0, np.int32)
 
     def execute(
-        step: StepInput, first_new: int, places: list[int], allowed: list[list[int]]
+        step: StepInput, first_new: int, indices: list[int], allowed: list[list[int]]
     ) -> list[int]:
         words = words_of(runner, allowed) if allowed else none
         masks = StepMasks(
             step.step_id,
             first_new,
-            np.arange(len(places), dtype=np.int32),
-            np.array(places, np.int32),
+            np.arange(len(indices), dtype=np.int32),
+            np.array(indices, np.int32),
             words,
         )
         tokens: list[int] = runner.execute(step, lambda: masks).wait().token_ids.tolist()

@@ -1,7 +1,7 @@
 """Several replicas behind one AsyncLLM, each played by the test.
 
-The tests cover the choice of a replica and the death of one. test_stalled_replicas.py has the tests of
-replicas without progress.
+The tests cover the choice of a replica and the death of one. test_stalled_replicas.py has the
+tests of replicas without progress.
 """
 
 from __future__ import annotations
