@@ -138,7 +138,7 @@ async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
     assert await tokens_of(late, [7, 8], 3, 5) == expected_tokens([7, 8], 5, 3, vocab)
     assert late.replicas[number].dead == "had died before this frontend joined"
     await until_idle(llm)
-    # The last one's death is the engine's.
+    # The engine dies with its last replica.
     streams = [asyncio.create_task(tokens_of(each, [1], 1, 2000)) for each in (llm, guest, late)]
     while (await llm.get_stats())["num_running"] < 3:
         await asyncio.sleep(0)

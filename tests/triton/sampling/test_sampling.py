@@ -265,8 +265,8 @@ def test_of_equal_logits_the_first_stay(equals: int) -> None:
         .values
     )
     logits[:, token_ids] = 7.0
-    # All but two of the rows keep three tokens. Before the first three there are none, or one or
-    # two and a half parts.
+    # All but two of the rows keep three tokens. The probabilities before these sum to 0, 1 and 2
+    # parts of the 2.5 that top_p asks for.
     rows = Rows(
         logits,
         [0.0] + [2.0] * 9,
