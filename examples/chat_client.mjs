@@ -1,4 +1,4 @@
-// A chat with a server of the OpenAI API, with nothing but Node 18 or later: node chat_client.mjs [URL]
+// Chat with a server of the OpenAI API, with Node 18 or later alone: node chat_client.mjs [URL]
 import { createInterface } from "node:readline";
 
 const url = process.argv[2] ?? "http://127.0.0.1:8000";

@@ -47,8 +47,8 @@ def tables() -> str:
 def _parts() -> Iterator[str]:
     yield "### The same name and meaning\n\n"
     for cls, title in ((EngineArgs, "Engine"), (ServerArgs, "Server")):
-        names = [f.name for f in fields(cls) if f.name not in OURS_ALONE]
-        line = f"{title}: {', '.join(f'`{name}`' for name in names)}."
+        shared = [f.name for f in fields(cls) if f.name not in OURS_ALONE]
+        line = f"{title}: {', '.join(f'`{name}`' for name in shared)}."
         yield textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) + "\n\n"
     yield "### vLLM's words for values\n\n| option | vLLM's value | value here |\n|---|---|---|\n"
     for name, words in VALUES.items():

@@ -1,7 +1,7 @@
-"""Settings of all tests: the state that a test process starts in, and how many processes run them.
+"""Settings of all tests: the initial state of a test process, and the number of processes.
 
-Before anything imports Triton: without a GPU its kernels run in its interpreter, so the same tests
-serve both.
+They are set before anything imports Triton. Without a GPU, Triton's kernels run in its interpreter,
+so the same tests serve both.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--screenshots: the docs' pictures are made by the tests of the page, but only when they are
-    asked for.
-    """
+    """Add --screenshots, which makes the tests of the page write the docs' pictures."""
     parser.addoption(
         "--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures"
     )
@@ -45,24 +43,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return how many test processes `-n auto` starts: none beside this one where tests share a
-    GPU.
+    """Return the number of test processes that `-n auto` starts.
 
-    Half as many again as cores, since tests of servers mostly wait.
+    It is zero where tests share a GPU: then they all run in this process. Elsewhere it is one and a
+    half times the number of cores, since tests of servers mostly wait.
     """
     if torch.cuda.is_available():
         return 0
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return max(
-        1,
-        min(cores * 3 // 2, MOST_PROCESSES, psutil.virtual_memory().available // BYTES_PER_PROCESS),
-    )
+    memory: int = psutil.virtual_memory().available
+    return max(1, min(cores * 3 // 2, MOST_PROCESSES, memory // BYTES_PER_PROCESS))
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For the tests of a file."""
+    """Limit torch to one thread for the tests of a file."""
     with one_torch_thread():
         yield

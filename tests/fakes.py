@@ -61,7 +61,7 @@ _made: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
 class Clock:
-    """Time that a test moves."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -82,10 +82,10 @@ def make_request(
     arrival: float = 0.0,
     deadline: float | None = None,
     grammar: Grammar | None = None,
-    **sampling: object,
+    **sampling: Any,
 ) -> AddRequest:
-    """A request as a frontend would send it."""
-    params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})  # type: ignore[arg-type]
+    """Return a request as a frontend would send it."""
+    params = SamplingParams(**{"max_tokens": max_tokens, "seed": handle, **sampling})
     return AddRequest(
         client=client,
         handle=handle,
@@ -102,9 +102,9 @@ def make_request(
 
 
 def make_beam_request(
-    prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: object
+    prompt: list[int], params: BeamSearchParams, *, handle: int = 0, **more: Any
 ) -> AddRequest:
-    """A search as a frontend would send it."""
+    """Return a search as a frontend would send it."""
     plain = make_request(
         prompt,
         params.max_tokens,
@@ -112,7 +112,7 @@ def make_beam_request(
         ignore_eos=params.ignore_eos,
         temperature=0.0,
         **more,
-    )  # type: ignore[arg-type]
+    )
     return msgspec.structs.replace(plain, beam_search=params)
 
 
@@ -132,7 +132,7 @@ def make_scheduler(
     grammars: Grammars | None = None,
     num_stages: int = 1,
 ) -> Scheduler:
-    """A scheduler over a small cache; its invariants are checked after the test."""
+    """Return a scheduler over a small cache; its invariants are checked after the test."""
     clock = clock or Clock()
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -157,7 +157,7 @@ def make_scheduler(
 
 @pytest.fixture(autouse=True)
 def invariants_hold() -> object:
-    """After each test: every scheduler that it made is consistent."""
+    """Check after each test that every scheduler it made is consistent."""
     yield
     for scheduler in list(_made):
         scheduler.check_invariants()
@@ -165,7 +165,7 @@ def invariants_hold() -> object:
 
 
 def make_runner(scheduler: Scheduler, vocab_size: int = VOCAB_SIZE) -> FakeRunner:
-    """A fake device with the scheduler's sizes."""
+    """Return a fake device with the scheduler's sizes."""
     cache = CacheConfig(
         block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks
     )
@@ -189,8 +189,9 @@ def _on_the_wire(message: Columns) -> bytes:
 
 @dataclass
 class Engine:
-    """Scheduler and device, a fake one if none is given, step by step, with up to `depth` steps in
-    flight; all crosses the wire format.
+    """Scheduler and device, run step by step with up to `depth` steps in flight.
+
+    The device is a fake one if none is given. All messages cross the wire format.
     """
 
     scheduler: Scheduler
@@ -204,8 +205,7 @@ class Engine:
     logprobs: dict[int, list[tuple[int, list[int]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """For each sampled token: its position, and the tokens whose log-probabilities the frontend
-    got."""
+    """For each sampled token: its position, and the tokens whose logprobs the frontend got."""
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -215,14 +215,14 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that have been launched and not taken back."""
+        """Return the number of steps that have been launched and not taken back."""
         return len(self._in_flight)
 
     def launch(self) -> bool:
-        """Schedules one step; it waits to be run. False if there was nothing to run."""
+        """Schedule one step, which then waits to be run. Return False if there is none to run."""
         step = self.scheduler.schedule()
         if step is None:
-            # The core would sleep now: with nothing in flight, nobody would wake it.
+            # The core would sleep now: with nothing in flight, no output would wake it.
             assert (
                 self._in_flight
                 or not self.scheduler.has_unfinished
@@ -237,7 +237,7 @@ class Engine:
         return True
 
     def _check_contract(self, step: StepInput) -> None:
-        """What every worker relies on."""
+        """Check the step against the contract that every worker relies on."""
         limits, counts, slots = (
             self.scheduler._limits,
             step.num_tokens.tolist(),
@@ -259,7 +259,7 @@ class Engine:
         )
 
     def take(self) -> None:
-        """Runs the oldest step and gives its output to the scheduler."""
+        """Run the oldest step and give its output to the scheduler."""
         step = StepInput.decode(self._in_flight.popleft())
         output = self.runner.execute(step, lambda: StepMasks.decode(self._masks.popleft())).wait()
         output = StepOutput.decode(_on_the_wire(output))
@@ -269,14 +269,14 @@ class Engine:
         self.scheduler.check_invariants()
 
     def _take_masks(self) -> None:
-        """As the core does it: they come between their step and the next."""
+        """Send the masks as the core does: between their step and the next."""
         masks = self.scheduler.take_masks()
         if masks is not None:
             assert masks.step_id == self.steps[-1].step_id, "steps behind it have been sent"
             self._masks.append(_on_the_wire(masks))
 
     def turn(self) -> bool:
-        """One turn of the core's loop. False when nothing is left to do."""
+        """Run one turn of the core's loop. Return False when nothing is left to do."""
         while len(self._in_flight) < self.depth and self.launch():
             pass
         self._note(self.scheduler.take_outputs())
@@ -287,7 +287,7 @@ class Engine:
         return bool(self._in_flight) or self.scheduler.has_unfinished
 
     def run(self, limit: int = 10_000) -> None:
-        """Turns until all requests have ended."""
+        """Run turns until all requests have ended."""
         for _ in range(limit):
             if not self.turn():
                 return

@@ -1,5 +1,6 @@
-"""The commands in README and docs: the lines of their code blocks, with continuation lines
-joined.
+"""The commands in README and docs.
+
+They are the lines of the code blocks, with continuation lines joined.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Set the state that a test process starts with, however it was started: Ctrl-C works and there is
-a standard input.
+"""The initial state of a test process, however it was started.
+
+Ctrl-C works, and there is a standard input.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON_PATH = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
-"""For PYTHONPATH: they find what this process finds, wherever it is installed."""
+"""Value of PYTHONPATH with which child processes find the same modules as this one."""
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has not ended. It may end between any two looks at it."""
+    """Return whether a process has not ended. It may end between any two calls."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Random JSON schemas, and forms of other kinds, for tests of structured outputs."""
+"""Random JSON schemas, and other grammars, for tests of structured outputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ REGEXES = (
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    """Objects and arrays at most `depth` levels deep; every value can be written with few
-    tokens.
+    """Return a schema of objects and arrays at most `depth` levels deep.
+
+    Every value can be written with few tokens.
     """
     kinds = ["integer", "number", "string", "pattern", "boolean", "null", "enum", "const"]
     if depth:

@@ -1,5 +1,6 @@
-"""Grammars of a vocabulary of single characters, compiled when asked for, and what a request held
-to one must give.
+"""Grammars of a vocabulary of single characters, compiled when asked for.
+
+The module also computes the expected tokens of a request that has such a grammar.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,:;-+*/(){}["
 
 
 def _tokenizer() -> str:
-    """Token 0 ends an output; token i is the i-th character."""
+    """Return a tokenizer: token 0 ends an output; token i is the i-th character."""
     vocab = {"<eos>": EOS} | {character: i for i, character in enumerate(_CHARACTERS, 1)}
     assert len(vocab) == VOCAB_SIZE
     end = {
@@ -65,13 +66,16 @@ def _tokenizer() -> str:
 
 
 class SmallGrammars(Grammars):
-    """No thread compiles: it is done when the caller goes on, and heard of in the next step."""
+    """Grammars that no thread compiles.
+
+    Each is compiled when the caller goes on, and known in the next step.
+    """
 
     rng = random.Random(0)
     late_share = 0.0
     """Share of the masks that may be late."""
     mask_seconds: Sequence[float] = (0.0,)
-    """Seconds that masks seem to have taken; each mask gets one of these at random."""
+    """Seconds that masks appear to take; each mask gets one of these at random."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -97,13 +101,14 @@ class SmallGrammars(Grammars):
         return [None if self.rng.random() < self.late_share else mask for mask in found]
 
     def forget_all(self) -> None:
-        """The next request with any grammar has to wait for it."""
+        """Forget all grammars, so that the next request with any grammar has to wait for it."""
         self._cache.clear()
 
     def expected_tokens(
         self, grammar: Grammar, prompt: list[int], count: int, seed: int
     ) -> list[int]:
-        """What a request must give, whatever runs beside it."""
+        """Return the tokens that a request must give, whatever runs beside it."""
+        assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer, grammar.text, limits=grammar_limits())
         state, tokens = 0, list[int]()
         for token in prompt:
@@ -119,5 +124,5 @@ class SmallGrammars(Grammars):
 
 
 def small_grammar(regex: str) -> Grammar:
-    """Of an expression over those characters."""
+    """Return the grammar of a regular expression over those characters."""
     return make_grammar(StructuredOutputsParams(regex=regex), {})

@@ -1,4 +1,4 @@
-"""Small models are computed by one thread: more would only wait for each other."""
+"""One thread for small models: more would only wait for each other."""
 
 from __future__ import annotations
 

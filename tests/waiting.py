@@ -1,6 +1,4 @@
-"""Waiting for the engine to be as a test needs it: by asking it, never by sleeping for a guessed
-time.
-"""
+"""Waiting for a state of the engine: by asking it, never by sleeping for a guessed time."""
 
 from __future__ import annotations
 
@@ -10,8 +8,9 @@ from sidestep import AsyncLLM
 
 
 async def until_idle(llm: AsyncLLM, limit_s: float = 20.0) -> None:
-    """Returns when no request is left and all KV blocks are free; fails with the statistics
-    otherwise.
+    """Return when no request is left and all KV blocks are free.
+
+    Otherwise fail with the statistics.
     """
     async with asyncio.timeout(limit_s):
         while True:

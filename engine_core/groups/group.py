@@ -3,8 +3,8 @@
 Beams are in engine_core/groups/beams.py. The requests of a group are admitted and preempted
 together. One of them, the group's source, computes the prompt; the others are *parked* until the
 step that computes the prompt's last token has been scheduled. In the next step they enter with all
-tokens of the prompt but the last computed. Their full blocks are the source's own. What the source
-has written to the block that is not full is copied before that step writes anything.
+tokens of the prompt but the last computed. Their full blocks are the source's own. The last
+block of the prompt, if it is not full, is copied from the source before that step writes anything.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ compute. A request in decode gets one, and chunks of prompts get the rest of the
 called one step later: a token that is not back yet counts as a placeholder. The scheduler is
 synchronous and has no sockets; its clock is injected.
 
-Steps enter a pipeline in beats. As many are in flight as the pipeline has stages, and one more with
-overlap. A beat in which no request is due is left out (micro_batches.py).
+Steps enter a pipeline in beats. The number of steps in flight is the number of stages, and one more
+with overlap. A beat in which no request is due is left out (micro_batches.py).
 
 `schedule()` returns None only if nothing is left to run, or if a step in flight must come back
 first: the caller may sleep until then.

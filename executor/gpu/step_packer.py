@@ -13,7 +13,7 @@ import torch
 
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, HostBatch
-from sidestep.ipc.params.sampling_params import MAX_STOP_TOKEN_IDS
+from sidestep.ipc.params.ranges import MAX_STOP_TOKEN_IDS
 from sidestep.ipc.transport.step import Int32, StepInput
 from sidestep.kernels.triton.prepare_step_triton import MASKED, SAMPLING, StepLayout
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
-from sidestep.ipc.params.sampling_params import MAX_LOGPROBS
+from sidestep.ipc.params.ranges import MAX_LOGPROBS
 from sidestep.ipc.transport.step import StepInput
 
 ALL_CONTROLS = Controls(

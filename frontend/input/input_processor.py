@@ -24,7 +24,8 @@ from sidestep.frontend.input.tokenizer import LONG_TEXT, Tokenizer
 from sidestep.ipc.common.errors import PromptTooLongError, ValidationError
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import encode_controls
-from sidestep.ipc.params.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
+from sidestep.ipc.params.ranges import MAX_SEED
+from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from sidestep.ipc.params.structured_outputs_params import Grammar, StructuredOutputsParams
 
 _VERY_LONG_TEXT = 256 << 10

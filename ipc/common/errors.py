@@ -82,7 +82,7 @@ class EngineStalledError(SidestepError, RuntimeError):
 
 
 class QueueFullError(SidestepError, RuntimeError):
-    """As many requests or prompt tokens wait as may.
+    """The queue holds as many requests or prompt tokens as it may.
 
     Nothing was sent, and the same call may succeed later.
     """

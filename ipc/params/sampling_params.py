@@ -7,51 +7,39 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
 from typing import Any, Self
 
 import msgspec
 
-from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.params.ranges import (
+    BIAS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PATTERN,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    MIN_P,
+    NUM_LOGPROBS,
+    PATTERN_COUNT,
+    PATTERN_SIZE,
+    PENALTY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    check,
+    is_in,
+    is_int,
+    is_number,
+)
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.vllm.params import ParamsMeta, plain
 
-MAX_SEED = 2**63 - 1
-MAX_STOP_TOKEN_IDS = 128
-"""Most stop tokens of one request.
-
-With `min_tokens` they travel to the device in each step, in a message of bounded size.
-"""
-MAX_CHOICES = 1024
-"""Most completions of one request."""
 _DERIVE = 0x9E3779B97F4A7C15
 """Factor that derives the seeds of further completions."""
-MAX_LOGPROBS = 20
-"""Most log-probabilities of one token, as in OpenAI's API."""
-MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARACTERS = 256
-MAX_PATTERN = 128
-TEMPERATURE = msgspec.Meta(ge=0, le=2)
-"""Range of `temperature`. Requests of the HTTP server must keep to it and to those below too."""
-TOP_P = msgspec.Meta(gt=0, le=1)
-"""Range of `top_p`."""
-TOP_K = msgspec.Meta(ge=-1)
-"""Range of `top_k`."""
-MIN_P = msgspec.Meta(ge=0, le=1)
-"""Range of `min_p`."""
-PENALTY = msgspec.Meta(ge=-2, le=2)
-"""Range of `presence_penalty` and `frequency_penalty`."""
-REPETITION_PENALTY = msgspec.Meta(ge=0.01, le=100)
-"""Range of `repetition_penalty`."""
-NUM_LOGPROBS = msgspec.Meta(ge=0, le=MAX_LOGPROBS)
-"""Range of `logprobs` and `prompt_logprobs`."""
-BIAS = msgspec.Meta(ge=-100, le=100)
-"""Range of each number in `logit_bias`."""
-PATTERN_SIZE = msgspec.Meta(ge=1)
-"""Range of the pattern sizes in `repetition_detection`, in tokens; at most MAX_PATTERN."""
-PATTERN_COUNT = msgspec.Meta(ge=2, le=2**31 - 1)
-"""Range of `repetition_detection.min_count`."""
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -64,28 +52,6 @@ class RequestOutputKind(enum.IntEnum):
     """The text and tokens that are new since the last output."""
     FINAL_ONLY = 2
     """All text and tokens, in one output at the end."""
-
-
-def _check(condition: bool, field: str, problem: str) -> None:
-    if not condition:
-        raise ValidationError(field, problem)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_in(value: Any, limits: msgspec.Meta) -> bool:
-    """Return whether a number is within the limits."""
-    return (
-        (limits.ge is None or value >= limits.ge)
-        and (limits.gt is None or value > limits.gt)
-        and (limits.le is None or value <= limits.le)
-    )
 
 
 class RepetitionDetectionParams(
@@ -105,19 +71,19 @@ class RepetitionDetectionParams(
 
     def __post_init__(self) -> None:
         name = "repetition_detection"
-        _check(
-            _is_int(self.min_pattern_size) and _is_in(self.min_pattern_size, PATTERN_SIZE),
+        check(
+            is_int(self.min_pattern_size) and is_in(self.min_pattern_size, PATTERN_SIZE),
             f"{name}.min_pattern_size",
             f"must be at least {PATTERN_SIZE.ge}, not {self.min_pattern_size!r}",
         )
-        _check(
-            _is_int(self.max_pattern_size)
+        check(
+            is_int(self.max_pattern_size)
             and self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN,
             f"{name}.max_pattern_size",
             f"must be between min_pattern_size and {MAX_PATTERN}, not {self.max_pattern_size!r}",
         )
-        _check(
-            _is_int(self.min_count) and _is_in(self.min_count, PATTERN_COUNT),
+        check(
+            is_int(self.min_count) and is_in(self.min_count, PATTERN_COUNT),
             f"{name}.min_count",
             f"must be at least {PATTERN_COUNT.ge}, not {self.min_count!r}",
         )
@@ -253,62 +219,62 @@ class SamplingParams(
         self._check_structure()
 
     def _check_choices(self) -> None:
-        _check(
-            _is_int(self.n) and 1 <= self.n <= MAX_CHOICES,
+        check(
+            is_int(self.n) and 1 <= self.n <= MAX_CHOICES,
             "n",
             f"must be a whole number between 1 and {MAX_CHOICES}, not {self.n!r}",
         )
-        _check(
+        check(
             self.best_of is None
-            or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_CHOICES),
+            or (is_int(self.best_of) and self.n <= self.best_of <= MAX_CHOICES),
             "best_of",
             f"must be a whole number between n ({self.n}) and {MAX_CHOICES}, not {self.best_of!r}",
         )
-        _check(
+        check(
             not self.ranks_choices or self.output_kind is not RequestOutputKind.DELTA,
             "best_of",
             "is known only at the end, so it cannot go with output_kind DELTA",
         )
 
     def _check_distribution(self) -> None:
-        _check(
-            _is_number(self.temperature) and _is_in(self.temperature, TEMPERATURE),
+        check(
+            is_number(self.temperature) and is_in(self.temperature, TEMPERATURE),
             "temperature",
             f"must be between {TEMPERATURE.ge} and {TEMPERATURE.le}, not {self.temperature!r}",
         )
-        _check(
-            _is_number(self.top_p) and _is_in(self.top_p, TOP_P),
+        check(
+            is_number(self.top_p) and is_in(self.top_p, TOP_P),
             "top_p",
             f"must be in ({TOP_P.gt}, {TOP_P.le}], not {self.top_p!r}",
         )
-        _check(
-            _is_int(self.top_k) and _is_in(self.top_k, TOP_K),
+        check(
+            is_int(self.top_k) and is_in(self.top_k, TOP_K),
             "top_k",
             f"must be {TOP_K.ge} or 0 (all) or at least 1, not {self.top_k!r}",
         )
-        _check(
-            _is_number(self.min_p) and _is_in(self.min_p, MIN_P),
+        check(
+            is_number(self.min_p) and is_in(self.min_p, MIN_P),
             "min_p",
             f"must be in [{MIN_P.ge}, {MIN_P.le}], not {self.min_p!r}",
         )
-        _check(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+        check(
+            self.seed is None or (is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
             "seed",
             f"must be a whole number between 0 and 2**63-1, not {self.seed!r}",
         )
 
     def _check_lengths(self) -> None:
-        _check(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+        check(
+            self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens >= 1),
             "max_tokens",
             f"must be at least 1, not {self.max_tokens!r}",
         )
-        _check(
-            _is_int(self.min_tokens) and self.min_tokens >= 0,
+        check(
+            is_int(self.min_tokens) and self.min_tokens >= 0,
             "min_tokens",
             f"must be at least 0, not {self.min_tokens!r}",
         )
-        _check(
+        check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
             f"{self.min_tokens} is more than max_tokens ({self.max_tokens})",
@@ -317,14 +283,14 @@ class SamplingParams(
     def _check_logprobs(self) -> None:
         for field in ("logprobs", "prompt_logprobs"):
             value = getattr(self, field)
-            _check(
+            check(
                 value != -1,
                 field,
                 f"-1 asks for all tokens of the vocabulary; at most {MAX_LOGPROBS} of the most "
                 "probable ones can be told",
             )
-            _check(
-                value is None or (_is_int(value) and _is_in(value, NUM_LOGPROBS)),
+            check(
+                value is None or (is_int(value) and is_in(value, NUM_LOGPROBS)),
                 field,
                 f"must be between {NUM_LOGPROBS.ge} and {NUM_LOGPROBS.le}, not {value!r}: more of "
                 "each token would cost more than sampling it",
@@ -335,8 +301,8 @@ class SamplingParams(
         # without end.
         for field in _SWITCHES:
             value = getattr(self, field)
-            _check(isinstance(value, bool), field, f"must be True or False, not {value!r}")
-        _check(
+            check(isinstance(value, bool), field, f"must be True or False, not {value!r}")
+        check(
             isinstance(self.output_kind, RequestOutputKind),
             "output_kind",
             f"must be a RequestOutputKind, not {self.output_kind!r}",
@@ -351,7 +317,7 @@ class SamplingParams(
             if isinstance(value, dict) and name in _NESTED:
                 value = _NESTED[name](**value)
             msgspec.structs.force_setattr(self, name, plain(value))
-        if self.seed == -1 and _is_int(self.seed):
+        if self.seed == -1 and is_int(self.seed):
             msgspec.structs.force_setattr(self, "seed", None)
 
     @classmethod
@@ -366,48 +332,48 @@ class SamplingParams(
     def _check_structure(self) -> None:
         if (structure := self.structured_outputs) is None:
             return
-        _check(
+        check(
             isinstance(structure, StructuredOutputsParams),
             "structured_outputs",
             f"must be StructuredOutputsParams, not {type(structure).__name__}",
         )
-        _check(
+        check(
             not self.ignore_eos,
             "ignore_eos",
             "cannot go with structured_outputs, which say where the output ends",
         )
-        _check(
+        check(
             self.min_tokens == 0,
             "min_tokens",
             "cannot go with structured_outputs, which say where the output ends",
         )
 
     def _check_stops(self) -> None:
-        _check(
+        check(
             self.stop is None or isinstance(self.stop, str | list | tuple),
             "stop",
             f"must be a string or a list of strings, not {self.stop!r}",
         )
         for text in self.stop_strings:
-            _check(
+            check(
                 isinstance(text, str) and text != "",
                 "stop",
                 f"holds {text!r}, which is not a non-empty string",
             )
-        _check(self.detokenize or not self.stop_strings, "stop", "needs detokenize=True")
-        _check(
+        check(self.detokenize or not self.stop_strings, "stop", "needs detokenize=True")
+        check(
             self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple),
             "stop_token_ids",
             f"must be a list of token ids, not {self.stop_token_ids!r}",
         )
-        _check(
+        check(
             len(self.stop_token_ids or ()) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
             f"holds {len(self.stop_token_ids or ())} ids; {MAX_STOP_TOKEN_IDS} are the most",
         )
         for token in self.stop_token_ids or ():
-            _check(
-                _is_int(token) and token >= 0,
+            check(
+                is_int(token) and token >= 0,
                 "stop_token_ids",
                 f"holds {token!r}, which is not a token id",
             )
@@ -425,20 +391,20 @@ class SamplingParams(
     def _check_penalties(self) -> None:
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
-            _check(
-                _is_number(value) and _is_in(value, PENALTY),
+            check(
+                is_number(value) and is_in(value, PENALTY),
                 field,
                 f"must be between {PENALTY.ge} and {PENALTY.le}, not {value!r}",
             )
-        _check(
-            _is_number(self.repetition_penalty)
-            and _is_in(self.repetition_penalty, REPETITION_PENALTY),
+        check(
+            is_number(self.repetition_penalty)
+            and is_in(self.repetition_penalty, REPETITION_PENALTY),
             "repetition_penalty",
             f"must be between {REPETITION_PENALTY.ge} and {REPETITION_PENALTY.le}, "
             f"not {self.repetition_penalty!r}",
         )
         detection = self.repetition_detection
-        _check(
+        check(
             detection is None or isinstance(detection, RepetitionDetectionParams),
             "repetition_detection",
             f"must be RepetitionDetectionParams, not {detection!r}",
@@ -446,39 +412,39 @@ class SamplingParams(
 
     def _check_tokens_and_words(self) -> None:
         allowed, words, extra = self.allowed_token_ids, self.bad_words, self.extra_args
-        _check(
+        check(
             allowed is None or (isinstance(allowed, list | tuple) and len(allowed) > 0),
             "allowed_token_ids",
             f"must be a list of at least one token id, not {allowed!r}",
         )
         for token in allowed or ():
-            _check(
-                _is_int(token) and token >= 0,
+            check(
+                is_int(token) and token >= 0,
                 "allowed_token_ids",
                 f"holds {token!r}, which is not a token id",
             )
-        _check(
+        check(
             words is None or isinstance(words, list | tuple),
             "bad_words",
             f"must be a list of strings, not {words!r}",
         )
-        _check(
+        check(
             len(words or ()) <= MAX_BAD_WORDS,
             "bad_words",
             f"holds {len(words or ())} texts; {MAX_BAD_WORDS} are the most",
         )
         for word in words or ():
-            _check(
+            check(
                 isinstance(word, str) and word.strip() != "",
                 "bad_words",
                 f"holds {word!r}, which is not a text with anything but white space",
             )
-            _check(
+            check(
                 len(word) <= MAX_BAD_WORD_CHARACTERS,
                 "bad_words",
                 f"holds a text of {len(word)} characters; {MAX_BAD_WORD_CHARACTERS} are the most",
             )
-        _check(
+        check(
             extra is None
             or (isinstance(extra, dict) and all(isinstance(name, str) for name in extra)),
             "extra_args",
@@ -489,24 +455,24 @@ class SamplingParams(
         bias = self.logit_bias
         if bias is None:
             return
-        _check(
+        check(
             isinstance(bias, dict),
             "logit_bias",
             f"must be a dict from token ids to numbers, not {bias!r}",
         )
-        _check(
+        check(
             len(bias) <= MAX_LOGIT_BIAS,
             "logit_bias",
             f"holds {len(bias)} tokens; {MAX_LOGIT_BIAS} are the most",
         )
         for token, value in bias.items():
-            _check(
-                _is_int(token) and token >= 0,
+            check(
+                is_int(token) and token >= 0,
                 "logit_bias",
                 f"holds {token!r}, which is not a token id",
             )
-            _check(
-                _is_number(value) and _is_in(value, BIAS),
+            check(
+                is_number(value) and is_in(value, BIAS),
                 "logit_bias",
                 f"of token {token} must be between {BIAS.ge} and {BIAS.le}, not {value!r}",
             )

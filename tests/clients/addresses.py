@@ -1,4 +1,7 @@
-"""Addresses of the snippets' servers: run_snippets.py sets them before it imports the snippets."""
+"""Addresses of the snippets' servers.
+
+run_snippets.py sets them before it imports the snippets.
+"""
 
 from __future__ import annotations
 

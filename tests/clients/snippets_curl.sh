@@ -1,4 +1,5 @@
-# Calls by curl, as people type them. Each function is one snippet; its last command decides. Run as: FILE URL SCRIPTED_URL
+# Calls by curl, as people type them. Each function is one snippet; its last command decides.
+# Run as: FILE URL SCRIPTED_URL
 set -uo pipefail
 URL="$1"
 SCRIPTED="$2"
@@ -23,18 +24,21 @@ a_chat() {
 
 a_streamed_chat() {
   curl -sN "$URL/chat/completions" -H "$JSON" -d '{
-    "model": "tiny-python", "messages": [{"role": "user", "content": "def hello("}], "max_tokens": 4, "stream": true
+    "model": "tiny-python", "messages": [{"role": "user", "content": "def hello("}],
+    "max_tokens": 4, "stream": true
   }' | _holds 'data: {' 'data: [DONE]'
 }
 
 a_completion() {
-  curl -s "$URL/completions" -H "$JSON" -d '{"model": "tiny-python", "prompt": "import ", "max_tokens": 4}' |
-    _holds '"object":"text_completion"'
+  curl -s "$URL/completions" -H "$JSON" -d '{
+    "model": "tiny-python", "prompt": "import ", "max_tokens": 4
+  }' | _holds '"object":"text_completion"'
 }
 
 a_completion_with_whole_numbers_as_floats() {
-  curl -s "$URL/completions" -H "$JSON" -d '{"prompt": "import ", "max_tokens": 1.0, "n": 2.0, "seed": 3.0}' |
-    _holds '"index":1' '"completion_tokens":2'
+  curl -s "$URL/completions" -H "$JSON" -d '{
+    "prompt": "import ", "max_tokens": 1.0, "n": 2.0, "seed": 3.0
+  }' | _holds '"index":1' '"completion_tokens":2'
 }
 
 unknown_fields_that_are_null() {
@@ -44,13 +48,15 @@ unknown_fields_that_are_null() {
 }
 
 unknown_fields_are_named() {
-  curl -s "$URL/chat/completions" -H "$JSON" -d '{"messages": [{"role": "user", "content": "a"}], "mood": "good"}' |
-    _holds '"param":"mood"' '"code":"unknown_field"'
+  curl -s "$URL/chat/completions" -H "$JSON" -d '{
+    "messages": [{"role": "user", "content": "a"}], "mood": "good"
+  }' | _holds '"param":"mood"' '"code":"unknown_field"'
 }
 
 a_response() {
-  curl -s "$URL/responses" -H "$JSON" -d '{"model": "tiny-python", "input": "def f(", "max_output_tokens": 4}' |
-    _holds '"object":"response"' '"type":"output_text"'
+  curl -s "$URL/responses" -H "$JSON" -d '{
+    "model": "tiny-python", "input": "def f(", "max_output_tokens": 4
+  }' | _holds '"object":"response"' '"type":"output_text"'
 }
 
 a_tool_call() {

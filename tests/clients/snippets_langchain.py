@@ -1,5 +1,6 @@
-"""Calls by LangChain, as authors of applications write them. Each function is one snippet; see
-snippets_openai.
+"""Calls by LangChain, as authors of applications write them.
+
+Each function is one snippet; see snippets_openai.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ scripted = ChatOpenAI(model="scripted", base_url=SCRIPTED, api_key="none")
 
 @tool
 def get_weather(city: Literal["Bern", "Ulm"]) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return f"21 degrees in {city}"
 
 

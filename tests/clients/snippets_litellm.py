@@ -1,5 +1,6 @@
-"""Calls by LiteLLM, as authors of applications write them. Each function is one snippet; see
-snippets_openai.
+"""Calls by LiteLLM, as authors of applications write them.
+
+Each function is one snippet; see snippets_openai.
 """
 
 from __future__ import annotations
@@ -191,8 +192,8 @@ def a_router() -> None:
         ],
         num_retries=1,
     )
-    assert router.completion(model="coder", messages=HELLO, max_tokens=3).choices  # type: ignore[arg-type]
-    made = router.completion(model="weather", messages=ASK)  # type: ignore[arg-type]
+    assert router.completion(model="coder", messages=HELLO, max_tokens=3).choices
+    made = router.completion(model="weather", messages=ASK)
     assert made.choices[0].message.content == "It is 21 degrees in Bern."
 
 
@@ -205,7 +206,7 @@ async def a_router_with_a_fallback() -> None:
         fallbacks=[{"gone": ["coder"]}],
         num_retries=0,
     )
-    made = await router.acompletion(model="gone", messages=HELLO, max_tokens=3)  # type: ignore[arg-type]
+    made = await router.acompletion(model="gone", messages=HELLO, max_tokens=3)
     assert made.choices
 
 

@@ -1,5 +1,6 @@
-"""Calls of /v1/responses by the openai library, as authors of applications write them. Each
-function is one snippet; see snippets_openai.
+"""Calls of /v1/responses by the openai library, as authors of applications write them.
+
+Each function is one snippet; see snippets_openai.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Run other projects' clients against this server: each snippet is a call that applications make
-with a library.
+"""Other projects' clients against this server.
 
-All snippets of a suite run in one process, and each is a test of its own. Where a snippet needs
-certain words from the model, the model is scripted; elsewhere it is the bundled one.
-scripts/install_clients.sh installs the libraries.
+Each snippet is a call that applications make with a library. All snippets of a suite run in one
+process, and each is a test of its own. Where a snippet needs certain words from the model, the
+model is scripted; elsewhere it is the bundled one. scripts/install_clients.sh installs the
+libraries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ OTHERS_PYTHON = INSTALLED / "venv/bin/python"
 MODEL = ROOT / "sidestep/tiny-python"
 TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}\
 {% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>\
+{{ message.content }}{% for call in message.tool_calls or [] %}\
+<tool_call>{{ call.function | tojson }}</tool_call>\
 {% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -69,7 +70,7 @@ class Suite:
 
 
 _FUNCTION = r"^(?:async )?def ([a-z]\w*)\(\) -> None:"
-_OPENAI = ["snippets_openai.py", "snippets_responses.py"]
+_OPENAI = ["snippets_openai.py", "snippets_tools.py", "snippets_errors.py", "snippets_responses.py"]
 SUITES = {
     "openai": Suite([sys.executable, str(HERE / "run_snippets.py")], _OPENAI, _FUNCTION, None),
     "python": Suite(

@@ -1,6 +1,4 @@
-"""The words of a model that calls the first tool in its prompt, and answers when it has the tool's
-output.
-"""
+"""Text of a model that calls the first tool in its prompt, and then uses the tool's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of whole engines use."""
+"""Fixtures of the tests of whole engines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def one_thread() -> Iterator[None]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write an empty tokenizer, as every model's folder must have one; these models are spoken to
-    in token ids.
+    """Write an empty tokenizer into a model's folder.
+
+    Every model's folder must have one, although the tests send token ids to these models.
     """
     Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
@@ -33,14 +34,16 @@ def write_tokenizer(folder: Path) -> Path:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder for a model that the test changes."""
+    """Return a folder for a model that the test changes."""
     return write_tokenizer(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """The folder of a family's random model, and the model as transformers runs it; made once, to
-    be left as it is.
+    """Return a function that gives a family's random model.
+
+    It returns the model's folder, and the model as transformers runs it. Both are made once, so
+    tests must not change them.
     """
 
     @cache
@@ -53,7 +56,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    """Engines that the tests of a file share."""
+    """Yield the engines that the tests of a file share."""
     shared = Engines()
     yield shared
     shared.close()

@@ -8,22 +8,23 @@ from typing import Any
 from sidestep import DEFAULT_MODEL, LLM
 
 MOST_RUNNING = 3
-"""Engines that are kept; each has a core and one worker or more."""
+"""Number of engines that are kept; each has a core and one worker or more."""
 
 
 class Engines:
-    """Starts an engine for each model and set of options that a test asks for, and keeps the
-    latest.
+    """A cache of engines: one for each model and set of options that a test asks for.
 
-    Tests get an engine with an empty prefix cache. Its counters go on from the tests before.
+    It keeps the most recent ones. Tests get an engine with an empty prefix cache. Its counters go
+    on from the tests before.
     """
 
     def __init__(self) -> None:
         self._running: OrderedDict[str, LLM] = OrderedDict()
 
     def get(self, path: str = DEFAULT_MODEL, **options: Any) -> LLM:
-        """Return an engine in float32 with one thread, unless the options say otherwise. Do not
-        shut it down.
+        """Return an engine in float32 with one thread, unless the options say otherwise.
+
+        The caller must not shut it down.
         """
         options = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, **options}
         key = repr((path, sorted(options.items())))
@@ -37,6 +38,6 @@ class Engines:
         return llm
 
     def close(self) -> None:
-        """End them all."""
+        """Shut down all engines."""
         for llm in self._running.values():
             llm.shutdown()

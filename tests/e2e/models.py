@@ -1,5 +1,6 @@
-"""Small random models of every family, written by transformers, and what transformers generates
-with them.
+"""Small random models of every family, and the tokens that transformers generates with them.
+
+transformers writes the models.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 RandomModel = Callable[[str], tuple[str, PreTrainedModel]]
-"""Gives a family's model: its folder, and the model as transformers runs it."""
+"""A function that returns a family's model: its folder, and the model in transformers."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": 331,
@@ -85,8 +86,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def write_model(family: str, folder: Path, **changes: Any) -> str:
-    """A random model in float32. Weights are large, so that logits are far apart and depend on the
-    whole context. changes: of the family's configuration.
+    """Write a random model in float32 and return its folder.
+
+    The weights are large, so that logits are far apart and depend on the whole context. changes:
+    fields of the family's configuration.
     """
     torch.manual_seed(7)
     config = FAMILIES[family]()
@@ -105,14 +108,14 @@ def write_model(family: str, folder: Path, **changes: Any) -> str:
 
 
 def load_reference(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model as transformers runs it."""
+    """Load the model with transformers."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
 
 
 def random_prompts(
     count: int, vocab_size: int, longest: int = 90, seed: int = 3
 ) -> list[list[int]]:
-    """Prompts of mixed lengths, some with a common beginning."""
+    """Return prompts of mixed lengths, some with a common beginning."""
     rng = random.Random(seed)
     shared = [rng.randrange(vocab_size) for _ in range(40)]
     prompts = [
@@ -124,7 +127,7 @@ def random_prompts(
 def reference_tokens(
     model: PreTrainedModel, prompts: Sequence[list[int]], counts: Sequence[int]
 ) -> list[list[int]]:
-    """Greedy continuations by transformers, one prompt at a time."""
+    """Return greedy continuations by transformers, computed one prompt at a time."""
     return [
         list(_continuation(model, tuple(prompt), count))
         for prompt, count in zip(prompts, counts, strict=True)
@@ -133,9 +136,10 @@ def reference_tokens(
 
 @cache
 def _continuation(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
-    """One of them; several tests compare with the same."""
+    """Return one continuation. It is cached, because several tests compare with the same one."""
     ids = torch.tensor([prompt])
-    out = model.generate(
+    generate: Any = model.generate  # without types
+    out = generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,

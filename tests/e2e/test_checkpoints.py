@@ -1,4 +1,7 @@
-"""Checkpoints that their config.json does not describe in full: read as transformers reads them."""
+"""Checkpoints that their config.json does not describe in full.
+
+They are read as transformers reads them.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def test_yarn_by_an_override_equals_transformers_with_it_in_the_file(model_folde
 
 
 async def test_a_long_context_is_fitted_to_a_small_cache_on_the_cpu(tmp_path: Path) -> None:
-    """As of Qwen3-0.6B, whose 40,960 tokens take more than the cache that a CPU has by default."""
+    """Qwen3-0.6B's 40,960 tokens take more than the cache that a CPU has by default."""
     (tmp_path / "config.json").write_text(
         json.dumps(
             {

@@ -1,5 +1,6 @@
-"""Greedy tokens equal those of transformers, in float32 on the CPU, whatever the batch and however
-it is run.
+"""Greedy tokens equal those of transformers, in float32 on the CPU.
+
+This holds whatever the batch, and however it is run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.e2e.models import (
 def engine_tokens(
     path: str, prompts: Sequence[list[int]], counts: Sequence[int], **options: Any
 ) -> list[list[int]]:
-    """The same by the engine, all at once."""
+    """Return the engine's tokens for all prompts at once."""
     with LLM(path, **{"device": "cpu", "dtype": "float32", "cpu_threads": 1, **options}) as llm:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
         return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
@@ -41,7 +42,7 @@ def test_every_family_equals_transformers_in_a_mixed_batch(
     counts = [4 + 5 * (i % 5) for i in range(12)]
     expected = reference_tokens(model, prompts, counts)
     assert len({tuple(tokens) for tokens in expected}) == 12, "the model says the same to everybody"
-    # Small budget and blocks: prompts in chunks, a cache that forces preemption.
+    # The budget and the blocks are small: prompts come in chunks, and the cache forces preemption.
     got = engine_tokens(
         path,
         prompts,
@@ -83,8 +84,9 @@ def test_64_requests_equal_transformers_however_they_are_run(
 def test_several_ranks_equal_transformers(
     family: str, ranks: int, random_model: RandomModel
 ) -> None:
-    """The vocabularies are no multiples of the ranks; of four ranks, two have the same one of two
-    KV heads.
+    """Cover vocabularies that are no multiples of the ranks.
+
+    With four ranks, two ranks share each of the two KV heads.
     """
     path, model = random_model(family)
     assert model.config.vocab_size % ranks
@@ -135,8 +137,9 @@ def test_the_bundled_model_equals_transformers(bundled_prompts: list[list[int]])
 def test_half_precision_is_as_exact_as_that_of_transformers(
     dtype: str, bundled_prompts: list[list[int]]
 ) -> None:
-    """Tokens themselves may differ: which of two close logits is larger, rounding decides, on each
-    CPU in its way.
+    """Compare distances, because tokens themselves may differ.
+
+    Rounding decides which of two close logits is larger, and differs between CPUs.
     """
     exact = load_reference(DEFAULT_MODEL, torch.float64)
     rounded = load_reference(DEFAULT_MODEL, getattr(torch, dtype))

@@ -1,5 +1,6 @@
-"""Stages of layers, in processes of their own: the tokens are those of one rank, and of
-transformers, in float32 on the CPU.
+"""Pipeline stages in processes of their own.
+
+The tokens equal those of one rank and of transformers, in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SMALL: dict[str, Any] = {
     "num_kv_blocks": 40,
     "max_model_len": 200,
 }
-"""So small that prompts come in chunks and requests are preempted."""
+"""Options so small that prompts come in chunks and requests are preempted."""
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,9 @@ def test_ranks_and_stages_equal_transformers(
     random_model: RandomModel,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """And no rank writes a library's warning to the screen, in the midst of what a user streams
-    there.
+    """Also check that no rank writes a library's warning to the screen.
+
+    Users stream text there.
     """
     path, model = random_model(family)
     prompts = random_prompts(12, model.config.vocab_size)
@@ -60,8 +62,9 @@ def test_ranks_and_stages_equal_transformers(
 
 
 def test_the_order_of_requests_changes_nothing(random_model: RandomModel) -> None:
-    """Requests meet others in their steps, and are divided among the steps in flight in other
-    ways.
+    """Cover other orders: requests share steps with others and are divided differently.
+
+    Each order divides the requests in its own way among the steps in flight.
     """
     path, model = random_model("qwen3-tied")
     prompts = random_prompts(40, 331)
@@ -101,7 +104,7 @@ TEXTS = ["def get_name(", "class Stack:\n", "import os\n\ndef read_file(path):"]
 
 
 def everything(**options: Any) -> list[Any]:
-    """What the bundled model gives for requests of all kinds at once, and for searches."""
+    """Return the bundled model's outputs for requests of all kinds and searches, at once."""
     prompts = [TEXTS[i % 3] * (1 + 3 * (i % 2)) for i in range(len(REQUESTS))]
     params = [
         SamplingParams(**{"temperature": 0, "seed": i, "max_tokens": 30, **more})
@@ -127,13 +130,13 @@ def everything(**options: Any) -> list[Any]:
         [[s.tokens for s in b.sequences] for b in beams],
         [
             [
-                {token: entry.logprob for token, entry in place.items()}
-                for place in places
-                if place is not None
+                {token: entry.logprob for token, entry in position.items()}
+                for position in positions
+                if position is not None
             ]
             for pair in told
-            for places in pair
-            if places is not None
+            for positions in pair
+            if positions is not None
         ],
         preempted,
     ]
@@ -150,7 +153,7 @@ def test_requests_of_all_kinds_are_answered_as_by_one_rank() -> None:
     assert got_beams == beams
     assert len(logprobs) == 3
     for got, expected in zip(got_logprobs, logprobs, strict=True):
-        assert [list(place) for place in got] == [list(place) for place in expected]
-        assert [list(place.values()) for place in got] == [
-            pytest.approx(list(place.values()), abs=1e-4) for place in expected
+        assert [list(position) for position in got] == [list(position) for position in expected]
+        assert [list(position.values()) for position in got] == [
+            pytest.approx(list(position.values()), abs=1e-4) for position in expected
         ]

@@ -1,4 +1,4 @@
-"""The tokenizer's methods give what those of transformers give."""
+"""The tokenizer's methods return the same results as those of transformers."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def test_chats_are_rendered_as_by_transformers(tokenizer: Tokenizer, more: dict[
     assert tokenizer.apply_chat_template(
         chat, tokenize=False, **more
     ) == theirs.apply_chat_template(chat, tokenize=False, **more)
-    ids = theirs.apply_chat_template(chat, return_dict=True, **more)["input_ids"]
+    encoded: Any = theirs.apply_chat_template(chat, return_dict=True, **more)
+    ids = encoded["input_ids"]
     assert tokenizer.apply_chat_template(chat, **more) == ids
     assert tokenizer.apply_chat_template(chat, return_dict=True, **more).input_ids == ids

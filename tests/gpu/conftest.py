@@ -1,4 +1,4 @@
-"""These tests need an NVIDIA GPU and are skipped where there is none."""
+"""Fixtures of tests that need an NVIDIA GPU and are skipped where there is none."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """The references run on the CPU, and are so small that threads would only wait for one
-    another.
+    """Limit torch to one thread on the CPU.
+
+    The references run there, and are so small that threads would only wait for one another.
     """
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder for a model of token ids: it has a tokenizer, as every folder must, but nobody uses
-    it.
+    """Return a folder for a model of token ids.
+
+    It has a tokenizer, as every folder must, but the tests do not use it.
     """
     Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))

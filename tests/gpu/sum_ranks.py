@@ -1,5 +1,6 @@
-"""Child of test_all_reduce: one rank on one GPU. Arguments: rank, ranks, rendezvous file, type.
-Prints a digest.
+"""Child of test_all_reduce: one rank on one GPU.
+
+Arguments: rank, ranks, rendezvous file, type. Prints a digest.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ KINDS: list[tuple[Kind, ...]] = [
     ("two_shot",),
     ("pushed", "one_shot", "pushed", "two_shot"),
 ]
-"""Of the sums of a graph, in turn."""
+"""Kinds that the sums of a graph take in turn; each item is one graph."""
 SUMS_OF_A_GRAPH, REPLAYS = 7, 1000
 EPS = 1e-6
 
 
 class Rank:
-    """One process."""
+    """One rank, in a process of its own."""
 
     def __init__(self, rank: int, ranks: int, meet: str, dtype: torch.dtype) -> None:
         self.rank, self.ranks, self.dtype = rank, ranks, dtype
@@ -51,10 +52,11 @@ class Rank:
         return graph
 
     def check(self, seed: int, rows: int, width: int, configs: list[SumConfig]) -> int:
-        """Replays a graph in which each sum is the next one's part, as the layers of a model have
-        it; its number of sums is odd, and places take turns between replays too. Each replay begins
-        with other values. Of some replays the stream is compared with float64; of all of them its
-        bits go into the digest.
+        """Replay a graph in which each sum is the next one's part, as in the layers of a model.
+
+        The number of sums is odd, so that the buffers alternate between replays too. Each replay
+        begins with other values. In some replays the stream is compared with float64; the bits of
+        all replays go into the digest.
         """
         values = Values(seed)
 
@@ -71,7 +73,8 @@ class Rank:
         def run() -> None:
             hidden.zero_()
             for number in range(SUMS_OF_A_GRAPH):
-                # Place 0 first, then the others in turn: the last is not the next replay's first.
+                # Buffer 0 comes first, then the others in turn: the last is not the next replay's
+                # first.
                 place = 0 if number == 0 else 1 + (number - 1) % 2
                 torch.mul(mine, step, out=self.memory.part(place, rows, width, self.dtype))
                 done = sum_parts(
@@ -85,6 +88,7 @@ class Rank:
                 assert done is not None
                 for bits in (hidden.view(kind), done.view(kind)):
                     torch.add(bits, digest, alpha=31, out=digest)  # nothing is lost: 31 is odd
+            assert done is not None
             normed.copy_(done)
             step.add_(0.125).remainder_(3.0)
 

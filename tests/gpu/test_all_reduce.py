@@ -1,5 +1,6 @@
-"""Sums through one another's memory on several GPUs: in graphs of a thousand replays, all ranks
-with the same bits.
+"""Sums through one another's memory on several GPUs, in graphs of a thousand replays.
+
+All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def test_graphs_of_sums(ranks: int, dtype: str, tmp_path: Path) -> None:
 def test_ranks_equal_one(
     ranks: int, options: dict[str, bool], model_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Four ranks have two KV heads, and none of them a multiple of the vocabulary."""
+    """Cover four ranks with two KV heads, and a vocabulary that is no multiple of the ranks."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     path = write_model("llama-gqa", model_folder)

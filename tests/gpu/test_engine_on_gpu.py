@@ -1,5 +1,7 @@
-"""The engine on a GPU: chosen by itself where there is one, and greedy tokens equal those of
-transformers whatever runs beside a request and however its step is launched.
+"""The engine on a GPU, which it chooses by itself where there is one.
+
+Greedy tokens equal those of transformers, whatever runs beside a request and however its step is
+launched.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ SMALL: dict[str, Any] = {
     "num_kv_blocks": 24,
     "max_model_len": 200,
 }
-"""So small that prompts come in chunks and requests are preempted."""
+"""Options so small that prompts come in chunks and requests are preempted."""
 
 
 def engine_tokens(
@@ -194,7 +196,7 @@ def test_beam_search_equals_transformers(options: dict[str, Any], model_folder: 
     with LLM(path, **{"dtype": "float32", "kv_cache_memory_bytes": 1 << 30, **options}) as llm:
         for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
             expected = reference_beams(model, prompt, params, ())
-            # Of beams that are as likely as each other but for rounding, a GPU may find another
+            # Among beams that are equally likely except for rounding, a GPU may find another one
             # than the CPU.
             assert [s.score for s in output.sequences] == pytest.approx(
                 [score for _, score in expected], abs=2e-4

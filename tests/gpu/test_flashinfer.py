@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import PreTrainedModel, Qwen2Config
 
 from sidestep import LLM, EngineStartError
 from sidestep.executor.attention.flashinfer_backend import FlashInferAttention
 from sidestep.executor.gpu import step_kernels
+from sidestep.kernels.triton import sampling_triton
 from tests.e2e.models import COMMON, FAMILIES, load_reference, random_prompts, write_model
 from tests.gpu.test_gpu_runner import collect, make_runner
 from tests.unit.executor.steps import Request, schedule
@@ -46,9 +47,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_bfloat16_rounds_no_more_than_transformers(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The distance from float32 arithmetic on the same weights."""
+    """Compare distances from float32 arithmetic on the same weights."""
     ours: list[torch.Tensor] = []
-    sample = step_kernels.sample_tokens
+    sample = sampling_triton.sample_tokens
 
     def spy(values: torch.Tensor, **others: Any) -> None:
         ours.append(values.float().clone())
@@ -56,7 +57,8 @@ def test_bfloat16_rounds_no_more_than_transformers(
 
     monkeypatch.setattr(step_kernels, "sample_tokens", spy)
     prompts = random_prompts(12, 331, longest=40)
-    theirs, exact = load_reference(path, torch.bfloat16).cuda(), load_reference(path).cuda()
+    to_gpu: Any = PreTrainedModel.cuda  # without types
+    theirs, exact = to_gpu(load_reference(path, torch.bfloat16)), to_gpu(load_reference(path))
     with torch.no_grad():
         for parameter in exact.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -88,7 +90,7 @@ def test_a_plan_does_not_overwrite_that_of_the_step_in_flight(path: str) -> None
         for step, sampling in schedule(requests, 90, 16):
             flying.append((runner.execute(step), sampling))
             if depth > 1:
-                # Behind this the step's kernels are still to come when the next step is planned.
+                # While this runs, the step's kernels still wait when the next step is planned.
                 torch.cuda._sleep(2_000_000)
             if len(flying) == depth:
                 collect(*flying.pop(0))

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from sidestep.executor.gpu import step_kernels
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.kernels.triton import sampling_triton
 from tests.e2e.models import load_reference, random_prompts, write_model
 from tests.unit.executor.steps import Request, schedule
 
@@ -39,9 +41,9 @@ def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
 
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    """What each eager step gave to the sampler."""
+    """Collect the logits that each eager step gives to the sampler."""
     seen: list[torch.Tensor] = []
-    sample = step_kernels.sample_tokens
+    sample = sampling_triton.sample_tokens
 
     def spy(values: torch.Tensor, **others: Any) -> None:
         seen.append(values.float().clone())
@@ -55,9 +57,10 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 def test_bfloat16_rounds_no_more_than_transformers(
     family: str, tmp_path: Path, logits: list[torch.Tensor]
 ) -> None:
-    """The distance from float32 arithmetic on the same weights."""
+    """Compare distances from float32 arithmetic on the same weights."""
     path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
-    theirs, exact = load_reference(path, torch.bfloat16).cuda(), load_reference(path).cuda()
+    to_gpu: Any = PreTrainedModel.cuda  # without types
+    theirs, exact = to_gpu(load_reference(path, torch.bfloat16)), to_gpu(load_reference(path))
     with torch.no_grad():
         for parameter in exact.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -79,7 +82,10 @@ def test_bfloat16_rounds_no_more_than_transformers(
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_steps_may_all_be_launched_before_any_output_is_read(eager: bool, tmp_path: Path) -> None:
-    """Two in flight, as the engine runs them; ids never leave the device in between."""
+    """Run two steps in flight, as the engine does.
+
+    Ids never leave the device in between.
+    """
     path = write_model("qwen2", tmp_path)
     prompts = random_prompts(20, VOCAB)
     answers = []

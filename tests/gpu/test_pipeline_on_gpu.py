@@ -1,4 +1,4 @@
-"""Stages on GPUs of their own: the tokens are those of one GPU, and of transformers."""
+"""Pipeline stages on GPUs of their own: the tokens equal those of one GPU and transformers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_requests_of_all_kinds_are_answered_as_by_one_gpu(options: dict[st
 
 
 async def test_an_idle_engine_leaves_no_message_under_way_and_goes_on() -> None:
-    """A send that nobody receives would keep a kernel running."""
+    """A send without a receiver would keep a kernel running."""
     needs(2)
     args = EngineArgs(model=DEFAULT_MODEL, kv_cache_memory_bytes=1 << 30, pipeline_parallel_size=2)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -98,7 +98,7 @@ async def test_an_idle_engine_leaves_no_message_under_way_and_goes_on() -> None:
 
 
 def busiest_gpu() -> int:
-    """Percent of the last moment in which any kernel ran."""
+    """Return the largest utilisation of any GPU: the percentage of time with a running kernel."""
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     return max(
         map(

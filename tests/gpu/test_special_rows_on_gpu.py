@@ -1,5 +1,6 @@
-"""Rows with controls on a GPU: what they get, and that nobody beside them notices, captured and
-eager.
+"""Rows with controls on a GPU, captured and eager.
+
+The rows beside them do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ pytestmark = pytest.mark.gpu
 def run(
     runner: GpuRunner, requests: Sequence[Request], depth: int = 2, budget: int = 90
 ) -> list[Any]:
-    """All outputs; the requests get their tokens. With `depth` steps in flight."""
+    """Run the requests with `depth` steps in flight. Return all outputs.
+
+    The requests get their tokens.
+    """
     flying: list[Any] = []
     outputs = []
 
@@ -98,23 +102,24 @@ def test_penalties_equal_plain_arithmetic_on_transformers_logits(
     model = load_reference(path)
     requests, expected = [], []
     for i, prompt in enumerate(random_prompts(12, VOCAB, longest=40)):
-        penalties = [
+        cases: list[dict[str, Any]] = [
             {"repetition_penalty": 4.0},
             {"frequency_penalty": 1.3, "presence_penalty": 2.0},
             {"allowed_token_ids": [3, 200, 100, 7], "repetition_penalty": 9.0},
-        ][i % 3]
-        requests.append(Request(prompt, 10, controls=Controls(**penalties)))  # type: ignore[arg-type]
+        ]
+        penalties = cases[i % 3]
+        requests.append(Request(prompt, 10, controls=Controls(**penalties)))
         expected.append(
             reference_greedy(
                 model, prompt, SamplingParams(temperature=0, max_tokens=10, **penalties)
             )
-        )  # type: ignore[arg-type]
+        )
     run(make_runner(path, "float32"), requests, depth)
     assert [r.output for r in requests] == expected
 
 
 def test_more_special_rows_than_are_copied_at_a_time_and_min_tokens(tmp_path: Path) -> None:
-    """63 rows of 64 and one more part, in captured steps."""
+    """Copy 63 rows of 64 and one more part, in captured steps."""
     runner = make_runner(write_model("llama-gqa", tmp_path), "bfloat16")
     from sidestep.executor.sampling import special_rows
 
@@ -173,7 +178,7 @@ def test_logprobs_of_outputs_and_prompts(eager: bool, tmp_path: Path) -> None:
 
 
 def tokens_of(column: Any) -> list[tuple[int, int, float]]:
-    """Key, position and the token's own log-probability."""
+    """Return key, position and the token's own logprob."""
     if not len(column):
         return []
     columns = LogprobColumns.unpack(column)

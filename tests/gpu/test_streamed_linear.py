@@ -1,5 +1,7 @@
-"""The streamed product against float64. It is written in Gluon, which has no interpreter: without a
-GPU it only compiles (tests/triton/compiling/test_compile.py).
+"""The streamed product against float64.
+
+It is written in Gluon, which has no interpreter: without a GPU it only compiles
+(tests/triton/compiling/test_compile.py).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def needs_hopper() -> None:
 
 
 def configs(rows: int, outputs: int, inputs: int, gated: bool) -> list[StreamedConfig]:
-    """As shipped, and with columns shared by more programs than have any."""
+    """Return the shipped configurations, and ones with columns shared by more programs."""
     shipped = streamed_config.config(rows, outputs, inputs, gated)
     return [shipped, StreamedConfig(64, 2, 2), StreamedConfig(64, 3)]
 
@@ -106,7 +108,7 @@ def test_a_norm_shared_out_between_two_products(rows: int, gated: bool) -> None:
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_a_row_does_not_depend_on_those_beside_it(rows: int) -> None:
-    """NaN in one row stays there, and no row's bits change with the number of rows."""
+    """Check that NaN in one row stays there, and that bits do not depend on the number of rows."""
     values = Values(rows)
     x, weight = values.normal(rows + 1, 512, dtype=DTYPE), values.normal(200, 512, dtype=DTYPE)
     config = StreamedConfig(64, 3, 2)

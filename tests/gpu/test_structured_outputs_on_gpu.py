@@ -1,5 +1,7 @@
-"""Forms on a GPU: the same tokens with overlap or without, captured or eager; plain neighbours do
-not change.
+"""Structured outputs on a GPU.
+
+The tokens are the same with and without overlap, captured and eager. Plain rows beside them do not
+change.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ FORMS = [
 def outputs(
     forms: list[StructuredOutputsParams | None], **options: Any
 ) -> list[tuple[str, list[int]]]:
-    """72 requests: more rows with a form than are copied to float32 at a time."""
+    """Run 72 requests: more rows with a grammar than are copied to float32 at a time."""
     params = [
         SamplingParams(
             temperature=i % 3 / 2, seed=i, max_tokens=150 if form else 30, structured_outputs=form
@@ -79,8 +81,10 @@ def test_plain_neighbours_do_not_change() -> None:
 
 
 def test_forms_with_other_controls_sample_the_same_tokens() -> None:
-    """Held rows alone are sampled with the step's own kernels from the model's type, those with
-    more from float32.
+    """Cover rows with a grammar alone and with other controls.
+
+    The step's own kernels sample the former from the model's type; the latter are sampled from
+    float32.
     """
     params = [
         SamplingParams(temperature=i % 2, seed=i, max_tokens=60, structured_outputs=form, **more)

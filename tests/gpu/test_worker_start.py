@@ -1,5 +1,6 @@
-"""Nothing is compiled by a worker that another process compiles for, and nothing at all once it
-serves.
+"""The start of a worker beside the process that compiles for it.
+
+The worker compiles nothing itself, and nothing at all is compiled once it serves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A worker's start beside the process that compiles, then steps of all kinds: `MODEL DTYPE`, in a
-process of its own, since what a process has compiled once it does not compile again.
+"""A worker's start beside the process that compiles, then steps of all kinds.
 
-Prints JSON: the kernels that the worker has compiled itself before it was ready, and after that.
+Arguments: `MODEL DTYPE`. It is a process of its own, since a process compiles each kernel once. It
+prints JSON: the kernels that the worker has compiled itself before it was ready, and after that.
 """
 
 from __future__ import annotations
@@ -76,7 +76,11 @@ def run(runner: GpuRunner, some: list[Request], vocab_size: int, budget: int) ->
             mask_indices=np.arange(len(rows), dtype=np.int32),
             words=np.full(len(rows) * -(-vocab_size // 32), -1, np.int32),
         )
-        output = runner.execute(step, lambda masks=masks: masks).wait()
+
+        def receive(masks: StepMasks = masks) -> StepMasks:
+            return masks
+
+        output = runner.execute(step, receive).wait()
         for request, token in zip(sampling, output.token_ids.tolist(), strict=True):
             request.output.append(token)
 

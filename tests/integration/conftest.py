@@ -1,5 +1,6 @@
-"""Engines with real processes on the fake device, over a model folder that holds only a config and
-a tokenizer.
+"""Engines with real processes on the fake device.
+
+Their model folder holds only a config and a tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VOCAB_SIZE = 512
 
 @pytest.fixture(scope="session")
 def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder that the fake device can serve: no weights."""
+    """Return a folder without weights, which the fake device can serve."""
     folder = tmp_path_factory.mktemp("fake-model")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +58,7 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture
 async def make_llm(fake_model: str) -> AsyncIterator[Callable[..., AsyncLLM]]:
-    """Makes engines that are shut down after the test, whatever it left."""
+    """Return a function that makes engines; all are shut down after the test."""
     made: list[AsyncLLM] = []
 
     def make(**options: Any) -> AsyncLLM:
@@ -75,6 +76,6 @@ async def make_llm(fake_model: str) -> AsyncIterator[Callable[..., AsyncLLM]]:
 
 @pytest_asyncio.fixture
 async def tiny_llm() -> AsyncIterator[AsyncLLM]:
-    """The bundled model on the default device."""
+    """Yield an engine with the bundled model on the default device."""
     async with AsyncLLM.from_engine_args(EngineArgs()) as llm:
         yield llm

@@ -1,4 +1,4 @@
-"""`sidestep bench serve` on the fake device, whose steps take the time they are told to."""
+"""`sidestep bench serve` on the fake device, whose steps take a given time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = ["--input-len", "3:9", "--output-len", "4:8"]
 
 
 def command(*words: str) -> list[str]:
-    """Lengths are for random prompts alone."""
+    """Return the command's words. The lengths apply to random prompts only."""
     return [*COMMAND, *([] if "--dataset" in words else LENGTHS), *words]
 
 
@@ -24,7 +24,7 @@ Run = Callable[..., dict[str, float]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command; its report."""
+    """Return a function that runs the command and returns its report."""
 
     def run_command(*words: str) -> dict[str, float]:
         assert main(command("--json", *words)) == 0
@@ -46,8 +46,9 @@ def test_a_stream_of_requests_is_served_and_reported(run: Run) -> None:
 
 
 def test_no_more_requests_are_sent_than_may_run_at_a_time(run: Run) -> None:
-    """One at a time on a device of 2 ms steps: nothing overlaps, so the whole takes at least the
-    steps of each.
+    """With one request at a time nothing overlaps.
+
+    On a device of 2 ms steps the whole takes at least the steps of each.
     """
     report = run("--num-prompts", "10", "--max-concurrency", "1", "--output-len", "5")
     assert report["seconds"] >= 10 * 5 * 0.002

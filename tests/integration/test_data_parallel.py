@@ -1,5 +1,6 @@
-"""Data-parallel replicas in real processes: conversations stay cached, and a replica's death costs
-time only.
+"""Data-parallel replicas in real processes.
+
+Conversations stay cached, and a replica's death costs time only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TURNS = 10
 
 
 async def converse(llm: AsyncLLM, system: list[int], session: int) -> None:
-    """Ten turns, each with all that was said before it."""
+    """Run ten turns of a conversation, each with all the text before it."""
     rng = random.Random(session)
     history = system + [rng.randrange(1, 200) for _ in range(rng.randint(16, 120))]
     for _ in range(TURNS):
@@ -49,7 +50,10 @@ async def converse(llm: AsyncLLM, system: list[int], session: int) -> None:
 
 
 async def hit_rate(llm: AsyncLLM) -> float:
-    """Of a thousand requests in a hundred conversations, which all begin alike; 25 at a time."""
+    """Return the hit rate of a thousand requests in a hundred conversations, 25 at a time.
+
+    All conversations begin alike.
+    """
     seats, system = asyncio.Semaphore(25), list(range(1, 65))
 
     async def seated(session: int) -> None:
@@ -103,7 +107,7 @@ def running(pids: set[int]) -> set[int]:
 async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
     make_llm: MakeLLM, victim: str, ranks: dict[str, int]
 ) -> None:
-    """Those that wait and those that stream: each reader gets its own tokens, once."""
+    """Cover requests that wait and requests that stream: each reader gets its own tokens, once."""
     llm = make_llm(data_parallel_size=2, fake_step_ms=2.0, max_num_seqs=8, **ranks)
     guest = AsyncLLM.join(await llm.invite())
     prompts = [[i % 5 + 1] * 20 + [i] for i in range(60)]
@@ -134,7 +138,7 @@ async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
     assert await tokens_of(late, [7, 8], 3, 5) == expected_tokens([7, 8], 5, 3, vocab)
     assert late.replicas[number].dead == "had died before this frontend joined"
     await until_idle(llm)
-    # The last one's death is the engine's.
+    # The engine dies with its last replica.
     streams = [asyncio.create_task(tokens_of(each, [1], 1, 2000)) for each in (llm, guest, late)]
     while (await llm.get_stats())["num_running"] < 3:
         await asyncio.sleep(0)

@@ -1,5 +1,6 @@
-"""The whole engine on the fake device: what comes out is what the script says, whatever runs beside
-it.
+"""The whole engine on the fake device.
+
+The output equals the script's, whatever runs beside it.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import json
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,16 +23,16 @@ MakeLLM = Callable[..., AsyncLLM]
 
 
 async def tokens_of(
-    llm: AsyncLLM, prompt: list[int], params: SamplingParams, **options: object
+    llm: AsyncLLM, prompt: list[int], params: SamplingParams, **options: Any
 ) -> list[int]:
     tokens: list[int] = []
-    async for out in llm.generate(prompt, params, **options):  # type: ignore[arg-type]
+    async for out in llm.generate(prompt, params, **options):
         tokens = list(out.outputs[0].token_ids)
     return tokens
 
 
-def params_of(count: int, seed: int = 5, **more: object) -> SamplingParams:
-    return SamplingParams(max_tokens=count, seed=seed, ignore_eos=True, **more)  # type: ignore[arg-type]
+def params_of(count: int, seed: int = 5, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, seed=seed, ignore_eos=True, **more)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -169,13 +171,11 @@ async def test_several_engines_live_in_one_process(make_llm: MakeLLM) -> None:
     got = await asyncio.gather(
         tokens_of(one, [1, 2], params_of(9)), tokens_of(two, [1, 2], params_of(9))
     )
-    assert got == [expected_tokens([1, 2], 9, 5, vocab)] * 2
+    assert list(got) == [expected_tokens([1, 2], 9, 5, vocab)] * 2
 
 
 async def test_the_next_step_is_scheduled_and_prepared_while_one_runs(make_llm: MakeLLM) -> None:
-    """The promise in the name, read from the flight recorder: with overlap the device never waits
-    for the host.
-    """
+    """With overlap the device never waits for the host, as the flight recorder shows."""
     llm = make_llm(fake_step_ms=20)
     await asyncio.gather(*(tokens_of(llm, [1 + i, 2, 3], params_of(12)) for i in range(4)))
     steps = await llm.get_step_records()

@@ -1,5 +1,6 @@
-"""When a process dies, every waiting call fails at once with the cause; when the program ends,
-nothing is left.
+"""Faults: when a process dies, every waiting call fails at once with the cause.
+
+When the program ends, nothing is left.
 """
 
 import asyncio
@@ -84,9 +85,7 @@ async def test_a_killed_process_fails_every_waiting_call_with_the_cause(
 async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it(
     make_llm: MakeLLM, stage: int
 ) -> None:
-    """With real messages between the stages: what the other one has to say is that nobody
-    answers.
-    """
+    """Run with real messages between the stages: the other stage only misses an answer."""
     options = {"device": "cpu", "load_format": "dummy", "cpu_threads": 1, "max_model_len": 2048}
     llm = make_llm(pipeline_parallel_size=2, **options)
     call = asyncio.create_task(consume(llm))
@@ -112,7 +111,7 @@ async def test_after_a_death_another_engine_starts_at_once(make_llm: MakeLLM) ->
 
 
 def test_a_rank_that_is_killed_while_ranks_come_together_is_named(fake_model: str) -> None:
-    """The others would wait for it for minutes."""
+    """Name the killed rank at once: the other ranks would wait for it for minutes."""
     args = EngineArgs(model=fake_model, device="cpu", load_format="dummy", pipeline_parallel_size=2)
     others = workers()
     with ThreadPoolExecutor(1) as pool:

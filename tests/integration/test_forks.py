@@ -1,5 +1,7 @@
-"""Programs that fork with an engine: it stays with the process that started it, and its children
-hear so at once.
+"""Programs that fork with an engine.
+
+The engine stays with the process that started it, and calls in a child fail at once with that
+reason.
 """
 
 from __future__ import annotations
@@ -112,8 +114,9 @@ asyncio.run(main())
 
 @contextmanager
 def program(source: str, *words: str) -> Iterator[tuple[IO[str], subprocess.Popen[str]]]:
-    """A program with what it prints, line by line. Its children end with its standard input, at the
-    latest here.
+    """Yield a program with the lines that it prints.
+
+    Its children end with its standard input, here at the latest.
     """
     # Newer versions of Python warn of every fork of a process with threads.
     words = ("-X", "dev", "-W", "ignore::DeprecationWarning", "-c", source, *words)
@@ -138,8 +141,9 @@ def lines(out: IO[str], count: int) -> list[str]:
 
 
 def errors_of(process: subprocess.Popen[str]) -> str:
-    """Return what the process has printed on standard error; asyncio's debug mode reports slow
-    callbacks there.
+    """Return the text that the process has printed on standard error.
+
+    asyncio's debug mode reports slow callbacks there.
     """
     assert process.stderr is not None
     return "".join(line for line in process.stderr if not line.startswith("Executing <"))

@@ -1,4 +1,7 @@
-"""Several frontends on one core: each gets its own, and the end of one is no other's."""
+"""Several frontends on one core.
+
+Each gets its own outputs, and the end of one does not affect the others.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ async def main():
     llm = AsyncLLM.join(sys.stdin.readline())
     print("joined", flush=True)
     started = False
-    async for output in llm.generate([5, 6, 7], SamplingParams(max_tokens=int(sys.argv[1]), seed=3, ignore_eos=True)):
+    params = SamplingParams(max_tokens=int(sys.argv[1]), seed=3, ignore_eos=True)
+    async for output in llm.generate([5, 6, 7], params):
         if not started:
             print("started", flush=True)
         started = True
@@ -50,7 +54,7 @@ async def tokens_of(llm: AsyncLLM, prompt: list[int], count: int) -> list[int]:
 
 @asynccontextmanager
 async def guest(llm: AsyncLLM, max_tokens: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Another process that joins and asks for tokens."""
+    """Start another process that joins and asks for tokens."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

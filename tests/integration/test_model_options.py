@@ -1,5 +1,7 @@
-"""Options that follow from the model's files: how long requests may be, how they are sampled by
-default, and that it runs without a tokenizer.
+"""Options that follow from the model's files.
+
+They are the length of requests, the default sampling, and whether the engine runs without a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +59,7 @@ def test_a_cache_that_holds_the_longest_request_is_no_news(
 
 @pytest.fixture
 def without_tokenizer(fake_model: str, tmp_path: Path) -> str:
-    """A folder with the configs alone."""
+    """Return a folder with the configs alone."""
     shutil.copy(Path(fake_model) / "config.json", tmp_path)
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 0, "max_new_tokens": 5, "eos_token_id": 0})
@@ -70,9 +73,9 @@ def tokens_of(folder: str, count: int, seed: int = 0) -> list[int]:
     return expected_tokens(PROMPT, count, seed, vocab_size)
 
 
-async def refused(llm: AsyncLLM, prompt: object, params: SamplingParams | None = None) -> str:
+async def refused(llm: AsyncLLM, prompt: Any, params: SamplingParams | None = None) -> str:
     with pytest.raises(ValidationError) as caught:
-        await anext(llm.generate(prompt, params))  # type: ignore[arg-type]
+        await anext(llm.generate(prompt, params))
     assert str(caught.value).endswith("was started without a tokenizer (skip_tokenizer_init)")
     return caught.value.field
 
@@ -114,12 +117,12 @@ async def test_without_a_tokenizer_token_ids_go_in_and_come_out(
 def test_requests_without_parameters_are_sampled_as_the_model_s_makers_say(
     without_tokenizer: str,
 ) -> None:
-    """An explicit SamplingParams is taken as it is."""
+    """Also check that an explicit SamplingParams is taken as it is."""
     with LLM(without_tokenizer, device="fake", skip_tokenizer_init=True) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=5)
-        outputs = llm.generate([PROMPT] * 2, use_tqdm=False) + llm.generate(
-            [PROMPT] * 2, [None, SamplingParams(seed=0)], use_tqdm=False
-        )  # type: ignore[list-item]
+        mixed: Any = [None, SamplingParams(seed=0)]
+        outputs = llm.generate([PROMPT] * 2, use_tqdm=False)
+        outputs += llm.generate([PROMPT] * 2, mixed, use_tqdm=False)
         greedy, seeded = tokens_of(without_tokenizer, 5), tokens_of(without_tokenizer, 16)
         assert [out.outputs[0].token_ids for out in outputs] == [greedy, greedy, greedy, seeded]
     with LLM(

@@ -1,4 +1,4 @@
-"""What the running processes are made of."""
+"""The running processes: their number, their names and their libraries."""
 
 import subprocess
 import sys
@@ -40,8 +40,9 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
 
 
 def maps_torch(pid: int) -> bool:
-    """Whether the process has torch's library mapped: true as soon as anything in it has imported
-    torch.
+    """Return whether the process has torch's library mapped.
+
+    That is true as soon as anything in it has imported torch.
     """
     return any("libtorch" in entry.path for entry in psutil.Process(pid).memory_maps())
 
@@ -65,8 +66,9 @@ FRONTEND = """
 import asyncio, sys
 from sidestep import AsyncLLM, EngineArgs, SamplingParams
 async def main():
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
     async with AsyncLLM.from_engine_args(EngineArgs()) as llm:
-        async for out in llm.generate("def get_name(", SamplingParams(max_tokens=16, ignore_eos=True)):
+        async for out in llm.generate("def get_name(", params):
             pass
     print("tokens:", len(out.outputs[0].token_ids), "torch:", "torch" in sys.modules)
 asyncio.run(main())

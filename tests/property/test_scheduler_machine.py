@@ -1,5 +1,6 @@
-"""Scheduler, KV manager and block pool under random load: nothing leaks, nothing is lost, and no
-token changes.
+"""Scheduler, KV manager and block pool under random load.
+
+Nothing leaks, nothing is lost, and no token changes.
 """
 
 from typing import Literal
@@ -18,18 +19,23 @@ from tests.fakes import VOCAB_SIZE, Clock, Engine, make_beam_request, make_reque
 from tests.small_grammars import SmallGrammars, small_grammar
 from tests.unit.engine_core.groups.test_beams import search_alone
 
-PREFIXES = ([], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
+PREFIXES: tuple[list[int], ...] = (
+    [],
+    [1, 2, 3, 4, 5, 6, 7, 8],
+    [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9],
+)
 FORMS = [
     small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
 ]
 LENGTHS = st.integers(1, 9)
 pytestmark = pytest.mark.timeout(600)
-"""Half a minute where nothing else runs."""
+"""Seconds for a test, which takes half a minute where nothing else runs."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, deadlines and steps over a cache so small that preemption is common,
-    in pipelines of one to three stages.
+    """Random arrivals, aborts, deadlines and steps over a small cache.
+
+    The cache is so small that preemption is common. The pipelines have one to three stages.
     """
 
     @initialize(
@@ -74,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages + overlap,
         )
         self.requests: dict[int, tuple[list[int], int]] = {}
-        """By handle; each choice of a group has its own."""
+        """Requests by handle; each choice of a group has its own."""
         self.seeds: dict[int, int] = {}
         self.searches: dict[int, BeamSearchParams] = {}
         self.forms: dict[int, Grammar] = {}
@@ -140,8 +146,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         lifetime: float | None,
     ) -> None:
-        """One request, or a group, that a grammar holds; if that is not known, it is compiled when
-        the next step is scheduled.
+        """Add one request, or a group, that has a grammar.
+
+        If the grammar is not known, it is compiled when the next step is scheduled.
         """
         if not is_known:
             self.grammars.forget_all()
@@ -286,8 +293,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert got == expected and finish.completes_grammar == (got[-1] != 0)
             assert handle in self.forms or not finish.completes_grammar
         elif str(finish.reason) == "length":
-            # Either all it asked for, or all that a cache so small can hold, of a group beside the
-            # others.
+            # The request gets either all tokens that it asked for, or all that so small a cache can
+            # hold, beside the others of its group.
             assert (
                 len(got) == max_tokens
                 or handle not in self.alone

@@ -1,5 +1,6 @@
-"""Live servers: with the bundled model, on the fake device, and with options of a test. Chromium
-for their page.
+"""Live servers, and Chromium for their page.
+
+The servers have the bundled model, the fake device, or options of a test.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
 
 TEMPLATE = """{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}\
 {% for message in messages %}<{{ message.role }}>{{ message.content }}{% if message.tool_calls %}\
-{% for call in message.tool_calls %}[{{ call.function.name }} {{ call.function.arguments.city }}]{% endfor %}\
+{% for call in message.tool_calls %}\
+[{{ call.function.name }} {{ call.function.arguments.city }}]{% endfor %}\
 {% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
 @pytest.fixture(scope="session")
 def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder that the fake device can serve: a token for each byte, the marks of Mistral's calls,
-    a chat template with tools, no weights.
+    """Return a folder that the fake device can serve.
+
+    It has a token for each byte, the marks of Mistral's calls, a chat template with tools, and no
+    weights.
     """
     folder = tmp_path_factory.mktemp("fake-model")
     tokenizer = Tokenizer(models.BPE())
@@ -68,14 +72,14 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny() -> Iterator[LiveServer]:
-    """The bundled model."""
+    """Yield a server with the bundled model."""
     with LiveServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def fake(fake_model: str) -> Iterator[LiveServer]:
-    """The fake device, with steps of a millisecond."""
+    """Yield a server on the fake device, with steps of a millisecond."""
     with LiveServer(
         fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "1"
     ) as server:
@@ -84,7 +88,7 @@ def fake(fake_model: str) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def make_server(fake_model: str) -> Iterator[Callable[..., LiveServer]]:
-    """Makes servers on the fake device; ended after the test, whatever it left."""
+    """Return a function that makes servers on the fake device; all are ended after the test."""
     made: list[LiveServer] = []
 
     def make(*words: str, step_ms: float = 1, **options: Any) -> LiveServer:
@@ -110,8 +114,9 @@ def make_server(fake_model: str) -> Iterator[Callable[..., LiveServer]]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """Chromium for the tests of one file. Playwright runs an event loop, which must end before
-    tests of other files run theirs.
+    """Yield Chromium for the tests of one file.
+
+    Playwright runs an event loop, which must end before tests of other files run theirs.
     """
     from tests.server.page.browser import (
         launched_chromium,  # only the tests of the page load Playwright
@@ -123,8 +128,9 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(chromium: Browser, make_server: Callable[..., LiveServer]) -> Iterator[Open]:
-    """Open a server's page. An error on the page fails the test. Pages are closed before the
-    servers of `make_server` are.
+    """Yield a function that opens a server's page.
+
+    An error on the page fails the test. Pages are closed before the servers of `make_server` are.
     """
     from tests.server.page.browser import page_opener
 

@@ -1,4 +1,4 @@
-"""A server as users run it: its own process, spoken to over a socket."""
+"""A server as users run it: a process of its own, used over a socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class LiveServer:
-    """`sidestep serve` on a free port. Ended, with all its processes, by `close`."""
+    """`sidestep serve` on a free port. `close` ends it with all its processes."""
 
     def __init__(
         self,
@@ -64,48 +64,53 @@ class LiveServer:
         self.close()
 
     def close(self) -> int:
-        """Ends it; its exit status."""
+        """End the server and return its exit status."""
         self.http.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
     def wait(self) -> int:
-        """Its exit status, when it has ended by itself; what it has said since goes to `log`."""
+        """Wait until it has ended by itself, and return its exit status.
+
+        The text that it has printed since then goes to `log`.
+        """
         if self.process.stderr is not None and not self.process.stderr.closed:
             self.log += self.process.stderr.read()
             self.process.stderr.close()
         return self.process.wait(60)
 
-    # Asking.
+    # Requests.
 
     def post(self, path: str, body: dict[str, Any] | bytes, **headers: str) -> httpx2.Response:
-        """One request. A body that is bytes is sent as it is."""
+        """Send one request. A body that is bytes is sent as it is."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.http.post(
             path, content=content, headers={"content-type": "application/json", **headers}
         )
 
     def load(self) -> dict[str, Any]:
-        """How busy it is."""
+        """Return the server's load."""
         answer: dict[str, Any] = self.http.get("/v1/load").raise_for_status().json()
         return answer
 
     def until_idle(self, limit_s: float = 30.0) -> None:
-        """Returns when nothing runs and all KV blocks are free, as the engine itself says; it is
-        asked again and again.
+        """Return when nothing runs and all KV blocks are free, as the engine itself reports.
+
+        The load is requested again and again.
         """
         self.until(lambda load: not any(load.values()), limit_s)
 
     def until(self, condition: Any, limit_s: float = 30.0) -> None:
-        """Returns when the load is as wanted."""
+        """Return when the load is as wanted."""
         end = time.monotonic() + limit_s
         while not condition(load := self.load()):
             assert time.monotonic() < end, load
 
     def metrics(self) -> dict[str, float]:
-        """Every sample's name and labels, and its value; but for the model's label and that of the
-        first replica.
+        """Return every sample's name and labels, and its value.
+
+        The model's label and the first replica's label are left out.
         """
         samples = {}
         for line in self.http.get("/metrics").raise_for_status().text.splitlines():
@@ -120,12 +125,12 @@ class LiveServer:
         return samples
 
     def connect(self) -> socket.socket:
-        """A bare connection."""
+        """Return a bare connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
 
 def raw_request(path: str, body: bytes, **headers: str) -> bytes:
-    """A request's bytes."""
+    """Return a request's bytes."""
     fields = {
         "Host": "127.0.0.1",
         "Content-Type": "application/json",
@@ -137,7 +142,7 @@ def raw_request(path: str, body: bytes, **headers: str) -> bytes:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """Return all bytes until the other side closes."""
     data = b""
     while part := connection.recv(1 << 16):
         data += part

@@ -1,5 +1,6 @@
-"""A server in the test's own process, over an engine that says what the test has it say: for what
-depends on the model's words.
+"""A server in the test's own process, over an engine with scripted answers.
+
+It serves tests of behaviour that depends on the model's words.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 
 class ScriptedEngine:
-    """Answers each request with the tokens of a text, one a step, then ends it."""
+    """An engine that answers each request with the tokens of a text, one a step, then ends it."""
 
     def __init__(self, folder: str, says: Callable[[str], str] | None = None) -> None:
-        """says: returns the answer to a prompt; without it each answer is the text `says`."""
+        """Script the answers.
+
+        says: returns the answer to a prompt; without it each answer is the text `says`.
+        """
         self.tokenizer = Tokenizer(folder)
         self.channel = FakeChannel()
         self.says = ""
@@ -31,7 +35,7 @@ class ScriptedEngine:
         self.llm = llm_of(self.channel, self.tokenizer, 2000 if says is None else 20_000)
 
     def prompts(self) -> list[str]:
-        """The prompts that came, as text."""
+        """Return the received prompts as text."""
         return [self._prompt(message) for message in self.channel.added]
 
     def _prompt(self, message: AddRequest) -> str:
@@ -40,7 +44,7 @@ class ScriptedEngine:
         )
 
     async def run(self) -> None:
-        """Plays the core."""
+        """Play the core."""
         answered = 0
         while True:
             for request in self.channel.added[answered:]:
@@ -59,7 +63,7 @@ class ScriptedEngine:
 async def scripted_server(
     folder: str, *, says: Callable[[str], str] | None = None, **options: Any
 ) -> AsyncIterator[tuple[ScriptedEngine, openai.AsyncOpenAI]]:
-    """The engine, and a client of a server over it."""
+    """Yield the engine, and a client of a server over it."""
     engine = ScriptedEngine(folder, says)
     args = ServerArgs(port=0, **options)
     listener = bind(args)

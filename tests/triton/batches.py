@@ -1,5 +1,6 @@
-"""Ragged batches for the attention kernels: queries, a paged cache, tables; and what attention
-gives, in float64.
+"""Ragged batches for the attention kernels, and their expected attention in float64.
+
+A batch has queries, a paged cache and tables.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from sidestep.kernels.triton.attention_plan_triton import plan_attention
 from tests.triton.support import Values, assert_margins_untouched, assert_untouched, int32, poisoned
 
 SPARE_ROWS, SPARE_TOKENS = 3, 5
-"""The arrays have room for more rows and tokens than a step has."""
+"""Rows and tokens for which the arrays have room beyond a step's own."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model and its cache."""
+    """The shape of a model and its cache."""
 
     heads: int = 2
     kv_heads: int = 1
@@ -33,15 +34,13 @@ class Shape:
 
 @dataclass
 class Batch:
-    """One step: rows that decode, one token each, then rows that compute chunks of their
-    prompts.
-    """
+    """One step: rows that decode one token each, then rows that compute chunks of prompts."""
 
     shape: Shape
     lengths: list[int]
-    """Tokens of each row, those of this step included."""
+    """Number of tokens of each row, including those of this step."""
     counts: list[int]
-    """Tokens of each row in this step, the last ones of its length."""
+    """Number of tokens of each row in this step, the last ones of its length."""
     num_decode: int
     q: Tensor
     cache: Tensor
@@ -52,7 +51,7 @@ class Batch:
     header: Tensor
     keys: list[Tensor]
     values: list[Tensor]
-    """Per row [length, KVH, D], what the cache holds."""
+    """Contents of the cache by row, [length, KVH, D]."""
 
     def tokens(self, row: int) -> slice:
         start = sum(self.counts[:row])
@@ -64,7 +63,7 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What no kernel of attention may write to."""
+        """Return the tensors that no kernel of attention may write to."""
         return {
             "q": self.q,
             "cache": self.cache,
@@ -79,8 +78,9 @@ class Batch:
         return poisoned(self.q.shape[0], self.shape.heads * self.shape.dim, dtype=self.q.dtype)
 
     def expected(self, row: int, window: int) -> Tensor:
-        """float64 [count, H * D]; each token attends to the last `window` up to itself, 0: to
-        all.
+        """Return the attention in float64, [count, H * D].
+
+        Each token attends to the last `window` tokens up to itself; 0 means all.
         """
         length, count, dim = self.lengths[row], self.counts[row], self.shape.dim
         query = self.q[self.tokens(row), : self.shape.heads * dim].double().view(count, -1, dim)
@@ -96,7 +96,7 @@ class Batch:
         return torch.einsum("hnl,lhd->nhd", weights, value).reshape(count, -1)
 
     def plan(self, tile: int, tokens: int, window: int) -> tuple[Tensor, Tensor]:
-        """The two lists of tile ends, looked at for what must not be written."""
+        """Return the two lists of tile ends, and check that the rest is not written."""
         padded = 1 << (len(self.seq_lens) - 1).bit_length()
         ends = poisoned(padded, dtype=torch.int32), poisoned(padded, dtype=torch.int32)
         plan_attention(
@@ -120,15 +120,15 @@ def make_batch(
     num_decode: int | None = None,
     seed: int = 0,
 ) -> Batch:
-    """A batch of random values; counts of 1 by default.
+    """Return a batch of random values; counts are 1 by default.
 
-    What no row may look at is NaN: places of the cache behind a row's last token, blocks of nobody,
-    padding tokens, and the columns of q where keys and values were.
+    Memory that no row may read is NaN: the cache behind a row's last token, blocks without an
+    owner, padding tokens, and the columns of q that held keys and values.
     """
     values, dim, page = Values(seed), shape.dim, shape.page
     counts = list(counts) if counts is not None else [1] * len(lengths)
     used = [-(-length // page) for length in lengths]
-    # The last block is nobody's: tables point to it wherever they have no entry.
+    # No row owns the last block: tables point to it wherever they have no entry.
     cache = poisoned(sum(used) + 3, 2 * shape.kv_heads, page, dim, dtype=dtype)
     nobodys = len(cache) - 1
     blocks = values.different(sum(used), below=nobodys)
@@ -169,7 +169,7 @@ def make_batch(
 
 
 def without_padding(batch: Batch) -> Batch:
-    """The same with arrays that are just as long as the step."""
+    """Return the same batch with arrays that are just as long as the step."""
     rows = len(batch.lengths)
     return replace(
         batch,

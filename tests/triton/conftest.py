@@ -1,5 +1,7 @@
-"""Filters for warnings, which are errors elsewhere; what is slow only when asked for; a faster
-interpreter.
+"""Settings of the kernel tests.
+
+They are filters for warnings, which are errors elsewhere, a marker for slow tests, which run only
+when asked for, and a faster interpreter.
 """
 
 from __future__ import annotations
@@ -10,12 +12,18 @@ import pytest
 
 from tests.triton.support import INTERPRETED, LIMIT_S, skip_overflow_checks
 
-# The interpreter computes with numpy, which speaks up where a GPU just computes: lanes that are
-# padding (heads that fill up a tile, say) divide 0 by 0 and subtract infinity from infinity; their
-# results are masked when stored.
-_NUMPY = "ignore:invalid value encountered in (divide|subtract):RuntimeWarning:triton.runtime.interpreter"
+# The interpreter computes with numpy, which warns where a GPU just computes: padding lanes (heads
+# that fill up a tile, say) divide 0 by 0 and subtract infinity from infinity; their results are
+# masked when stored.
+_NUMPY = (
+    "ignore:invalid value encountered in (divide|subtract)"
+    ":RuntimeWarning:triton.runtime.interpreter"
+)
 # The interpreter of Triton 3.6 makes scalars of one-element arrays in a way that numpy 2.4 refuses.
-_SCALAR = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning:triton.runtime.interpreter"
+_SCALAR = (
+    "ignore:Conversion of an array with ndim > 0 to a scalar"
+    ":DeprecationWarning:triton.runtime.interpreter"
+)
 # Triton 3.9 announces that 3.10 will fuse multiply and add no longer by default. The kernels rely
 # on neither.
 _FUSION = "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning:triton.knobs"
@@ -29,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
-        # Put first, so that filters which a test has itself come after these and prevail.
+        # These come first, so that a test's own filters come after them and prevail.
         item.add_marker(pytest.mark.filterwarnings(_NUMPY, _SCALAR, _FUSION), append=False)
         item.add_marker(pytest.mark.timeout(LIMIT_S), append=False)
         if "slow" in item.keywords and "slow" not in config.option.markexpr:
@@ -38,6 +46,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_without_overflow_checks() -> None:
-    """For all tests of kernels."""
+    """Disable the interpreter's overflow checks for all tests of kernels."""
     if INTERPRETED:
         skip_overflow_checks()

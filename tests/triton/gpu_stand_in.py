@@ -1,11 +1,10 @@
-"""A GPU's runner without a GPU: its tensors are on the CPU, its kernels run in Triton's
-interpreter, and what it asks of torch.cuda is done at once.
+"""A GPU's runner without a GPU.
 
-So everything around the kernels is tested where there is no GPU: what a step's message says, which
-kernels a step launches, padding, graphs, rows that are sampled apart. Not the kernels' order on
-several streams, nor memory.
-
-Below it, what several tests give to such runners.
+Its tensors are on the CPU, its kernels run in Triton's interpreter, and calls of torch.cuda are
+done at once. All code around the kernels is so tested where there is no GPU: the contents of a
+step's message, the kernels that a step launches, padding, graphs, and rows that are sampled apart.
+The kernels' order on several streams and memory are not tested. The second half of the module has
+helpers that several tests use with such runners.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from tests.unit.executor.test_model_runner import VOCAB
 
 MEMORY = 1 << 30
 PROCESSORS = 2
-"""As few as kernels are interpreted with elsewhere."""
+"""Number of programs, as small as in the other interpreted tests."""
 
 
 class Event:
-    """Of a device that has done all that it was given."""
+    """An event of a device that has done all its work."""
 
     def __init__(self, **_: bool) -> None:
         self._ns = 0
@@ -59,14 +58,14 @@ class Event:
 
 
 class Stream:
-    """There is one."""
+    """A stream; there is only one."""
 
     def wait_stream(self, other: Stream) -> None:
         pass
 
 
 class Graph:
-    """What was launched while it was captured, which is nothing before it is replayed."""
+    """A graph: it records the launches of its capture, and is empty until it is replayed."""
 
     capturing: Graph | None = None
 
@@ -81,7 +80,7 @@ class Graph:
 
 
 class Graphs(CudaGraphs):
-    """Whose graphs launch a step of their sizes again, from the device's memory alone."""
+    """Graphs that launch a step of their sizes again, from the device's memory alone."""
 
     def __init__(self, run: Callable[[StepSizes, StepLayout], object]) -> None:
         def note(sizes: StepSizes, layout: StepLayout) -> None:
@@ -92,7 +91,7 @@ class Graphs(CudaGraphs):
 
 
 class InterpretedRunner(GpuRunner):
-    """Of one rank of several, which talk through gloo, or of one."""
+    """The runner of one rank, alone or one of several ranks that communicate through gloo."""
 
     def __init__(self, args: WorkerArgs) -> None:
         self._prepare(args, torch.device("cpu"))
@@ -107,9 +106,10 @@ class InterpretedRunner(GpuRunner):
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Within it tensors on the CPU stand for those on a GPU. What is allocated uninitialised comes
-    poisoned, so that nothing may depend on it, and between margins, which are looked at on
-    leaving.
+    """Let tensors on the CPU stand for those on a GPU.
+
+    Uninitialised tensors come poisoned, so that no result may depend on them, and between margins,
+    which are checked on leaving.
     """
     with pytest.MonkeyPatch.context() as patch, PoisonedAllocations():
         nothing = {
@@ -136,8 +136,8 @@ def standing_in() -> Iterator[None]:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(gpu_runner, "CudaGraphs", Graphs)
-        # There is nothing to compile. That all of it can be launched,
-        # tests/triton/compiling/test_compile_ahead.py shows.
+        # There is nothing to compile. tests/triton/compiling/test_compile_ahead.py shows that all
+        # of it can be launched.
         patch.setattr(gpu_runner, "compiling_only", lambda _: nullcontext())
         patch.setattr(GpuRunner, "_launch_all", lambda _: None)
         patch.setattr(gpu, "_stand_ins", {})
@@ -170,7 +170,7 @@ CONTROLS = [
 
 
 def mixed_requests() -> list[Request]:
-    """Greedy and not, plain and not, one that must not end yet."""
+    """Return requests of many kinds: greedy or not, plain or not, one that must not end yet."""
     return [
         Request(
             prompt,

@@ -1,9 +1,8 @@
-"""What the kernel tests share: the device, poisoned memory between guarded margins, seeded values,
-tolerances.
+"""Helpers of the kernel tests: the device, poisoned memory, seeded values, tolerances.
 
-With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter,
-which is right for float32 and float16 alone: bfloat16 is silently wrong in it, so that is tested on
-a GPU only.
+With a GPU the kernels are compiled and run there; without one they run in Triton's interpreter. The
+interpreter is right for float32 and float16 alone: bfloat16 is silently wrong in it, so that is
+tested on a GPU only. Poisoned memory lies between guarded margins.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.processes import PYTHON_PATH, ROOT
 
 LIMIT_S = 600
-"""Seconds for a test: to compile or interpret kernels takes a minute or more, and several where
-others work too."""
+"""Seconds for a test. To compile or interpret kernels takes a minute, and several under load."""
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-"""For tests of what does not depend on the type: each further type would be another compilation on
-a GPU."""
+"""Types for tests that do not depend on the type: on a GPU each type is another compilation."""
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
 
 _MARGIN = 1024
-"""Elements: as many as kernels write at a time, so that a mask that is missing fails a test and
-does not end it all."""
-# Each tensor has a poison of its own, none the NaN that arithmetic makes: NaN read behind one
-# tensor and stored behind another keeps its bits, and would otherwise pass for what was there
-# before.
+"""Number of elements of a margin: as many as kernels write at a time.
+
+A write without its mask then fails a test and does not end the whole run.
+"""
+# Each tensor has a poison of its own, different from the NaN that arithmetic makes. NaN that is
+# read behind one tensor and stored behind another keeps its bits, and would otherwise pass for the
+# original contents.
 _POISON = {
     torch.float32: (0x7FC0BAD1, 2**16),
     torch.float16: (0x7E01, 500),
@@ -48,7 +47,7 @@ _POISON = {
     torch.int32: (-1234567, 2**16),
     torch.int64: (-123456789012345, 2**16),
 }
-"""The first of them, as bits, and how many."""
+"""The first poison, as bits, and the number of poisons."""
 _poisons = itertools.count()
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNINITIALISED = (
@@ -60,8 +59,9 @@ _UNINITIALISED = (
 
 
 def skip_overflow_checks() -> None:
-    """The interpreter would do each integer operation twice, for an assertion that never fires in
-    it.
+    """Skip the interpreter's overflow checks.
+
+    It would do each integer operation twice, for an assertion that never fires in it.
     """
     from triton.runtime.interpreter import interpreter_builder
 
@@ -71,7 +71,7 @@ def skip_overflow_checks() -> None:
 
 
 def run_interpreted(module: str, *words: str) -> str:
-    """Runs a program of tests/triton in a process of its own; what it prints."""
+    """Run a program of tests/triton in a process of its own, and return its output."""
     env = os.environ | {
         "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -101,11 +101,11 @@ class Values:
         return (torch.randn(shape, generator=self._generator) * scale).to(DEVICE, dtype)
 
     def integers(self, low: int, high: int, count: int) -> list[int]:
-        """Each from low to high - 1."""
+        """Return integers from low to high - 1."""
         return torch.randint(low, high, (count,), generator=self._generator).tolist()
 
     def different(self, count: int, below: int) -> list[int]:
-        """`count` different ones of 0 .. below - 1, in any order."""
+        """Return `count` different integers of 0 .. below - 1, in any order."""
         return torch.randperm(below, generator=self._generator)[:count].tolist()
 
 
@@ -114,7 +114,7 @@ def int32(values: Any) -> Tensor:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The same memory as integers, in which NaN equals itself."""
+    """Return the same memory as integers, in which NaN equals itself."""
     return x.contiguous().view(_INTEGERS[x.element_size()])
 
 
@@ -123,36 +123,40 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device = DEVICE) -> Tensor:
-    """A contiguous tensor whose elements, and those before and behind it, are NaN, or an odd
-    integer.
+    """Return a contiguous tensor of poison with margins of poison.
+
+    Its elements, and those before and behind it, are NaN, or an odd integer.
     """
     size = torch.Size(shape).numel()
     buffer = torch.zeros(size + 2 * _MARGIN, dtype=dtype, device=device)
     first, different = _POISON[dtype]
-    # Two apart for integers, which stay odd.
+    # Integers of different poisons are two apart and so stay odd.
     step = 1 if dtype.is_floating_point else 2
     buffer.view(_INTEGERS[dtype.itemsize]).fill_(first + next(_poisons) % different * step)
     return buffer[_MARGIN : _MARGIN + size].view(shape)
 
 
 def guarded(x: Tensor) -> Tensor:
-    """A copy of x between poisoned margins."""
+    """Return a copy of x between poisoned margins."""
     return poisoned(*x.shape, dtype=x.dtype).copy_(x)
 
 
 def _whole(x: Tensor) -> Tensor:
-    """x with its margins, as bits."""
+    """Return x with its margins, as bits."""
     kind = _INTEGERS[x.element_size()]
     return torch.empty(0, dtype=kind, device=x.device).set_(x.untyped_storage())
 
 
 def assert_untouched(x: Tensor, what: str) -> None:
-    """All of x, a part of a tensor from `poisoned`, is poison still."""
+    """Check that all of x, a part of a tensor from `poisoned`, is still poison."""
     assert bool((bits(x) == _whole(x)[0]).all()), f"wrote to {what}"
 
 
 def assert_margins_untouched(*tensors: Tensor) -> None:
-    """For tensors from `poisoned` and `guarded`, and such as begin and end with them."""
+    """Check the margins of tensors from `poisoned` and `guarded`.
+
+    Views that begin and end with such a tensor are possible too.
+    """
     for x in tensors:
         whole = _whole(x)
         poison, first = int(whole[0]), _POISON[x.dtype][0]
@@ -167,7 +171,7 @@ def assert_margins_untouched(*tensors: Tensor) -> None:
 
 @contextmanager
 def unchanged(**tensors: Tensor) -> Iterator[None]:
-    """None of these is written to."""
+    """Check that none of these tensors is written to."""
     before = {name: x.clone() for name, x in tensors.items()}
     yield
     for name, x in tensors.items():
@@ -175,12 +179,13 @@ def unchanged(**tensors: Tensor) -> Iterator[None]:
 
 
 class PoisonedAllocations(TorchDispatchMode):
-    """What is allocated uninitialised comes poisoned and between margins; these are looked at on
-    leaving.
+    """A mode in which uninitialised tensors come poisoned and between margins.
+
+    The margins are checked on leaving.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.given: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,17 +196,16 @@ class PoisonedAllocations(TorchDispatchMode):
         return result
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         if error[0] is None:
             assert_margins_untouched(*self.given)
 
 
 def assert_close(actual: Tensor, exact: Tensor, ulps: float = 4, float32_ulps: float = 16) -> None:
-    """actual against what was computed in float64, in units of actual's precision at its size (or
-    at 1 if smaller).
+    """Compare actual with a result in float64, in units of actual's precision.
 
-    float32 is given more of them: there the order of a long sum shows, in 16 bits only the last
-    rounding does.
+    The unit is that at actual's size, or at 1 if it is smaller. float32 has a larger tolerance:
+    there the order of a long sum shows, while in 16 bits only the last rounding does.
     """
     assert exact.dtype == torch.float64
     tolerance = torch.finfo(actual.dtype).eps * (

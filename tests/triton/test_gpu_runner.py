@@ -1,5 +1,6 @@
-"""The GPU's runner gives what the CPU's gives for the same steps: its kernels in Triton's
-interpreter, all else as it is (see gpu_stand_in.py).
+"""The GPU's runner gives the same tokens as the CPU's for the same steps.
+
+Its kernels run in Triton's interpreter, and all other code is its own (see gpu_stand_in.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.unit.executor.test_model_runner import VOCAB, make_runner
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not INTERPRETED, reason="with a GPU, tests/gpu has the runner itself"),
-    # Padding is not a number here (see standing_in), and numpy speaks up.
+    # The padding is NaN (see standing_in), and numpy warns of it.
     pytest.mark.filterwarnings(
         "ignore:(overflow|invalid value|divide by zero) encountered in:RuntimeWarning"
     ),
@@ -37,13 +38,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small one of two layers: the interpreter takes its time."""
+    """Return a small model of two layers: the interpreter takes its time."""
     return write_model("llama-gqa", tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
 def runner(model: str, one_thread: None) -> GpuRunner:
-    """Loaded once, which has run the largest step and captured graphs."""
+    """Return a runner that is loaded once, has run the largest step and captured graphs."""
     with standing_in():
         made = InterpretedRunner(worker_args(model))
         made.load()
@@ -51,7 +52,7 @@ def runner(model: str, one_thread: None) -> GpuRunner:
 
 
 def outputs(runner: Runner, steps: Sequence[StepInput], depth: int = 2) -> list[StepOutput]:
-    """With so many steps in flight."""
+    """Return the outputs with the given number of steps in flight."""
     flying: list[PendingOutput] = []
     found = []
     for step in steps:
@@ -62,7 +63,7 @@ def outputs(runner: Runner, steps: Sequence[StepInput], depth: int = 2) -> list[
 
 
 def compare(runner: GpuRunner, model: str, steps: Sequence[StepInput]) -> None:
-    """It gives what the CPU's gives, and something."""
+    """Check that the runner's outputs equal the CPU's and are not empty."""
     expected = outputs(make_runner(model), steps)
     with standing_in():
         got = outputs(runner, steps)
@@ -89,7 +90,7 @@ def compare_logprobs(ours: UInt8 | bytes, theirs: UInt8 | bytes) -> None:
 def test_steps_give_what_they_give_on_a_cpu(
     eager: bool, runner: GpuRunner, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of prompts, decodes and both, captured or not, with two steps in flight."""
+    """Run chunks of prompts, decodes and both, captured or not, with two steps in flight."""
     assert runner._graphs is not None
     if eager:
         monkeypatch.setattr(runner, "_graphs", None)
@@ -99,8 +100,9 @@ def test_steps_give_what_they_give_on_a_cpu(
 def test_a_copied_block_and_another_token_than_the_sampled_one(
     runner: GpuRunner, model: str
 ) -> None:
-    """As beams have it: row 1 enters with a copy of what row 0 has computed, each goes on with a
-    token of its own.
+    """Copy blocks as beams do.
+
+    Row 1 enters with a copy of row 0's computed tokens, and each goes on with a token of its own.
     """
     parent, child = Request(range(1, 21), 3), Request([9], 3)
     begin, go_on = make_step([(0, 12, [0])], {0: parent}, 0), make_step([(0, 8, [1])], {}, 1)
@@ -116,7 +118,7 @@ def test_a_copied_block_and_another_token_than_the_sampled_one(
 def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(
     runner: GpuRunner, model: str
 ) -> None:
-    """Alone in the step's own logits, with other controls in a copy of them."""
+    """Sample rows with a grammar alone in the step's own logits, with other controls in a copy."""
 
     def requests() -> list[Request]:
         controls = [
@@ -141,7 +143,10 @@ def test_rows_with_a_grammar_sample_what_they_sample_on_a_cpu(
 
 
 def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, model: str) -> None:
-    """With too few blocks for all requests, among them choices of one prompt and a beam search."""
+    """Run with too few blocks for all requests.
+
+    Choices of one prompt and a beam search are among them.
+    """
 
     def serve(device: Runner) -> dict[int, list[int]]:
         scheduler = make_scheduler(
@@ -172,7 +177,7 @@ def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, mod
 
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
 def test_ranks_give_what_one_gives_on_a_cpu(size: int, stages: int, tmp_path: Path) -> None:
-    """That share layers, and that each have some (tests/triton/sums/gpu_ranks.py)."""
+    """Cover ranks that share layers, and pipeline stages (tests/triton/sums/gpu_ranks.py)."""
     model = write_model("llama-gqa", tmp_path, num_hidden_layers=max(2, stages))
     got, expected = json.loads(
         run_interpreted("tests.triton.sums.gpu_ranks", model, str(size), str(stages))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sidestep.executor.attention import triton_backend
 from sidestep.executor.attention.base import StepBatch
@@ -20,7 +19,9 @@ from sidestep.executor.attention.triton_backend import TritonAttention
 from sidestep.executor.gpu import gpu_runner, step_kernels
 from sidestep.kernels import launch_order
 from sidestep.kernels.launch_order import LaunchOrder, LaunchOrderError, checked_order
-from sidestep.kernels.triton.decode_attention_triton import plan_attention
+from sidestep.kernels.triton.attention_plan_triton import plan_attention
+from sidestep.kernels.triton.prepare_step_triton import prepare_step as prepare
+from sidestep.kernels.triton.qkv_rope_triton import qkv_rope as rope
 from tests.e2e.models import write_model
 from tests.triton.gpu_stand_in import InterpretedRunner, standing_in, worker_args
 from tests.triton.support import INTERPRETED
@@ -37,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The smallest model with two kinds of layers."""
+    """Write the smallest model with two kinds of layers."""
     return write_model("llama-gqa", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
@@ -74,12 +75,13 @@ def test_a_plan_right_before_attention_is_refused(
         plans.clear()
         begin(self, batch)
 
-    def attend(self: TritonAttention, *args: Any) -> Tensor:
+    def attend(self: TritonAttention, *args: Any) -> Any:
         for plan in plans:
             plan()
         return go_on(self, *args)
 
-    begin, go_on = TritonAttention.begin_step, TritonAttention._attend_decodes
+    begin: Any = TritonAttention.begin_step
+    go_on: Any = TritonAttention._attend_decodes
     monkeypatch.setattr(TritonAttention, "begin_step", begin_step)
     monkeypatch.setattr(TritonAttention, "_attend_decodes", attend)
     monkeypatch.setattr(
@@ -96,7 +98,6 @@ def test_a_step_prepared_once_more_right_before_attention_is_refused(
 ) -> None:
     """Inserted: a second kernel that writes the tables."""
     prepared: list[Callable[[], None]] = []
-    prepare, rope = step_kernels.prepare_step, triton_backend.qkv_rope
 
     def prepare_step(*args: Any) -> None:
         prepared[:] = [lambda: prepare(*args)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from tests.triton.support import (
 )
 
 ODD = -1234567
-"""In the message wherever nothing belongs."""
+"""Number that fills the unused parts of the message."""
 SEEDS = [
     0,
     1,
@@ -51,7 +52,7 @@ NAMES = ("temperature", "top_p", "min_p", "top_k", "seed")
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a request that enters."""
+    """Parameters of a request that enters."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -62,7 +63,7 @@ class Parameters:
 
 @dataclass
 class Row:
-    """One request in one step. held: blocks that its table has already."""
+    """One request in one step. held: number of blocks that its table has already."""
 
     slot: int
     seq_len: int
@@ -77,12 +78,14 @@ def float_bits(value: float) -> int:
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    return np.cumsum([0, *counts]).tolist()
+    sums: list[int] = np.cumsum([0, *counts]).tolist()
+    return sums
 
 
 def pack(layout: StepLayout, rows: Sequence[Row]) -> Tensor:
-    """The message, as StepLayout and prepare_step describe it; an odd number wherever nothing
-    belongs.
+    """Return the message that StepLayout and prepare_step describe.
+
+    Its unused parts hold an odd number.
     """
     block_ids = [block for row in rows for block in row.new_blocks]
     token_ids = [token for row in rows for token in row.token_ids]
@@ -123,7 +126,9 @@ def fresh_tables(slots: int, width: int) -> SlotTables:
     return SlotTables(
         blocks,
         poisoned(slots, dtype=i32),
-        *(poisoned(slots, dtype=f32) for _ in range(3)),
+        poisoned(slots, dtype=f32),
+        poisoned(slots, dtype=f32),
+        poisoned(slots, dtype=f32),
         poisoned(slots, dtype=i32),
         poisoned(slots, dtype=torch.int64),
     )
@@ -131,13 +136,14 @@ def fresh_tables(slots: int, width: int) -> SlotTables:
 
 @dataclass
 class Model:
-    """The device tables together with what they should hold, as lists of integers (of floats, their
-    bits).
+    """The device tables together with their expected contents, as lists of integers.
+
+    Floats are compared by their bits.
     """
 
     tables: SlotTables
     page: int
-    expected: dict[str, list] = field(init=False)
+    expected: dict[str, list[Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.expected = {name: bits(getattr(self.tables, name)).tolist() for name in self._names()}
@@ -147,7 +153,7 @@ class Model:
         return ("block_tables", "last_sampled", *NAMES)
 
     def _layout_tokens(self, rows: Sequence[Row], tokens: int) -> list[list[int]]:
-        """token_ids, positions, places."""
+        """Return token_ids, positions and slot mapping."""
         out = []
         for row in rows:
             for i, token in enumerate(row.token_ids):
@@ -161,10 +167,10 @@ class Model:
     def step(
         self, layout: StepLayout, rows: Sequence[Row], room: tuple[int, int] | None = None
     ) -> None:
-        """Runs the kernel and this model, and compares all that either has written.
+        """Run the kernel and this model, and compare all memory that either has written.
 
-        room: rows and tokens that the step's outputs are made for, if less than what its message
-        may hold.
+        room: rows and tokens that the step's outputs are made for, if less than the message may
+        hold.
         """
         num_rows, num_tokens = room or (layout.rows, layout.tokens)
         for row in rows:
@@ -181,8 +187,9 @@ class Model:
             poisoned(size, dtype=torch.int32)
             for size in (num_tokens, num_tokens, num_tokens, num_rows)
         ]
+        ids, positions, offsets, ends = outputs
         with unchanged(message=message):
-            prepare_step(message, layout, self.tables, *outputs, self.page)
+            prepare_step(message, layout, self.tables, ids, positions, offsets, ends, self.page)
         for name in self._names():
             assert bits(getattr(self.tables, name)).tolist() == self.expected[name], name
         last_tokens = [end - 1 for end in starts([len(row.token_ids) for row in rows])[1:]]
@@ -191,7 +198,7 @@ class Model:
             last_tokens + [0] * (num_rows - len(rows)),
         ]
         for name, got, expected in zip(
-            ("token_ids", "positions", "places", "last_tokens"),
+            ("token_ids", "positions", "slot_mapping", "last_tokens"),
             outputs,
             expected_outputs,
             strict=True,
@@ -219,14 +226,12 @@ def model(slots: int = 6, width: int = 20, page: int = 16) -> Model:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_steps(seed: int) -> None:
-    """Requests enter, compute prompts in chunks, decode with ids that the host does not know, and
-    leave.
-    """
+    """Let requests enter, compute prompts in chunks, decode with ids on the device, and leave."""
     chance = random.Random(seed)
     page, slots, width = chance.choice([(1, 5, 90), (4, 7, 25), (16, 6, 8)])
     state = model(slots, width, page)
     layout = StepLayout(rows=4, tokens=26)
-    lengths = [0] * slots  # tokens of the request in a slot, 0: free
+    lengths = [0] * slots  # number of tokens of the request in a slot; 0 for a free slot
     prompts = [0] * slots
     held = [0] * slots
     for _ in range(14):
@@ -269,7 +274,7 @@ def test_random_steps(seed: int) -> None:
         state.step(layout, rows)
         for row in rows:
             state.sample(row.slot, chance.randint(0, 150_000))
-            if chance.random() < 0.15:  # leaves
+            if chance.random() < 0.15:  # the request leaves
                 lengths[row.slot] = held[row.slot] = 0
 
 
@@ -299,8 +304,9 @@ def test_token_id_zero_is_known() -> None:
 
 
 def test_more_tokens_and_more_blocks_than_one_turn_of_the_kernel() -> None:
-    """A prompt of several hundred tokens in blocks of one, behind another row and before
-    padding.
+    """Put a prompt of several hundred tokens in blocks of one behind another row.
+
+    Padding follows.
     """
     state, blocks = model(3, 1400, page=1), random.Random(0).sample(range(5000), 1300)
     layout = StepLayout(3, 900)
@@ -325,7 +331,7 @@ def test_steps_without_rows_and_with_one_are_padded(rows: int, tokens: int) -> N
 def test_outputs_may_be_made_for_fewer_rows_and_tokens_than_the_message(
     room: tuple[int, int],
 ) -> None:
-    """As those of a captured graph are."""
+    """Make outputs for fewer rows and tokens, as a captured graph does."""
     rows = [
         Row(4, 1, [8], 0, [1], Parameters()),
         Row(0, 6, [1, 2, 3, 4, 5, 6], 0, [2, 3], Parameters()),

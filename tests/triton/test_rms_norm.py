@@ -33,7 +33,7 @@ def exact(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def check(rows: int, size: int, dtype: torch.dtype, eps: float) -> None:
     values = Values(rows * size)
     x, weight = values.normal(rows, size, dtype=dtype, scale=3), values.normal(size, dtype=dtype)
-    # A row's neighbours are NaN: one element read too many would show.
+    # A row's neighbours are NaN: one element read beyond the row would show.
     x, weight = guarded(x), guarded(weight)
     with unchanged(x=x, weight=weight), PoisonedAllocations():
         out = rms_norm(x, weight, eps)
@@ -56,7 +56,7 @@ def test_large_rows(rows: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_rows_may_lie_apart(rows: int) -> None:
-    """As the last token of each request does among all tokens."""
+    """Space rows as the last tokens of requests lie among all tokens."""
     values, size = Values(rows), 40
     wide = poisoned(rows, 3 * size, dtype=DTYPE)
     x = wide[:, size : 2 * size].copy_(values.normal(rows, size, dtype=DTYPE))
@@ -78,6 +78,5 @@ def test_16_bit_types_round_where_the_reference_rounds(dtype: torch.dtype) -> No
     values = Values(3)
     x, weight = values.normal(20, 72, dtype=dtype), values.normal(72, dtype=dtype)
     expected, out = reference.rms_norm(x.cpu(), weight.cpu(), 1e-6), rms_norm(x, weight, 1e-6)
-    # The mean may be summed in another order: that moves a value across a rounding border once in a
-    # great while.
+    # The mean may be summed in another order: that rarely moves a value across a rounding border.
     assert (out.cpu() != expected).float().mean() < 5e-3

@@ -52,6 +52,6 @@ def test_gates_far_from_zero() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_16_bit_types_round_where_the_reference_rounds(dtype: torch.dtype) -> None:
     gate_up = Values(5).normal(10, 2 * 90, dtype=dtype, scale=2)
-    # The exponential may differ in its last bit, which moves a value across a rounding border once
-    # in a great while.
+    # The exponential may differ in its last bit, which rarely moves a value across a rounding
+    # border.
     assert (silu_mul(gate_up) != reference.silu_mul(gate_up)).float().mean() < 5e-3

@@ -14,7 +14,7 @@ import msgspec
 
 from sidestep.frontend.server.schemas.structure import ResponseFormat, StructuredOutputs
 from sidestep.frontend.server.transport.errors import refused
-from sidestep.ipc.params.sampling_params import (
+from sidestep.ipc.params.ranges import (
     BIAS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -31,9 +31,8 @@ from sidestep.ipc.params.sampling_params import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    RepetitionDetectionParams,
-    SamplingParams,
 )
+from sidestep.ipc.params.sampling_params import RepetitionDetectionParams, SamplingParams
 
 MAX_N = 128
 """Largest number of choices of one prompt, as in OpenAI's API."""

@@ -3,7 +3,8 @@ import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import {
-  APICallError, Output, ToolLoopAgent, generateObject, generateText, jsonSchema, stepCountIs, streamObject, streamText, tool,
+  APICallError, Output, ToolLoopAgent, generateObject, generateText, jsonSchema, stepCountIs,
+  streamObject, streamText, tool,
 } from "ai";
 import { z } from "zod";
 
@@ -17,8 +18,10 @@ const weather = tool({
 
 export default ({ url, scriptedUrl, model: name }) => {
   const here = createOpenAICompatible({
-    name: "sidestep", baseURL: url, apiKey: "none", includeUsage: true, supportsStructuredOutputs: true });
-  const there = createOpenAICompatible({ name: "sidestep", baseURL: scriptedUrl, includeUsage: true });
+    name: "sidestep", baseURL: url, apiKey: "none", includeUsage: true,
+    supportsStructuredOutputs: true });
+  const there = createOpenAICompatible({
+    name: "sidestep", baseURL: scriptedUrl, includeUsage: true });
   const model = here(name), scripted = there("scripted");
 
   return {
@@ -39,8 +42,8 @@ export default ({ url, scriptedUrl, model: name }) => {
 
   async every_setting() {
     const { text } = await generateText({
-      model, prompt: "def f(", maxOutputTokens: 4, temperature: 0.4, topP: 0.9, seed: 3, presencePenalty: 0.1,
-      frequencyPenalty: 0.1, stopSequences: ["\n\n"], maxRetries: 1 });
+      model, prompt: "def f(", maxOutputTokens: 4, temperature: 0.4, topP: 0.9, seed: 3,
+      presencePenalty: 0.1, frequencyPenalty: 0.1, stopSequences: ["\n\n"], maxRetries: 1 });
     assert.equal(typeof text, "string");
   },
 
@@ -53,44 +56,52 @@ export default ({ url, scriptedUrl, model: name }) => {
   },
 
   async generate_object() {
-    const { object } = await generateObject({ model, schema: Ticket, prompt: "a ticket", maxOutputTokens: 1000 });
+    const { object } = await generateObject({
+      model, schema: Ticket, prompt: "a ticket", maxOutputTokens: 1000 });
     assert.ok(Ticket.parse(object));
   },
 
   async generate_object_of_a_json_schema() {
-    const { object } = await generateObject({ model, prompt: "a", maxOutputTokens: 1000, schema: jsonSchema({
-      type: "object", properties: { yes: { type: "boolean" } }, required: ["yes"], additionalProperties: false }) });
+    const { object } = await generateObject({
+      model, prompt: "a", maxOutputTokens: 1000, schema: jsonSchema({
+        type: "object", properties: { yes: { type: "boolean" } }, required: ["yes"],
+        additionalProperties: false }) });
     assert.equal(typeof object.yes, "boolean");
   },
 
   async generate_an_enum() {
     const { object } = await generateObject({
-      model, output: "enum", enum: ["sunny", "rainy"], prompt: "the weather", maxOutputTokens: 1000 });
+      model, output: "enum", enum: ["sunny", "rainy"], prompt: "the weather",
+      maxOutputTokens: 1000 });
     assert.ok(["sunny", "rainy"].includes(object));
   },
 
   async stream_object() {
-    const result = streamObject({ model, schema: Ticket, prompt: "a ticket", maxOutputTokens: 1000 });
+    const result = streamObject({
+      model, schema: Ticket, prompt: "a ticket", maxOutputTokens: 1000 });
     for await (const part of result.partialObjectStream) assert.equal(typeof part, "object");
     assert.ok(Ticket.parse(await result.object));
   },
 
   async generate_text_with_an_output() {
     const { output } = await generateText({
-      model, output: Output.object({ schema: Ticket }), prompt: "a ticket", maxOutputTokens: 1000 });
+      model, output: Output.object({ schema: Ticket }), prompt: "a ticket",
+      maxOutputTokens: 1000 });
     assert.ok(Ticket.parse(output));
   },
 
   async a_tool_loop() {
     const { text, steps } = await generateText({
-      model: scripted, tools: { get_weather: weather }, stopWhen: stepCountIs(4), prompt: QUESTION });
+      model: scripted, tools: { get_weather: weather }, stopWhen: stepCountIs(4),
+      prompt: QUESTION });
     assert.equal(text, "It is 21 degrees in Bern.");
     assert.equal(steps.length, 2);
   },
 
   async a_streamed_tool_loop() {
     const result = streamText({
-      model: scripted, tools: { get_weather: weather }, stopWhen: stepCountIs(4), prompt: QUESTION });
+      model: scripted, tools: { get_weather: weather }, stopWhen: stepCountIs(4),
+      prompt: QUESTION });
     const kinds = [];
     for await (const part of result.fullStream) kinds.push(part.type);
     assert.ok(kinds.includes("tool-call") && kinds.includes("tool-result"));
@@ -113,7 +124,8 @@ export default ({ url, scriptedUrl, model: name }) => {
 
   async options_of_the_provider() {
     const { text } = await generateText({
-      model, prompt: "def f(", maxOutputTokens: 3, providerOptions: { sidestep: { user: "me", top_k: 5 } } });
+      model, prompt: "def f(", maxOutputTokens: 3,
+      providerOptions: { sidestep: { user: "me", top_k: 5 } } });
     assert.equal(typeof text, "string");
   },
 
@@ -125,20 +137,23 @@ export default ({ url, scriptedUrl, model: name }) => {
 
   async the_openai_provider_s_chats() {
     const openai = createOpenAI({ baseURL: url, apiKey: "none" });
-    const { text } = await generateText({ model: openai.chat(name), prompt: "def f(", maxOutputTokens: 4 });
+    const { text } = await generateText({
+      model: openai.chat(name), prompt: "def f(", maxOutputTokens: 4 });
     assert.equal(typeof text, "string");
   },
 
   async the_openai_provider_s_responses() {
     const openai = createOpenAI({ baseURL: url, apiKey: "none" });
-    const { text } = await generateText({ model: openai(name), prompt: "def f(", maxOutputTokens: 4 });
+    const { text } = await generateText({
+      model: openai(name), prompt: "def f(", maxOutputTokens: 4 });
     assert.ok(text.length > 0);
   },
 
   async a_tool_loop_over_responses() {
     const openai = createOpenAI({ baseURL: scriptedUrl, apiKey: "none" });
     const result = streamText({
-      model: openai("scripted"), tools: { get_weather: weather }, stopWhen: stepCountIs(4), prompt: QUESTION });
+      model: openai("scripted"), tools: { get_weather: weather }, stopWhen: stepCountIs(4),
+      prompt: QUESTION });
     assert.equal(await result.text, "It is 21 degrees in Bern.");
   },
 

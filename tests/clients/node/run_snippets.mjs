@@ -1,4 +1,5 @@
-// Run files of snippets, every method of each file's default export: run_snippets.mjs URL SCRIPTED_URL FILE...
+// Run files of snippets, every method of each file's default export:
+// run_snippets.mjs URL SCRIPTED_URL FILE...
 // Print a line of JSON for each snippet: its file, its name, and its error if it has failed.
 const [url, scriptedUrl, ...files] = process.argv.slice(2);
 process.env.OPENAI_BASE_URL = url;

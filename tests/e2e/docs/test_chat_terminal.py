@@ -1,4 +1,4 @@
-"""`sidestep chat` in a real terminal: what is typed and pasted, Ctrl-C and Ctrl-D, colours."""
+"""`sidestep chat` in a real terminal: typed and pasted text, Ctrl-C and Ctrl-D, colours."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from tests.processes import PYTHON_PATH
 
 PROMPT = b"> "
 LINE_HAS_ENDED = b"\x1b[?2004l"
-"""The program has switched the terminal's paste mode off: from here on, Ctrl-C is a signal."""
+"""Sequence that switches the terminal's paste mode off. After it, Ctrl-C is a signal."""
 
 
 def enter_terminal() -> None:
-    """In the new process: as a shell starts a program, whatever this one was started by and
-    ignores.
+    """Prepare the new process as a shell prepares a program.
+
+    The parent may ignore signals; the program must not inherit that.
     """
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -38,7 +39,7 @@ class Screen:
         self.shown = b""
 
     def until(self, words: bytes) -> bytes:
-        """Return the text shown since the last call, up to these words."""
+        """Return the text shown since the last call, up to the given words."""
         while words not in self.shown:
             assert select.select([self._descriptor], [], [], 60)[0], self.shown
             self.shown += os.read(self._descriptor, 4096)
@@ -53,7 +54,7 @@ class Screen:
         try:
             while data := os.read(self._descriptor, 4096):
                 self.shown += data
-        except OSError:  # so ends a terminal that no process has open
+        except OSError:  # a terminal that no process has open ends with this error
             pass
         return self.shown
 

@@ -1,6 +1,4 @@
-"""docs/migrate-from-vllm.md: its tables are those of the code, and what it shows works as it is
-written.
-"""
+"""docs/migrate-from-vllm.md: its tables equal the code's, and its examples work as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A family of models from an installed package (examples/outside_model) runs like any other."""
+"""A family of models from an installed package (examples/outside_model).
+
+It runs like any other family.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ PACKAGE = "sidestep_granite"
 
 
 def install(site: Path, entry_points: dict[str, dict[str, str]] | None = None) -> None:
-    """Do what pip does with the example, in a folder that is on the path."""
+    """Install the example as pip does, into a folder that is on the path."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     shutil.copytree(EXAMPLE / PACKAGE, site / PACKAGE)
     info = site / f"{PACKAGE}-{project['version']}.dist-info"
@@ -45,7 +48,7 @@ def install(site: Path, entry_points: dict[str, dict[str, str]] | None = None) -
 def site(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """A folder on the path, whose modules are forgotten after the test."""
+    """Yield a folder on the path, and forget its modules after the test."""
     folder = tmp_path_factory.mktemp("site")
     monkeypatch.syspath_prepend(str(folder))
     yield folder

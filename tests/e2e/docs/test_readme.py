@@ -1,4 +1,4 @@
-"""What the README shows works as it is written."""
+"""The examples of the README work as they are written."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ COMMANDS = [
     command
     for command in of_sidestep("README.md")
     if not command.startswith("sidestep serve") and "--url" not in command
-]  # tests/server runs those
+]  # tests/server runs the commands that start a server
 
 
 def test_the_example_is_the_file_it_names() -> None:

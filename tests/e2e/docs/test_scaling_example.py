@@ -1,4 +1,4 @@
-"""examples/scaling.py says of each way what it gained, and here it gained something."""
+"""examples/scaling.py reports the gain of each way to scale, and some way gains something."""
 
 from __future__ import annotations
 

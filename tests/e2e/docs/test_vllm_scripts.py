@@ -1,5 +1,6 @@
-"""Scripts as users of vLLM write them: with the import changed they run, or end with one
-sentence.
+"""Scripts as users of vLLM write them.
+
+With the import changed they run, or end with one sentence.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What controls of logits mean, in plain steps over one row: the reference that the engine must
-equal.
+"""A reference for the controls of logits, in plain steps over one row.
+
+The engine's results must equal it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sidestep import SamplingParams
 def controlled(
     logits: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
 ) -> Tensor:
-    """Logits float32 [V] after everything that changes them before temperature."""
+    """Return the logits, float32 [V], after all changes that come before temperature."""
     logits = logits.clone()
     if params.allowed_token_ids:
         for token in set(range(len(logits))) - set(params.allowed_token_ids):
@@ -37,7 +38,7 @@ def controlled(
 def reference_greedy(
     model: PreTrainedModel, prompt: list[int], params: SamplingParams
 ) -> list[int]:
-    """Greedy tokens by transformers' logits, changed."""
+    """Return greedy tokens by transformers' logits with the controls applied."""
     assert params.max_tokens is not None
     output: list[int] = []
     for _ in range(params.max_tokens):
@@ -50,7 +51,7 @@ def reference_greedy(
 def reference_pairs(
     model: PreTrainedModel, prompt: list[int], params: SamplingParams
 ) -> dict[tuple[int, int], float]:
-    """How probable each pair of first tokens is, among few allowed ones."""
+    """Return the probability of each pair of first tokens, among a few allowed tokens."""
     pairs = {}
     for first, p in _probabilities(model, prompt, [], params).items():
         for second, q in _probabilities(model, prompt, [first], params).items():

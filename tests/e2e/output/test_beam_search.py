@@ -1,4 +1,4 @@
-"""Beam search finds what transformers finds, token for token, in float32 on the CPU."""
+"""Beam search finds the same tokens as transformers, in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.e2e.models import (
 def reference_beams(
     model: PreTrainedModel, prompt: Sequence[int], params: BeamSearchParams, eos: Sequence[int] = ()
 ) -> list[tuple[list[int], float]]:
-    """What transformers finds: tokens after the prompt, and scores."""
+    """Return the sequences that transformers finds: tokens after the prompt, and scores."""
     return _reference_beams(model, tuple(prompt), params, tuple(eos))
 
 
@@ -39,7 +39,8 @@ def _reference_beams(
     model: PreTrainedModel, prompt: tuple[int, ...], params: BeamSearchParams, eos: tuple[int, ...]
 ) -> list[tuple[list[int], float]]:
     ids = torch.tensor([prompt])
-    out = model.generate(
+    generate: Any = model.generate  # without types
+    out = generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -61,8 +62,9 @@ def _reference_beams(
 
 
 def is_clear(beams: Sequence[tuple[list[int], float]]) -> bool:
-    """Whether no two scores are so close that the rounding of a CPU's products decides which is
-    better.
+    """Return whether all scores are far enough apart.
+
+    Otherwise the rounding of a CPU's products decides which one is better.
     """
     return all(better - worse > 1e-5 * abs(better) for (_, better), (_, worse) in pairwise(beams))
 
@@ -108,8 +110,9 @@ def test_random_models_equal_transformers(
 def unsure(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, PreTrainedModel, list[int]]:
-    """A model that often ends a sequence, by one token or three: its folder, the model, and those
-    tokens.
+    """Return a model that often ends a sequence: its folder, the model, and the ending tokens.
+
+    It ends a sequence by one token or by three.
     """
     folder = write_tokenizer(tmp_path_factory.mktemp("unsure"))
     path = write_model("llama-gqa", folder)
@@ -145,8 +148,9 @@ def test_ends_and_penalties_equal_transformers(
 
 
 def make_unsure(folder: Path) -> None:
-    """Makes a model's tokens almost equally probable, so that ends of sequence are among the best
-    continuations.
+    """Make a model's tokens almost equally probable.
+
+    Ends of sequence are then among the best continuations.
     """
     (weights,) = folder.glob("*.safetensors")
     tensors = load_file(weights)
@@ -223,7 +227,7 @@ def test_plain_requests_beside_a_search_do_not_change(
 
 
 async def mix(llm: LLM, prompts: Sequence[list[int]], params: BeamSearchParams) -> tuple[Any, Any]:
-    """Plain requests and searches at once."""
+    """Run plain requests and searches at once."""
     engine = llm._llm
 
     async def greedy(prompt: list[int]) -> list[int]:

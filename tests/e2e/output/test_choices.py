@@ -1,5 +1,6 @@
-"""Several completions of one prompt equal those of lone requests with the same seeds, in float32 on
-the CPU.
+"""Several completions of one prompt equal those of lone requests with the same seeds.
+
+The models run in float32 on the CPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Penalties, biases and masks through the whole engine: equal to plain arithmetic on transformers'
-logits, whatever runs beside them and however it is run.
+"""Penalties, biases and masks through the whole engine.
+
+The results equal plain arithmetic on transformers' logits, whatever runs beside a request and
+however it is run.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def run(
 
 
 def requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Every second one is plain."""
+    """Return requests of which every second one is plain."""
     prompts = random_prompts(16, vocab_size, longest=50)
     controls = [CONTROLS[i // 2] if i % 2 else {} for i in range(16)]
     params = [
@@ -84,7 +86,7 @@ def test_greedy_tokens_equal_plain_arithmetic(
     arithmetic: list[list[int]],
     engines: Engines,
 ) -> None:
-    """With two steps in flight, in chunks, preempted, and on two ranks."""
+    """Cover two steps in flight, prompts in chunks, preemption, and two ranks."""
     path, model = random_model("llama-gqa")
     prompts, params = requests(model.config.vocab_size)
     answers = engines.get(path, **options).generate(prompts, params, use_tqdm=False)
@@ -109,7 +111,7 @@ def arithmetic(random_model: RandomModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def bundled() -> PreTrainedModel:
-    """The model of the package, as transformers runs it."""
+    """Return the bundled model as transformers runs it."""
     return load_reference(DEFAULT_MODEL)
 
 
@@ -129,10 +131,10 @@ def bundled() -> PreTrainedModel:
 def test_frequencies_of_the_first_two_tokens(
     control: dict[str, Any], engines: Engines, bundled: PreTrainedModel
 ) -> None:
-    """Chi-square over 1,200 draws of a pair; the second token of a pair depends on the first by its
-    penalties.
+    """Compare the frequencies of 1,200 draws of a pair by chi-square.
 
-    Steps in turn draw what steps in flight draw.
+    The penalties make the second token of a pair depend on the first. Steps in turn draw the same
+    tokens as steps in flight.
     """
     prompt = [300, 41, 17]
     common: dict[str, Any] = {
@@ -167,8 +169,9 @@ def test_frequencies_of_the_first_two_tokens(
 
 @torch.inference_mode()
 def flatten(model: Any, prompt: list[int], tokens: Sequence[int]) -> dict[int, float]:
-    """Biases that make these tokens about as probable as each other, so that all pairs can be
-    counted.
+    """Return biases that make these tokens about equally probable.
+
+    All pairs can then be counted.
     """
     logits = model(torch.tensor([prompt])).logits[0, -1].float()
     return {token: float(logits.max() - logits[token]) for token in tokens}
@@ -196,7 +199,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(
 
 
 def test_bad_words_never_come(engines: Engines) -> None:
-    """In the text: whatever else the model says instead."""
+    """Check the text: it never contains the words, whatever else the model says."""
     llm, params = engines.get(), SamplingParams(temperature=0, max_tokens=40)
     before = (
         llm.generate("def get_name(self):\n    return", params, use_tqdm=False)[0].outputs[0].text
@@ -220,8 +223,9 @@ RAMP = "examples.logits_processor:TokenRamp"
     ids=str,
 )
 def test_a_processor_of_the_users(options: dict[str, Any], random_model: RandomModel) -> None:
-    """That of the example, which counts outputs: also over preemptions, and beside plain
-    requests.
+    """Run the example's processor, which counts outputs, also over preemptions.
+
+    Plain requests run beside it.
     """
     path, model = random_model("llama-gqa")
     prompts = random_prompts(8, model.config.vocab_size, longest=40)
@@ -250,7 +254,10 @@ def test_a_processor_of_the_users(options: dict[str, Any], random_model: RandomM
 def test_an_exception_in_a_processor_ends_the_engine_with_its_cause(
     stages: int, name: str, model_folder: Path
 ) -> None:
-    """It is in the last stage; those before it then fail too, because it has gone."""
+    """Raise in the last stage.
+
+    The stages before it then fail too, because it has gone.
+    """
     wrong = SamplingParams(extra_args={TokenRamp.__name__: {"token": 3}})
     with pytest.raises(EngineDeadError, match=f"^{name} failed: KeyError: 'step'"):
         run(

@@ -1,4 +1,4 @@
-"""Log-probabilities through the whole engine equal those of transformers on the bundled model."""
+"""Logprobs through the whole engine equal those of transformers on the bundled model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
-    # Twice, so that the second time all prompts are cached.
+    # Run twice: the second time all prompts are cached.
     llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)
     return llm.generate(PROMPTS, params, use_tqdm=False)
 
@@ -50,12 +50,13 @@ def model() -> Any:
 
 @torch.inference_mode()
 def reference(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[T, V] What each token's successor was given."""
-    return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    """Return the log-probabilities of each token's successors, [T, V]."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float().log_softmax(-1)
 
 
 def check(entries: dict[int, Logprob], values: torch.Tensor, token: int, most: int) -> None:
-    """One token's, against [V]."""
+    """Check one token's logprobs against the reference [V]."""
     assert next(iter(entries)) == token
     best = values.topk(most).indices.tolist()
     assert list(entries) == [token, *(t for t in best if t != token)]
@@ -68,8 +69,9 @@ def check(entries: dict[int, Logprob], values: torch.Tensor, token: int, most: i
 def test_logprobs_of_outputs_and_prompts(
     options: dict[str, Any], model: Any, engines: Engines
 ) -> None:
-    """In chunks, preempted, on two ranks; of the model itself although penalties and filters choose
-    the tokens.
+    """Cover prompts in chunks, preemption, and two ranks.
+
+    The logprobs are the model's own, although penalties and filters choose the tokens.
     """
     params = [
         SamplingParams(temperature=0, max_tokens=9, logprobs=4, prompt_logprobs=2),
@@ -116,7 +118,10 @@ def test_who_does_not_ask_gets_the_same_tokens_and_no_logprobs(engines: Engines)
 
 
 async def test_streamed() -> None:
-    """Each output of a stream has those of its own tokens; together they are those of the whole."""
+    """Each output of a stream has the logprobs of its own tokens.
+
+    Together they equal the logprobs of the whole.
+    """
     params = SamplingParams(
         temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1, stop=["\n\n"]
     )

@@ -1,5 +1,7 @@
-"""The bundled model, held to forms: with overlap or without, on one rank or two, the same tokens;
-and beside them plain requests that nobody can tell from those that run alone.
+"""The bundled model with structured outputs.
+
+The tokens are the same with and without overlap, on one rank and on two. Plain requests beside them
+give the same tokens as alone.
 """
 
 from __future__ import annotations

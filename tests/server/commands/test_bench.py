@@ -26,7 +26,7 @@ LOAD = ["--num-prompts", "6", "--input-len", "5", "--output-len", "4", "--load-s
 
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Runs the command; its report."""
+    """Return a function that runs the command and returns its report."""
 
     def run(*words: str) -> dict[str, Any]:
         assert main(["bench", "serve", *words, "--json"]) == 0
@@ -37,7 +37,8 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
 
 
 def tokens_of(report: dict[str, Any]) -> int:
-    return round(report["output_tokens_per_s"] * report["seconds"])
+    count: float = report["output_tokens_per_s"] * report["seconds"]
+    return round(count)
 
 
 def test_a_load_on_our_server_is_served_whole(
@@ -50,13 +51,13 @@ def test_a_load_on_our_server_is_served_whole(
     assert tokens_of(report) == 24
     assert round(report["total_tokens_per_s"] * report["seconds"]) == 24 + 30
     assert 0 < report["ttft_ms_p50"] <= report["e2e_ms_p50"]
-    # All 4 tokens may come at once; what there is between them is told whole.
+    # All 4 tokens may come at once; tpot spreads the rest of the time over 3 gaps.
     assert report["ttft_ms_mean"] + 3 * report["tpot_ms_mean"] == pytest.approx(
         report["e2e_ms_mean"]
     )
     server.until_idle()
     warm_up = server.metrics()["sidestep:generation_tokens_total"] - 24
-    assert warm_up == 16  # and nothing else was asked for
+    assert warm_up == 16  # the command sent no other requests
 
 
 def test_our_server_tells_what_its_device_did(
@@ -77,7 +78,7 @@ def test_an_engine_in_this_process_has_the_same_figures(
     there = bench("--url", fake.url, "--vocab-size", "250", *LOAD)
     here = bench(fake_model, "--device", "fake", *LOAD)
     assert here["failed"] == 0 and tokens_of(here) == 24
-    # Of requests whose tokens all came at once there are no gaps to tell of.
+    # Requests whose tokens all came at once have no gaps to report.
     here_only, there_only = (
         {name for name in a.keys() - b.keys() if not name.startswith("itl")}
         for a, b in ((here, there), (there, here))
@@ -177,8 +178,9 @@ def test_https_by_a_certificate_that_is_trusted(
 
 
 class OtherServer(ThreadingHTTPServer):
-    """Answers completions as a test has it, each second one well; knows no models and no
-    metrics.
+    """A server that answers completions as a test has it, each second one correctly.
+
+    It knows no models and no metrics.
     """
 
     daemon_threads = True
@@ -249,8 +251,10 @@ def usage(tokens: int) -> dict[str, Any]:
 
 
 def answer_well(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-    """As some servers do: comments between events, lines that end in CR LF, the answer's end that
-    of the connection.
+    """Answer as some servers do.
+
+    There are comments between events, lines end in CR LF, and the end of the connection ends the
+    answer.
     """
     begin(handler)
     handler.wfile.write(b": ping\r\n\r\n")
@@ -337,7 +341,7 @@ def test_requests_that_fail_do_not_end_the_others(
 
 def test_nobody_at_the_url_is_a_report_of_failures(bench: Callable[..., dict[str, Any]]) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # the port is bound, but nothing listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         report = bench("--url", url, *LOAD)
     assert (report["requests"], report["failed"]) == (6, 6)
@@ -417,7 +421,8 @@ def test_flags_that_make_no_sense_together_are_refused(
 def test_without_its_libraries_the_command_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['httptools'] = None\n"
-        "from sidestep.frontend.main import main; sys.exit(main(['bench', 'serve', '--url', 'http://x']))"
+        "from sidestep.frontend.main import main\n"
+        "sys.exit(main(['bench', 'serve', '--url', 'http://x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.splitlines() == [

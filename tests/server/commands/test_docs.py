@@ -1,7 +1,7 @@
-"""Run the commands of README and docs as they are written. Only the device, the port and the size
-of a load differ.
+"""The commands of README and docs, run as they are written.
 
-tests/e2e/docs/test_readme.py runs the commands of the README with the bundled model.
+Only the device, the port and the size of a load differ. tests/e2e/docs/test_readme.py runs the
+commands of the README with the bundled model.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def test_curl_of_the_docs_is_answered(command: str, tiny: LiveServer) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", *pages.DOCS])
 def test_what_other_commands_of_a_page_name_is_there(page: str) -> None:
-    """Commands that install, or take minutes, are not run. The test checks that their extras,
-    packages and scripts exist.
+    """Check that the extras, packages and scripts of other commands exist.
+
+    Commands that install, or take minutes, are not run.
     """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -106,7 +107,7 @@ def test_a_file_of_requests_is_answered_as_the_docs_show(tmp_path: Path) -> None
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("command", list(filter(runs_here, COMMANDS)))
+@pytest.mark.parametrize("command", [c for c in COMMANDS if runs_here(c)])
 def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
     variables, words = with_variables(command)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -123,7 +124,7 @@ def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
     assert done.stdout.strip() or (tmp_path / "answers.jsonl").read_text()
 
 
-@pytest.mark.parametrize("command", list(filter(is_server, COMMANDS)))
+@pytest.mark.parametrize("command", [c for c in COMMANDS if is_server(c)])
 def test_a_server_of_the_docs_starts(command: str) -> None:
     variables, words = with_variables(command)
     given = [word for word in words[1:] if word != "MODEL"]

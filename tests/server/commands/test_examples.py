@@ -1,4 +1,4 @@
-"""The programs in examples/ that speak to a server, or are one."""
+"""The programs in examples/ that are clients of a server, or are a server."""
 
 from __future__ import annotations
 
@@ -55,15 +55,14 @@ def test_a_chat_streams_and_remembers(command: list[str], tiny: LiveServer) -> N
 
 
 class OnlyModels(BaseHTTPRequestHandler):
-    """Of a server that knows its models, refuses each second request, and breaks off its answers to
-    the others.
-    """
+    """A server that knows its models, refuses each second request, and cuts the other answers."""
 
     protocol_version = "HTTP/1.1"
     posts = itertools.count()
 
     def do_GET(self) -> None:
-        body = b'{"object": "list", "data": [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]}'
+        model = b'{"id": "m", "object": "model", "created": 0, "owned_by": "x"}'
+        body = b'{"object": "list", "data": [' + model + b"]}"
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -87,7 +86,7 @@ class OnlyModels(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def backend() -> Iterator[str]:
-    """The URL of a backend that runs."""
+    """Yield the URL of a running backend."""
     process = subprocess.Popen(
         [sys.executable, EXAMPLES / "app_backend.py", "0"],
         stderr=subprocess.PIPE,

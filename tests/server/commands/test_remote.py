@@ -1,5 +1,6 @@
-"""`sidestep chat` and `sidestep generate` with --url: against this server, and against what other
-servers say.
+"""`sidestep chat` and `sidestep generate` with --url.
+
+The server is this one, or one that answers as other servers do.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.server.live import ROOT, LiveServer
 def run(
     *words: str, say: str = "", environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command, with these lines as its input."""
+    """Run the command with these lines as its input."""
     return subprocess.run(
         [sys.executable, "-m", "sidestep", *words],
         input=say,
@@ -99,7 +100,7 @@ def test_the_key_is_a_flag_or_of_the_environment(make_server: Callable[..., Live
     assert run(*words, environment=mine).returncode == 0
     refused = "answered with status 401: a valid API key"
     assert refused in run(*words, "--api-key", "three", environment=mine).stderr
-    # What a server here takes is never shown to one elsewhere.
+    # The keys that servers on this machine accept are never sent to a server elsewhere.
     assert refused in run(*words, environment=keys).stderr
 
 

@@ -1,5 +1,7 @@
-"""Answers with a form, as clients of OpenAI's and vLLM's APIs ask for them. The fake device samples
-at random what the grammar allows, so what is valid here is so by the grammar alone.
+"""Structured outputs, as clients of OpenAI's and vLLM's APIs ask for them.
+
+The fake device samples at random from the tokens that the grammar allows, so the grammar alone
+makes an answer valid.
 """
 
 from __future__ import annotations
@@ -41,9 +43,15 @@ class Place(pydantic.BaseModel):
     note: str | None = pydantic.Field(max_length=5)
 
 
+class ParsingServer(LiveServer):
+    """A server with a parser of tool calls."""
+
+    parser: str
+
+
 @pytest.fixture(scope="module", params=PARSERS)
-def tools_server(request: pytest.FixtureRequest, fake_model: str) -> Iterator[LiveServer]:
-    with LiveServer(
+def tools_server(request: pytest.FixtureRequest, fake_model: str) -> Iterator[ParsingServer]:
+    with ParsingServer(
         fake_model,
         "--served-model-name",
         "fake",
@@ -52,7 +60,7 @@ def tools_server(request: pytest.FixtureRequest, fake_model: str) -> Iterator[Li
         "--tool-call-parser",
         request.param,
     ) as server:
-        server.parser = request.param  # type: ignore[attr-defined]
+        server.parser = request.param
         yield server
 
 
@@ -102,7 +110,7 @@ def test_the_client_s_helpers_parse_what_comes(fake: LiveServer) -> None:
 
 
 def test_json_objects_come_as_objects(tiny: LiveServer) -> None:
-    """Of the bundled model, which would rather write Python."""
+    """Use the bundled model, which would rather write Python."""
     with client(tiny) as api:
         answer = api.chat.completions.create(
             model="tiny-python",
@@ -204,11 +212,11 @@ def _message(server: LiveServer, stream: bool, **options: Any) -> tuple[dict[str
 
 
 def test_strict_functions_are_taken_where_their_calls_can_be_told_from_text(
-    tools_server: LiveServer,
+    tools_server: ParsingServer,
 ) -> None:
     strict = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]
     body = {"messages": CHAT, "tools": strict, "max_tokens": 5}
-    if tools_server.parser in ("hermes", "qwen3"):  # type: ignore[attr-defined]
+    if tools_server.parser in ("hermes", "qwen3"):
         assert tools_server.post("/v1/chat/completions", body).status_code == 200
     else:
         error = refusal(tools_server, "/v1/chat/completions", body)
@@ -299,7 +307,7 @@ def test_wrong_choices_of_tools_are_refused_by_name(
 
 
 def test_the_form_holds_after_the_reasoning(reasoning_server: LiveServer) -> None:
-    """The device reasons at random, or not at all: the answer is of the form in any case."""
+    """The device reasons at random, or not at all; the answer has the form in any case."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
     with ThreadPoolExecutor(12) as pool:
         answers = pool.map(
@@ -411,8 +419,9 @@ def test_wrong_forms_are_refused_by_name(
 
 
 def test_plain_streams_go_on_beside_hostile_grammars(fake: LiveServer) -> None:
-    """Each of these is at the bound of what is compiled, or of what a token may cost; the stream
-    beside them neither stops nor changes, and the server is idle at the end.
+    """Run grammars at the bounds of compilation and of a token's cost.
+
+    The stream beside them neither stops nor changes, and the server is idle at the end.
     """
     hostile = [
         {"regex": "(.*a.{20}){1,100}"},

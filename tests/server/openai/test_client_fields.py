@@ -1,5 +1,6 @@
-"""Fields that clients send by habit: the server accepts them, obeys them, or refuses them by
-name.
+"""Fields that clients send by habit.
+
+The server accepts them, obeys them, or refuses them by name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NOTES: dict[str, Any] = {
     "safety_identifier": "s",
     "store": True,
 }
-DUMPED = {
+DUMPED: dict[str, Any] = {
     "role": "assistant",
     "content": "Hello.",
     "refusal": None,

@@ -1,4 +1,4 @@
-"""Nothing is accepted and ignored: each field works, or is refused by its name."""
+"""Fields of requests: each works, or is refused by its name; none is ignored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Logprobs, penalties and biases by the openai client: in OpenAI's shapes, equal in every form of
-an answer.
+"""Logprobs, penalties and biases by the openai client.
+
+They have OpenAI's shapes and are equal in every form of an answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def client(tiny: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def check_content(entries: list[Any], text: str, most: int) -> None:
-    """Of a chat or a response."""
+    """Check the logprobs of a chat or a response."""
     assert b"".join(bytes(e.bytes) for e in entries).decode("utf-8", "replace").startswith(text)
     for entry in entries:
         assert entry.token == bytes(entry.bytes).decode("utf-8", "replace")
@@ -65,7 +66,7 @@ def test_chats(most: int, client: openai.OpenAI) -> None:
     )
     assert len(choice.logprobs.content) == whole.usage.completion_tokens
     check_content(choice.logprobs.content, choice.message.content or "", most)
-    streamed = []
+    streamed: list[Any] = []
     for chunk in client.chat.completions.create(**options, stream=True):
         if (logprobs := chunk.choices[0].logprobs) is not None:
             streamed += logprobs.content or []
@@ -129,7 +130,7 @@ def test_responses(client: openai.OpenAI) -> None:
         "top_logprobs": 2,
     }
     made = client.responses.create(**options)
-    part: Any = made.output[0].content[0]  # type: ignore[union-attr,index]
+    part: Any = made.output[0].content[0]
     assert made.usage is not None and len(part.logprobs) == made.usage.output_tokens
     check_content(part.logprobs, part.text, 2)
     streamed, done = [], None

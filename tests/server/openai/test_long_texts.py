@@ -1,5 +1,6 @@
-"""Bodies of megabytes: the server names the field when it refuses them, and keeps none of their
-memory.
+"""Bodies of megabytes.
+
+The server names the field when it refuses them, and keeps none of their memory.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def test_many_tokens_become_text(fake: LiveServer) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
 def test_a_long_text_leaves_no_memory_behind(fake: LiveServer) -> None:
     process = psutil.Process(fake.process.pid)
-    fake.post("/v1/completions", {"prompt": TEXT})  # the first request loads what stays in memory
+    fake.post(
+        "/v1/completions", {"prompt": TEXT}
+    )  # the first request loads modules, which stay in memory
     before = process.memory_info().rss
     for name in ("completion", "chat", "tokenize") * 2:
         assert fake.post(*BODIES[name][:2]).status_code == 400

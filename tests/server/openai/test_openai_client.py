@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from tests.server.live import LiveServer
 
-CHAT = [
+CHAT: Any = [
     {"role": "system", "content": "Write Python."},
     {"role": "user", "content": "def get_name("},
 ]
@@ -24,7 +25,7 @@ def client(tiny: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def count(server: LiveServer, **body: object) -> int:
-    """Tokens, as the tokenizer counts them."""
+    """Return the number of tokens, as the tokenizer counts them."""
     tokens = server.post("/tokenize", body).raise_for_status().json()
     assert tokens["count"] == len(tokens["tokens"])
     return int(tokens["count"])
@@ -38,7 +39,12 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_streams_what_it_gives_at_once(client: openai.OpenAI, tiny: LiveServer) -> None:
-    options = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_completion_tokens": 24}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": CHAT,
+        "temperature": 0,
+        "max_completion_tokens": 24,
+    }
     whole = client.chat.completions.create(**options)
     assert whole.usage is not None and whole.choices[0].message.role == "assistant"
     assert whole.usage.prompt_tokens == count(tiny, messages=CHAT)
@@ -62,7 +68,7 @@ def test_a_chat_streams_what_it_gives_at_once(client: openai.OpenAI, tiny: LiveS
 
 
 def test_a_completion_streams_what_it_gives_at_once(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
     whole = client.completions.create(**options)
     chunks = list(client.completions.create(**options, stream=True))
     assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
@@ -89,7 +95,7 @@ def test_usage_counts_what_the_tokenizer_counts(client: openai.OpenAI, tiny: Liv
 def test_several_choices_each_have_a_seed_of_their_own_and_the_first_has_the_given_one(
     client: openai.OpenAI,
 ) -> None:
-    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "seed": 5}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "seed": 5}
     three = client.completions.create(**options, n=3)
     again = client.completions.create(**options, n=3)
     texts = [c.text for c in three.choices]
@@ -109,7 +115,7 @@ def test_several_prompts_are_completed_in_their_order(
     client: openai.OpenAI, tiny: LiveServer
 ) -> None:
     prompts = ["def get_name(", "class Stack:"]
-    options = {"model": MODEL, "temperature": 0, "max_tokens": 8}
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 8}
     both = client.completions.create(prompt=prompts, **options, n=2)
     ones = [client.completions.create(prompt=p, **options).choices[0].text for p in prompts]
     assert [c.text for c in both.choices] == [ones[0], ones[0], ones[1], ones[1]]
@@ -121,7 +127,7 @@ def test_several_prompts_are_completed_in_their_order(
 
 
 def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 30}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 30}
     text = client.completions.create(**options).choices[0].text
     stop = text[5:7]
     cut = client.completions.create(**options, stop=[stop]).choices[0]
@@ -136,7 +142,7 @@ def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
 
 
 def test_echo_repeats_the_prompt(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
     text = client.completions.create(**options).choices[0].text
     assert client.completions.create(**options, echo=True).choices[0].text == PROMPT + text
     assert (
@@ -148,7 +154,7 @@ def test_echo_repeats_the_prompt(client: openai.OpenAI) -> None:
 
 
 def test_extra_fields_reach_the_engine(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "prompt": PROMPT, "temperature": 2, "max_tokens": 12}
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 2, "max_tokens": 12}
     greedy = client.completions.create(**{**options, "temperature": 0}).choices[0].text
     assert client.completions.create(**options, extra_body={"top_k": 1}).choices[0].text == greedy
     assert client.completions.create(**options, extra_body={"min_p": 1}).choices[0].text == greedy
@@ -158,7 +164,7 @@ def test_extra_fields_reach_the_engine(client: openai.OpenAI) -> None:
 
 
 def test_a_prompt_that_was_seen_before_comes_from_the_cache(client: openai.OpenAI) -> None:
-    options = {
+    options: dict[str, Any] = {
         "model": MODEL,
         "prompt": "def cached(value):\n    return value\n" * 8,
         "max_tokens": 4,
@@ -169,7 +175,7 @@ def test_a_prompt_that_was_seen_before_comes_from_the_cache(client: openai.OpenA
 
 
 def test_the_client_s_helpers_for_streams_work(client: openai.OpenAI) -> None:
-    hello = {"model": MODEL, "temperature": 0}
+    hello: dict[str, Any] = {"model": MODEL, "temperature": 0}
     with client.chat.completions.stream(
         **hello, messages=[{"role": "user", "content": "hi"}]
     ) as chat:
@@ -212,7 +218,7 @@ def test_a_stream_that_is_closed_early_ends_at_the_engine(
 
 
 async def test_the_async_client_does_the_same(tiny: LiveServer) -> None:
-    options = {"model": MODEL, "temperature": 0}
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0}
     async with openai.AsyncOpenAI(
         base_url=f"{tiny.url}/v1", api_key="none", max_retries=0
     ) as client:

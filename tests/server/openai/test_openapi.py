@@ -1,4 +1,4 @@
-"""The OpenAPI document: it has every route, and what the server does is in it, whatever is sent."""
+"""The OpenAPI document: it has every route, and describes all answers of the server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
+from schemathesis.specs.openapi import checks as openapi_checks
 
 from sidestep.frontend.server.openapi import OPERATIONS, make_document
 from tests.server.live import LiveServer
@@ -34,7 +35,7 @@ def test_fields_that_do_nothing_yet_show_what_they_take() -> None:
     assert fields["additionalProperties"] is False
 
 
-@schema.parametrize()
+@schema.parametrize()  # type: ignore[untyped-decorator]  # schemathesis does not type it
 @settings(
     max_examples=60,
     deadline=None,
@@ -44,7 +45,7 @@ def test_fields_that_do_nothing_yet_show_what_they_take() -> None:
 )
 def test_no_answer_is_a_5xx_or_outside_of_the_document(case: Any, fake: LiveServer) -> None:
     if isinstance(case.body, dict):
-        # Neither another model's name nor the answer's length is what is tested here.
+        # This test is about neither another model's name nor the answer's length.
         case.body.pop("model", None)
         for name in ("max_tokens", "max_completion_tokens"):
             if isinstance(case.body.get(name), int):
@@ -54,8 +55,8 @@ def test_no_answer_is_a_5xx_or_outside_of_the_document(case: Any, fake: LiveServ
         answer,
         checks=[
             schemathesis.checks.not_a_server_error,
-            schemathesis.specs.openapi.checks.status_code_conformance,
-            schemathesis.specs.openapi.checks.content_type_conformance,
-            schemathesis.specs.openapi.checks.response_schema_conformance,
+            openapi_checks.status_code_conformance,
+            openapi_checks.content_type_conformance,
+            openapi_checks.response_schema_conformance,
         ],
     )

@@ -1,5 +1,6 @@
-"""/v1/responses with the openai client: against the bundled model, and a scripted one where its
-words matter.
+"""/v1/responses with the openai client.
+
+The server has the bundled model, or a scripted one where its words matter.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ def test_a_response_is_the_chat_s_answer(client: openai.OpenAI) -> None:
     assert made.usage.input_tokens == chat.usage.prompt_tokens
     assert made.usage.output_tokens == chat.usage.completion_tokens
     assert made.status == ("completed" if chat.choices[0].finish_reason == "stop" else "incomplete")
-    assert made.store is False and made.id.startswith("resp-")
+    assert made.to_dict()["store"] is False and made.id.startswith("resp-")
 
 
 def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
     made = client.responses.create(
         model=MODEL, input="a", max_output_tokens=3, extra_body={"ignore_eos": True}
     )
+    output: Any = made.output[0]
     assert made.status == "incomplete" and made.incomplete_details is not None
-    assert (
-        made.incomplete_details.reason == "max_output_tokens"
-        and made.output[0].status == "incomplete"
-    )
+    assert made.incomplete_details.reason == "max_output_tokens" and output.status == "incomplete"
     late = client.responses.create(
         model=MODEL, input="a", extra_body={"ignore_eos": True, "deadline_ms": 50}
     )
-    assert late.incomplete_details is not None and late.incomplete_details.reason == "deadline"
+    assert late.incomplete_details is not None
+    reason: str | None = late.incomplete_details.reason
+    assert reason == "deadline"
 
 
 def test_a_stream_ends_with_the_same_response(client: openai.OpenAI) -> None:
@@ -101,7 +102,8 @@ def test_an_answer_may_be_part_of_the_next_input(client: openai.OpenAI) -> None:
     items[1] = {
         k: v for k, v in items[1].items() if k in ("role", "content", "type", "id", "status")
     }
-    second = client.responses.create(model=MODEL, input=items, max_output_tokens=5)
+    sent: Any = items
+    second = client.responses.create(model=MODEL, input=sent, max_output_tokens=5)
     assert second.usage is not None and first.usage is not None
     assert second.usage.input_tokens > first.usage.input_tokens
 
@@ -174,7 +176,7 @@ async def test_calls_are_items_and_come_back_as_such(
             "message",
             *["function_call"] * len(cities),
         ]
-        calls: Any = made.output[2:]
+        calls: list[Any] = made.output[2:]
         assert [(c.name, json.loads(c.arguments), c.status) for c in calls] == [
             ("weather", {"city": city}, "completed") for city in cities
         ]
@@ -182,13 +184,13 @@ async def test_calls_are_items_and_come_back_as_such(
         assert made.tools[0].name == "weather" and len({c.call_id for c in calls}) == len(cities)
         # The next turn sends the items as they are, with the output of each call.
         engine.says = "Rain."
-        outputs = [
+        outputs: list[Any] = [
             {"type": "function_call_output", "call_id": c.call_id, "output": "wet"} for c in calls
         ]
         last = await client.responses.create(
             model="scripted",
             tools=TOOLS,
-            input=[  # type: ignore[list-item]
+            input=[
                 {"role": "user", "content": "well?"},
                 *made.output,
                 *outputs,
@@ -202,9 +204,7 @@ async def test_calls_are_items_and_come_back_as_such(
 
 
 def check_call_events(events: list[Any], items: list[Any]) -> None:
-    """Check that each call begins empty, grows to its arguments, and ends as the item of the
-    answer.
-    """
+    """Check that each call begins empty, grows to its arguments, and ends as the answer's item."""
     for index, item in enumerate(items):
         if item.type != "function_call":
             continue
@@ -224,9 +224,8 @@ async def test_a_call_can_be_asked_for(choice: Any, fake_model: str) -> None:
             model="scripted", input="well?", tools=TOOLS, tool_choice=choice
         )
         assert engine.channel.added[0].grammar is not None
-        assert (
-            made.tool_choice == choice or made.tool_choice.model_dump(exclude_none=True) == choice
-        )
+        chosen: Any = made.tool_choice
+        assert chosen == choice or chosen.model_dump(exclude_none=True) == choice
         none = await client.responses.create(
             model="scripted", input="well?", tools=TOOLS, tool_choice="none"
         )

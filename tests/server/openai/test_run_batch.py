@@ -1,4 +1,4 @@
-"""`sidestep run-batch`: files as OpenAI's batches have them, answered by the server's routes."""
+"""`sidestep run-batch`: files in OpenAI's batch format, answered by the server's routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def line(custom_id: str, body: dict[str, Any], url: str = TEXT, **more: Any) -> 
 
 
 class Batch:
-    """Runs the command on files of its own."""
+    """Runs of the command on files of its own."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.input, self.output = folder / "input.jsonl", folder / "output.jsonl"
@@ -36,7 +36,7 @@ class Batch:
         self.err = ""
 
     def run(self, *lines: str, more: tuple[str, ...] = ()) -> int:
-        """The exit status for an input of these lines."""
+        """Run the command on these lines and return its exit status."""
         self.input.write_text("".join(each + "\n" for each in lines))
         done = subprocess.run(
             [
@@ -118,7 +118,7 @@ def test_what_cannot_be_run_is_an_error_of_its_line_and_the_others_go_on(batch: 
         assert message in result["error"]["message"] and result["error"]["line"] == number
     assert results[-1]["response"]["status_code"] == 200
 
-    # Again: nothing is told twice, and the failures still count. A line that was mended is run.
+    # The second run answers no line twice, and the failures still count. A corrected line is run.
     assert batch.run(fine, *lines) == 1 and len(batch.results()) == 8
     assert (
         batch.err == f"8 requests in {batch.output}: 1 answered, 7 failed; 8 were there already\n"
@@ -148,7 +148,7 @@ def test_a_run_goes_on_where_the_last_one_was_ended(batch: Batch) -> None:
     last = json.loads(whole.splitlines()[-1])["custom_id"]
     assert batch.run(*lines) == 0
     assert batch.output.read_bytes().startswith(whole.splitlines(keepends=True)[0])
-    assert sorted(batch.ids()[1:]) == sorted([last, "c"])
+    assert sorted(str(name) for name in batch.ids()[1:]) == sorted([last, "c"])
     assert "3 answered, 0 failed; 1 were there already" in batch.err
     # With nothing left to do no engine is started.
     assert batch.run(*lines) == 0 and "starting" not in batch.err
@@ -179,7 +179,7 @@ def test_senseless_flags_are_refused_by_name(
     assert message in batch.err and not batch.output.exists()
 
 
-# In this process, to look at the engine meanwhile.
+# Run in this process, to look at the engine meanwhile.
 
 
 def requests(*bodies: dict[str, Any]) -> list[BatchRequest]:

@@ -1,5 +1,6 @@
-"""best_of, beam search and the logprobs of several choices over HTTP: equal to what the engine
-gives, or refused.
+"""best_of, beam search and the logprobs of several choices over HTTP.
+
+They equal the engine's results, or are refused.
 """
 
 from __future__ import annotations

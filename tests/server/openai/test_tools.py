@@ -1,4 +1,7 @@
-"""Tool calls and reasoning, from the model's words to the client's objects; streamed and not."""
+"""Tool calls and reasoning, from the model's words to the client's objects.
+
+Answers are streamed and not.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ CALLS["qwen3"] = CALLS["hermes"]
 
 
 async def ask(client: openai.AsyncOpenAI, stream: bool, **options: Any) -> tuple[Any, str | None]:
-    """The message, from one body or from a stream's deltas, and the finish reason."""
+    """Return the message, from one body or from a stream's deltas, and the finish reason."""
     options = {"model": "scripted", "messages": CHAT, **options}
     if not stream:
         whole = (await client.chat.completions.create(**options)).choices[0]
@@ -74,7 +77,7 @@ async def test_calls_reach_the_client_as_objects(
         ] == [("weather", {"city": "Bern"}, "function"), ("weather", {"city": "Ulm"}, "function")]
         assert len({c["id"] for c in message["tool_calls"]}) == 2
         assert engine.prompts()[0].startswith('<tool>{"type": "function"')
-        # The next turn: the call and what it gave go back to the model.
+        # The next turn sends the call and its result back to the model.
         engine.says = "Rain."
         turn: Any = [
             *CHAT,

@@ -1,4 +1,4 @@
-"""--api-server-count: several processes behind one socket, which are one server to whoever asks."""
+"""--api-server-count: several processes behind one socket, one server to its clients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ COUNT = 3
 
 
 def api_processes(server: LiveServer) -> list[psutil.Process]:
-    """All but the first, which owns the engine."""
+    """Return the API processes, except for the first one, which owns the engine."""
     children = psutil.Process(server.process.pid).children()
     return [child for child in children if _name(child).startswith("API process")]
 
 
 def _name(process: psutil.Process) -> str:
-    """Empty when it has ended."""
+    """Return the process's name, or an empty text when it has ended."""
     try:
-        return (process.cmdline() or [""])[-1]
+        words: list[str] = process.cmdline()
+        return (words or [""])[-1]
     except psutil.NoSuchProcess:
         return ""
 
@@ -56,7 +57,7 @@ class Stream:
         self._connection.close()
 
     def rest(self) -> bytes:
-        """All of it, to its end."""
+        """Return the whole stream, to its end."""
         try:
             self.data += read_all(self._connection)
         except ConnectionResetError:
@@ -65,18 +66,19 @@ class Stream:
 
 
 def holder(server: LiveServer, stream: Stream) -> int:
-    """The process that answers a stream."""
+    """Return the process that answers a stream."""
     for process in (psutil.Process(server.process.pid), *api_processes(server)):
         if any(
             c.raddr and c.raddr.port == stream.port and c.laddr.port == server.port
             for c in process.net_connections("tcp")
         ):
-            return process.pid
+            pid: int = process.pid
+            return pid
     raise AssertionError("nobody has the connection")
 
 
 def streams_of_all(server: LiveServer, stack: ExitStack) -> dict[int, Stream]:
-    """A running stream at each process, by its id."""
+    """Return a running stream at each process, by the process's id."""
     found: dict[int, Stream] = {}
     while len(found) < COUNT:
         stream = stack.enter_context(Stream(server, LONG))
@@ -85,7 +87,7 @@ def streams_of_all(server: LiveServer, stack: ExitStack) -> dict[int, Stream]:
 
 
 def complete(server: LiveServer, count: int) -> None:
-    """So many completions with 3 tokens each, side by side, over a connection each."""
+    """Run `count` completions with 3 tokens each, side by side, over a connection each."""
 
     def one(_: int) -> int:
         with httpx2.Client() as client:
@@ -260,7 +262,7 @@ def test_one_that_cannot_be_replaced_ends_the_server(server: LiveServer) -> None
             pass
         new[0].kill()
         streams.pop(old[0].pid)
-        for stream in streams.values():  # what runs may end
+        for stream in streams.values():  # running requests may end
             assert b'"finish_reason":"length"' in stream.rest() and b"data: [DONE]" in stream.data
     assert server.wait() == 1
     assert "could not be replaced: API process" in server.log

@@ -1,4 +1,4 @@
-"""/v1/flight: what the live view asks for."""
+"""/v1/flight: the data of the live view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rights of users, operators, and pages with a host name of their own."""
+"""The rights of users and operators, and of pages with a host name of their own."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ LONG: dict[str, Any] = {"prompt": "hi", "max_tokens": 300, "ignore_eos": True}
 
 
 def rest(stream: socket.socket) -> bytes:
-    """What is still to come of a stream; closes it."""
+    """Return the rest of a stream, and close it."""
     with stream:
         return read_all(stream)
 
 
 def begin(server: LiveServer, body: dict[str, Any]) -> tuple[socket.socket, bytes]:
-    """A stream whose first event is there, and what was read of it."""
+    """Return a stream whose first event is there, and the text that was read of it."""
     connection = server.connect()
     connection.sendall(
         raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode())
@@ -64,7 +64,7 @@ def test_running_requests_end_before_the_server_does(make_server: Make) -> None:
 
 
 def test_service_managers_may_signal_every_process(make_server: Make) -> None:
-    """As systemd does to a unit's whole control group."""
+    """Signal every process, as systemd does to a unit's whole control group."""
     server = make_server(step_ms=2)
     stream, data = begin(server, {**LONG, "max_tokens": 300})
     for process in psutil.Process(server.process.pid).children(recursive=True):
@@ -156,7 +156,8 @@ def test_nothing_but_the_server_imports_what_only_it_needs() -> None:
     code = (
         "import sys, sidestep, sidestep.frontend.main as cli, sidestep.frontend.api.async_llm\n"
         "cli.make_parser('x').parse_args(['generate', 'x'])\n"
-        "print([n for n in ('starlette', 'uvicorn', 'httptools', 'prometheus_client') if n in sys.modules])"
+        "names = ('starlette', 'uvicorn', 'httptools', 'prometheus_client')\n"
+        "print([n for n in names if n in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True

@@ -32,7 +32,7 @@ GUARDED = [
 
 
 def start(server: LiveServer, body: dict[str, Any]) -> socket.socket:
-    """A stream, once its first event is there; closing it ends it."""
+    """Return a stream once its first event is there; closing it ends it."""
     connection = server.connect()
     connection.sendall(raw_request("/v1/completions", json.dumps(body).encode()))
     data = b""
@@ -79,7 +79,8 @@ def test_every_key_opens(key: str, keyed: LiveServer) -> None:
     ],
 )
 def test_without_a_right_key_nothing_opens(authorization: str, keyed: LiveServer) -> None:
-    header = {"authorization": authorization.encode("latin-1")} if authorization else {}
+    value = authorization.encode("latin-1")
+    header = {b"authorization": value} if authorization else {}
     with httpx2.Client(base_url=keyed.url) as http:
         for path in GUARDED:
             answer = http.get(path, headers=header)

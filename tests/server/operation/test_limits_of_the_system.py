@@ -1,5 +1,6 @@
-"""Limits of the system, and the files of a server: open files, certificates, folders, and its
-end.
+"""Limits of the system, and a server's files.
+
+The limits are open files, certificates, folders, and the server's end.
 """
 
 from __future__ import annotations

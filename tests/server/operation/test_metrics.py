@@ -1,4 +1,4 @@
-"""What operators read: /metrics and /v1/load."""
+"""The interface for operators: /metrics and /v1/load."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_requests_and_tokens_are_counted(make_server: Make) -> None:
     ):
         assert grown(f"{name}_count") == after[f'sidestep:{name}_bucket{{le="+Inf"}}'] == 3
     assert grown("request_generation_tokens_sum") == 21
-    # Of the streamed ones, between their tokens; those that come with the first have no gap that
-    # could be seen.
+    # The gaps are those between tokens of streamed answers. Tokens that come with the first one
+    # have no visible gap.
     assert 0 < grown("inter_token_latency_seconds_count") <= 2 * 6
     assert grown("inter_token_latency_seconds_sum") <= grown("request_decode_time_seconds_sum")
     assert grown('request_params_n_bucket{le="1.0"}') == 1 and grown("request_params_n_sum") == 3
@@ -133,7 +133,7 @@ def test_the_time_in_the_queue_has_reasons(make_server: Make) -> None:
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(server.connect()).sendall(raw_request("/v1/completions", body))
-        # What a request waits for is counted from the first step that leaves it waiting; clients
+        # The cause of a wait counts from the first step that leaves the request waiting; clients
         # wait for that long.
         server.until(lambda _: waits(server)["max_num_seqs"] > 0 < waits(server)["turn"])
     server.until_idle()
@@ -141,7 +141,7 @@ def test_the_time_in_the_queue_has_reasons(make_server: Make) -> None:
 
 
 def waits(server: LiveServer) -> dict[str, float]:
-    """Seconds by reason."""
+    """Return the seconds of waiting by reason."""
     found = server.metrics()
     return {
         reason: found[f'sidestep:queue_wait_seconds_total{{reason="{reason}"}}']
@@ -209,13 +209,13 @@ def test_every_query_of_the_dashboard_is_of_what_is_exported(make_server: Make) 
 
 
 def test_the_dashboard_shows_each_panel_once_and_none_over_another() -> None:
-    places = [
+    positions = [
         (p["gridPos"]["x"] + dx, p["gridPos"]["y"] + dy)
         for p in DASHBOARD["panels"]
         for dx in range(p["gridPos"]["w"])
         for dy in range(p["gridPos"]["h"])
     ]
-    assert len(places) == len(set(places)) and max(x for x, _ in places) == 23
+    assert len(positions) == len(set(positions)) and max(x for x, _ in positions) == 23
     for key in ("id", "title"):
         values = [panel[key] for panel in DASHBOARD["panels"]]
         assert len(values) == len(set(values))

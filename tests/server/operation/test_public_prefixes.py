@@ -1,4 +1,4 @@
-"""--public-prefixes: what tenants share, and that it is nothing else."""
+"""--public-prefixes: the text that tenants share; they share nothing else."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ KEYS = {"SIDESTEP_API_KEYS": "red,blue,green"}
 def server(
     request: pytest.FixtureRequest, make_server: Make, tmp_path: Path
 ) -> Iterator[LiveServer]:
-    """A token is a byte, so tokens of texts are their lengths. With one API process, and with
-    two.
+    """Yield a server with one API process, and one with two.
+
+    A token is a byte, so texts have as many tokens as bytes.
     """
     file = tmp_path / "public.jsonl"
     file.write_text(json.dumps({"text": TEXT}) + "\n\n" + json.dumps({"messages": [SYSTEM]}) + "\n")
@@ -61,7 +62,7 @@ def test_a_public_text_is_shared_and_nothing_beyond_it(server: LiveServer) -> No
     assert complete(server, "red", TEXT + secret) == 0
     assert (
         complete(server, "blue", TEXT + secret) == public
-    )  # what red has sent besides, blue cannot tell
+    )  # blue sees nothing of red's other text
     assert complete(server, "green", TEXT + " Something else." + secret) == public
     whole = (len(TEXT + secret) - 1) // BLOCK * BLOCK
     assert (

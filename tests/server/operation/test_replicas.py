@@ -1,5 +1,6 @@
-"""--data-parallel-size: several replicas, which are one server to its clients and several to its
-operators.
+"""--data-parallel-size: several replicas.
+
+They are one server to its clients and several to its operators.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_each_replica_has_its_figures_and_its_flight_recorder(make_server: Make)
 
 
 def test_a_replica_s_death_breaks_no_answer_and_operators_are_told(make_server: Make) -> None:
-    """Of a server of two processes, each of which routes by itself."""
+    """Run a server of two processes, each of which routes by itself."""
     server = make_server(
         "--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "4", step_ms=3
     )
@@ -83,7 +84,7 @@ def test_a_replica_s_death_breaks_no_answer_and_operators_are_told(make_server: 
 
 
 def test_a_replica_that_hangs_takes_nobody_with_it(make_server: Make) -> None:
-    """A stopped core answers nothing. Operators see that, clients do not."""
+    """Stop a core: it answers nothing. Operators see that, clients do not."""
     server = make_server("-dp", "2", "--routing", "round_robin")
     stuck = cores(server.process.pid)[1]
     stuck.suspend()

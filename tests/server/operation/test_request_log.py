@@ -1,5 +1,7 @@
-"""A request's id goes from the client through the access log and back. Each line of a JSON log is
-one object.
+"""Request ids and the access log.
+
+A request's id goes from the client through the access log and back. Each line of a JSON log is one
+object.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ def test_an_id_is_returned_with_every_answer(fake: LiveServer) -> None:
     for path, status in (("/health", 200), ("/nowhere", 404)):
         answer = fake.http.get(path, headers={"x-request-id": "job-7:a/b=c@d"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, "job-7:a/b=c@d")
-    for body in (BODY, BODY | {"stream": True}, {"prompt": []}):
+    bodies: list[dict[str, Any]] = [BODY, BODY | {"stream": True}, {"prompt": []}]
+    for body in bodies:
         assert (
             fake.post("/v1/completions", body, **{"X-Request-Id": "r-1"}).headers["x-request-id"]
             == "r-1"

@@ -35,9 +35,7 @@ BODY: dict[str, Any] = {"prompt": "x" * 20, "max_tokens": 5, "ignore_eos": True}
 async def traced(
     model: str, **options: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, InMemorySpanExporter]]:
-    """A client of the application over an engine on the fake device, and where its spans are
-    kept.
-    """
+    """Yield a client of the application over an engine on the fake device, and its spans."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), "1.2.3")
     async with AsyncLLM.from_engine_args(
@@ -51,7 +49,7 @@ async def traced(
 
 
 def trees(exporter: InMemorySpanExporter) -> list[tuple[ReadableSpan, list[ReadableSpan]]]:
-    """Each choice's span and those below it, in the order of time."""
+    """Return each choice's span and its child spans, in the order of time."""
     spans = exporter.get_finished_spans()
     found = []
     for root in (span for span in spans if span.name == "generate"):
@@ -82,9 +80,11 @@ async def test_a_request_is_divided_into_its_phases_at_their_real_times(
     assert [span.start_time for span in below[1:]] == moments[1:-1]  # without gaps
     assert (root.start_time, root.end_time) == (moments[0], moments[-1])
     slack = 10**7  # two clocks, read one after the other
+    assert moments[0] is not None and moments[-1] is not None
     assert before - slack <= moments[0] <= moments[-1] <= after + slack
     # Five steps of two milliseconds, one after the other.
-    assert below[2].end_time - below[1].start_time >= 9.99e6
+    began, ended = below[1].start_time, below[2].end_time
+    assert began is not None and ended is not None and ended - began >= 9.99e6
     assert root.attributes is not None
     assert (
         root.attributes["gen_ai.usage.input_tokens"],
@@ -139,7 +139,7 @@ async def test_the_caller_s_trace_is_taken_over_and_so_is_its_wish_not_to_be_sam
         assert root.parent is None
 
 
-async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_early_has_what_it_came_to(
+async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_early_has_its_part(
     fake_model: str,
 ) -> None:
     async with traced(fake_model, max_num_queued_reqs=1) as (client, exporter):
@@ -147,8 +147,9 @@ async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_earl
             await client.post("/v1/completions", json={**BODY, "prompt": ["x", "y"]})
         ).status_code == 429
         reasons = {
-            root.attributes["gen_ai.response.finish_reasons"]: (root, below)  # type: ignore[index]
+            root.attributes["gen_ai.response.finish_reasons"]: (root, below)
             for root, below in trees(exporter)
+            if root.attributes is not None
         }
         root, below = reasons["rejected",]
         assert root.status.status_code is StatusCode.ERROR and below == []
@@ -164,7 +165,7 @@ async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_earl
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """A collector of traces: its URL, and what it has been sent."""
+    """Yield a collector of traces: its URL, and the data that it has received."""
     taken: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -219,7 +220,8 @@ def test_an_endpoint_that_is_no_url_is_refused(
 
 def test_a_server_that_is_not_asked_for_spans_imports_nothing_for_them() -> None:
     code = (
-        "import sys; from sidestep.frontend.cli import serve; from sidestep.frontend.server.processes import run\n"
+        "import sys; from sidestep.frontend.cli import serve\n"
+        "from sidestep.frontend.server.processes import run\n"
         "assert serve.make_tracing(None, '') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )

@@ -1,4 +1,4 @@
-"""Chromium for tests of the page at /, and steps that several of them take."""
+"""Chromium for tests of the page at /, and steps that several tests take."""
 
 from __future__ import annotations
 
@@ -41,14 +41,17 @@ def launched_chromium() -> Iterator[Browser]:
 
 @contextmanager
 def page_opener(chromium: Browser) -> Iterator[Open]:
-    """Yield a function that opens a server's page. Close the pages at the end, and fail on errors
-    that they logged.
+    """Yield a function that opens a server's page.
+
+    Close the pages at the end, and fail on errors that they logged.
     """
     problems: list[str] = []
     with ExitStack() as stack:
 
         def open_page(server: LiveServer, *, expected: str = "$^", **options: Any) -> Page:
-            """expected: pattern of console messages that the test provokes; Chromium logs refused
+            """Open the page of a server.
+
+            expected: pattern of console messages that the test provokes; Chromium logs refused
             requests there.
             """
 
@@ -61,7 +64,8 @@ def page_opener(chromium: Browser) -> Iterator[Open]:
             page = context.new_page()
             page.set_default_timeout(30_000)
             page.add_init_script(
-                "addEventListener('securitypolicyviolation', e => console.error(e.violatedDirective))"
+                "addEventListener('securitypolicyviolation',"
+                " e => console.error(e.violatedDirective))"
             )
             page.on("console", note)
             page.on("pageerror", lambda error: problems.append(str(error)))
@@ -78,7 +82,7 @@ def streams(server: LiveServer, count: int) -> Iterator[None]:
     with ExitStack() as stack:
         before = server.load()
         for _ in range(count):
-            # No wait for the answers: requests in the queue have none yet.
+            # Do not wait for the answers: requests in the queue have none yet.
             stack.enter_context(server.connect()).sendall(
                 raw_request("/v1/completions", json.dumps(LONG).encode())
             )
@@ -95,9 +99,8 @@ def endless(page: Page) -> None:
     """Let the page's chats ignore the end of sequence, so that each answer has 1,500 tokens."""
 
     def go_on(route: Route) -> None:
-        route.continue_(
-            post_data={**route.request.post_data_json, "max_tokens": 1500, "ignore_eos": True}
-        )
+        body: Any = route.request.post_data_json
+        route.continue_(post_data={**body, "max_tokens": 1500, "ignore_eos": True})
 
     page.route("**/v1/chat/completions", go_on)
 

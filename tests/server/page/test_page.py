@@ -1,6 +1,4 @@
-"""The page at / in a real Chromium: its files, its look, its keys and what it shows of the
-engine.
-"""
+"""The page at / in a real Chromium: its files, its look, its keys and its view of the engine."""
 
 from __future__ import annotations
 
@@ -22,10 +20,12 @@ WEB = ROOT / "frontend" / "server" / "web"
 CONTRAST = """selector => {
   const numbers = color => color.match(/[\\d.]+/g).map(Number);
   const linear = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const light = ([r, g, b]) =>
+    0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
   const element = document.querySelector(selector);
   let ground = element;
-  while (ground && numbers(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+  while (ground && numbers(getComputedStyle(ground).backgroundColor)[3] === 0)
+    ground = ground.parentElement;
   const a = light(numbers(getComputedStyle(element).color));
   const b = light(numbers(getComputedStyle(ground).backgroundColor));
   return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
@@ -205,8 +205,10 @@ def test_the_page_fits_narrow_screens(width: int, open_page: Open, fake: LiveSer
     page.get_by_label("Live").uncheck()
     # The page looks as after a long load, whatever the server has served before.
     page.evaluate("""() => {
-      for (const cell of document.querySelectorAll('#latency tbody td')) cell.textContent = '999 ms';
-      for (const cell of document.querySelectorAll('#latency td:last-child')) cell.textContent = '1234567 requests';
+      for (const cell of document.querySelectorAll('#latency tbody td'))
+        cell.textContent = '999 ms';
+      for (const cell of document.querySelectorAll('#latency td:last-child'))
+        cell.textContent = '1234567 requests';
       for (const value of document.querySelectorAll('#tiles dd')) value.textContent = '123456';
     }""")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -232,7 +234,7 @@ def test_the_live_view_shows_the_steps_and_what_a_request_waits_for(
         expect(page.locator("#queue tr.running")).to_have_count(1)
         expect(page.locator("#tile-running")).to_have_text("1")
         expect(page.locator("#tile-waiting")).to_have_text("2")
-        # The overlap, as it is drawn: a step that was prepared before the one before it had ended.
+        # The view draws the overlap: a step was prepared before the one before it had ended.
         expect(page.locator("#timeline rect.decode").nth(3)).to_be_visible()
         assert page.locator("#timeline rect.schedule").count() >= 3
         expect(page.locator("#timeline-note")).to_contain_text(
@@ -277,13 +279,16 @@ def test_the_view_asks_for_what_is_new_and_not_at_all_while_nobody_looks(
     def polls_within(milliseconds: int) -> int:
         asked.clear()
         page.clock.run_for(milliseconds)
-        page.evaluate("fetch('/version')")  # comes after what the page has sent by then
+        page.evaluate(
+            "fetch('/version')"
+        )  # comes after the requests that the page has sent by then
         return sum("/v1/flight" in url for url in asked)
 
     with page.expect_response(re.compile(r"/v1/flight\?since=\d+&replica=0$")) as answer:
         page.clock.run_for(600)
     assert answer.value.json()["steps"] == []
-    hide = """hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
+    hide = """hidden => {
+               Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
                           document.dispatchEvent(new Event('visibilitychange')); }"""
     page.evaluate(hide, True)
     assert polls_within(60_000) == 0
@@ -337,7 +342,7 @@ def test_what_is_dead_is_not_shown_as_if_it_ran(
 
 @pytest.fixture
 def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where they go: nowhere that stays, unless --screenshots says where."""
+    """Return the folder of the pictures: a temporary one, unless --screenshots names one."""
     folder = request.config.getoption("--screenshots")
     return tmp_path if folder is None else Path(folder)
 

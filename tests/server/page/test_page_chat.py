@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -42,7 +43,8 @@ def test_a_chat_streams_and_says_how_fast_it_came(open_page: Open, tiny: LiveSer
     # Record every length of the answer's text while it grows.
     page.evaluate("""() => {
       window.seen = [];
-      const note = () => window.seen.push(document.querySelector('.assistant .words')?.textContent.length ?? 0);
+      const words = () => document.querySelector('.assistant .words');
+      const note = () => window.seen.push(words()?.textContent.length ?? 0);
       new MutationObserver(note).observe(document.getElementById('log'),
                                          {subtree: true, childList: true, characterData: true});
     }""")
@@ -67,7 +69,8 @@ def test_a_chat_remembers_until_a_new_one_begins(open_page: Open, tiny: LiveServ
             page.get_by_label("Message").fill(text)
             page.get_by_label("Message").press("Enter")
         expect(page.locator(".meter")).to_have_count(done)
-        messages: list[dict[str, str]] = sent.value.post_data_json["messages"]
+        body: Any = sent.value.post_data_json
+        messages: list[dict[str, str]] = body["messages"]
         return messages
 
     page.get_by_label("Most tokens").fill("8")
@@ -211,7 +214,8 @@ def test_the_system_prompt_goes_first(open_page: Open, fake: LiveServer) -> None
     page.get_by_label("System prompt").fill(" Be brief.\n")
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "hi")
-    assert sent.value.post_data_json["messages"] == [
+    body: Any = sent.value.post_data_json
+    assert body["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "hi"},
     ]

@@ -1,5 +1,6 @@
-"""Clients that go away, at any moment, and clients that send nonsense: the server goes on, and
-nothing stays held.
+"""Clients that go away at any moment, and clients that send nonsense.
+
+The server goes on, and keeps nothing of them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def reset(connection: socket.socket) -> None:
 
 
 def half_close(connection: socket.socket) -> None:
-    """Says that nothing more will be sent; to a server of requests that is the end of the
-    client.
+    """Close the sending side of the connection.
+
+    To a server of requests that is the end of the client.
     """
     connection.shutdown(socket.SHUT_WR)
     read_all(connection)
@@ -126,7 +128,7 @@ def test_what_is_no_http_is_refused(fake: LiveServer) -> None:
 
 
 def test_bodies_that_were_damaged_are_answered(fake: LiveServer) -> None:
-    """Valid requests with some bytes changed: each gets an answer, and none a 5xx."""
+    """Send valid requests with some bytes changed: each gets an answer, and none a 5xx."""
     source = random.Random(2)
     good = [
         json.dumps({**BODY, "max_tokens": 3, "stop": ["x", "y"], "stream_options": None}).encode(),

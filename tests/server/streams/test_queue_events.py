@@ -1,4 +1,4 @@
-"""The place in the queue, in streams that ask for it."""
+"""The position in the queue, in streams that ask for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ STREAM = {**CHAT, "stream": True}
 
 
 def occupy(server: LiveServer, stack: ExitStack, running: int, waiting: int) -> list[Any]:
-    """Send requests that take long, and requests that wait for them. Return their connections;
-    closing one ends its request.
+    """Send long requests, and requests that wait for them. Return their connections.
+
+    Closing a connection ends its request.
     """
     long = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     body = json.dumps(long).encode()

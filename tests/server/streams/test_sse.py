@@ -18,7 +18,7 @@ _EVENT = re.compile(rb"data: ([^\r\n]+)\n\n")
 
 
 def stream(server: LiveServer, path: str, body: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Head and unchunked body of a streamed answer, read to the end of the connection."""
+    """Return head and unchunked body of a streamed answer, read to the end of the connection."""
     with server.connect() as connection:
         connection.sendall(
             raw_request(path, json.dumps({**body, "stream": True}).encode(), Connection="close")
@@ -36,7 +36,10 @@ def stream(server: LiveServer, path: str, body: dict[str, Any]) -> tuple[bytes, 
 
 
 def events(data: bytes) -> list[bytes]:
-    """The data of each event; nothing may be between them, and the last is [DONE]."""
+    """Return the data of each event.
+
+    There may be nothing between events, and the last one is [DONE].
+    """
     found = _EVENT.findall(data)
     assert b"".join(b"data: %b\n\n" % each for each in found) == data
     assert found[-1] == b"[DONE]"
@@ -62,7 +65,8 @@ def test_a_stream_is_events_and_nothing_else(
     assert b"cache-control: no-cache" in head and b"content-length" not in head
     chunks = [msgspec.json.decode(event, type=kind) for event in events(data)]
     for event, chunk in zip(events(data), chunks, strict=True):
-        # All that is sent is in the structs that the OpenAPI document shows, and is all of them.
+        # The structs of the OpenAPI document describe every sent field, and all their fields are
+        # sent.
         assert json.loads(msgspec.json.encode(chunk)) == json.loads(event)
         assert ("usage" in json.loads(event)) == usage
     texts = [""] * n
@@ -125,7 +129,10 @@ def test_counts_so_far_are_those_of_the_event_s_choice(
 
 
 def test_text_that_looks_like_an_event_is_none(make_server: Any, tmp_path: Any) -> None:
-    """Line ends and quotes are escaped: the prompt comes back within the data of its event."""
+    """Check that line ends and quotes are escaped.
+
+    The prompt comes back within the data of its event.
+    """
     server = make_server()
     prompt = 'data: [DONE]\n\ndata: {"x": "\u2028\x00\x7f\\"}\r\n\r\n\N{PILE OF POO}'
     _, data = stream(server, "/v1/completions", {"prompt": prompt, "echo": True, "max_tokens": 1})
@@ -158,10 +165,11 @@ def test_a_slow_reader_gets_all_of_the_text(n: int, fake: LiveServer) -> None:
 
 
 def test_what_a_client_is_too_slow_for_comes_in_fewer_events(make_server: Any) -> None:
-    """More than the system keeps for a connection: from there on tokens merge, and the server keeps
-    no events.
+    """Send more than the system buffers for a connection.
+
+    From there on tokens merge, and the server keeps no events.
     """
-    name = "m" * 8000  # is in each event
+    name = "m" * 8000  # every event has it
     server = make_server("--served-model-name", name)
     body = {"model": name, "prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "seed": 1}
     whole = server.post("/v1/completions", body).json()["choices"][0]["text"]

@@ -1,5 +1,6 @@
-"""A stream whose request waits in the queue: its head comes at once, then comments come until the
-first token.
+"""A stream whose request waits in the queue.
+
+Its head comes at once, then comments come until the first token.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def rotary_tables(dim: int, positions: int) -> tuple[Tensor, Tensor]:
     angles = torch.outer(
         torch.arange(positions).double(), 10000.0 ** (-torch.arange(0, dim, 2).double() / dim)
     )
-    # Margins of NaN: a position beyond the last one would show.
+    # The margins are NaN: a position beyond the last one would show.
     return guarded(angles.cos().float().to(DEVICE)), guarded(angles.sin().float().to(DEVICE))
 
 
@@ -23,6 +23,6 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D]; cos, sin [T, D / 2]."""
+    """Return x turned by the rotary embedding. x [T, heads, D]; cos, sin [T, D / 2]."""
     (a, b), c, s = x.chunk(2, -1), cos.double()[:, None], sin.double()[:, None]
     return torch.cat([a * c - b * s, b * c + a * s], -1)

@@ -1,4 +1,4 @@
-"""Copies of KV blocks: the torch form, and the Triton one, against a loop."""
+"""Copies of KV blocks: the torch form and the Triton one, against a loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(
     dtype: torch.dtype = DTYPE,
 ) -> None:
     caches = guarded(Values(layers + blocks).normal(layers, blocks, *shape, dtype=dtype))
-    caches[:, blocks - 1] = float("nan")  # what a block holds does not matter
+    caches[:, blocks - 1] = float("nan")  # the contents of a block do not matter
     expected = caches.clone()
     for source, target in zip(sources, targets, strict=True):
         if source >= 0:
@@ -49,10 +49,11 @@ def check(
     params=[block_copy.copy_blocks, block_copy_triton.copy_blocks], ids=["torch", "triton"]
 )
 def copy(request: pytest.FixtureRequest) -> Copy:
-    return request.param
+    copy: Copy = request.param
+    return copy
 
 
-# Blocks smaller than a program's part, of one that divides nothing, and of several parts.
+# Cover blocks smaller than a program's part, of several parts, and of a size that no part divides.
 @pytest.mark.parametrize("shape", [(1,), (2, 16, 8), (2, 5, 7), (4, 16, 130)], ids=str)
 def test_blocks_of_any_size(copy: Copy, shape: tuple[int, ...]) -> None:
     check(copy, 3, 7, shape, [5, 0, 6], [1, 4, 2])

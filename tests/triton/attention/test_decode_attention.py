@@ -1,5 +1,6 @@
-"""Decode attention and its plan against float64: ragged batches, cut into tiles and dealt out to
-any number of programs.
+"""Decode attention and its plan against float64.
+
+Batches are ragged, cut into tiles, and dealt out to any number of programs.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ MakeScratch = Callable[..., DecodeScratch]
 
 @pytest.fixture
 def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
-    """Makes scratch for a launch of exactly `parts` programs a KV head, whatever the device has,
-    all of it poisoned.
+    """Make scratch for a launch of exactly `parts` programs a KV head, on any device.
+
+    All of it is poisoned.
     """
 
     def make(batch: Batch, parts: int, tile: int = 16, min_tiles: int = 1) -> DecodeScratch:
@@ -63,8 +65,9 @@ def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
 
 
 def launch(batch: Batch, scratch: DecodeScratch, window: int) -> Tensor:
-    """Plans and decodes; inputs, other rows and the counters are looked at. Returns the decode
-    rows.
+    """Plan and decode, and return the decode rows.
+
+    Check that inputs, other rows and the counters are unchanged.
     """
     out = batch.new_out()
     with unchanged(**batch.inputs), PoisonedAllocations():
@@ -96,8 +99,9 @@ def check(batch: Batch, scratch: DecodeScratch, window: int = 0) -> None:
 def check_projections(
     batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False
 ) -> None:
-    """Of the projections as they come: the keys and values of the rows' last tokens are not in the
-    cache yet.
+    """Check attention of the projections before they are in the cache.
+
+    The keys and values of the rows' last tokens are not in the cache yet.
     """
     shape, dtype, rows = batch.shape, batch.q.dtype, batch.num_decode
     assert rows == batch.decode_tokens
@@ -112,11 +116,11 @@ def check_projections(
         turned(normed(x, weight) if with_norms else x, cos[at], sin[at]).to(dtype)
         for x, weight in ((query, q_weight), (key, k_weight))
     )
-    places = [
+    targets = [
         (int(batch.block_tables[batch.slots[row], n // shape.page]), n % shape.page)
         for row, n in enumerate(at.tolist())
     ]
-    for row, (block, offset) in enumerate(places):
+    for row, (block, offset) in enumerate(targets):
         batch.cache[block, :, offset] = float("nan")
         batch.keys[row][-1], batch.values[row][-1] = key[row], value[row]
     before, out = batch.cache.clone(), batch.new_out()
@@ -149,7 +153,7 @@ def check_projections(
     assert_rows_untouched(batch, out, slice(rows, None), "tokens of prompt rows")
     turned_batch = replace(batch, q=batch.q.clone())
     turned_batch.q[:rows, : shape.heads * shape.dim] = query.flatten(1)
-    for row, (block, offset) in enumerate(places):
+    for row, (block, offset) in enumerate(targets):
         assert_close(out[row : row + 1], turned_batch.expected(row, window), ulps=6)
         written = batch.cache[block, :, offset]
         assert_close(written[: shape.kv_heads], key[row].double(), ulps=6)
@@ -157,15 +161,14 @@ def check_projections(
             "values are copied as they are"
         )
         before[block, :, offset] = written
-    assert same(batch.cache, before), "wrote to other places of the cache"
+    assert same(batch.cache, before), "wrote to other slots of the cache"
 
 
-# -- The plan
-# ---------------------------------------------------------------------------------------------------------
+# The plan.
 
 
 def cumulative(counts: Sequence[int], size: int) -> list[int]:
-    """Padded with its last entry to `size`."""
+    """Return the cumulative sums, padded to `size` with their last entry."""
     return [sum(counts[: i + 1]) for i in range(size)]
 
 
@@ -199,8 +202,7 @@ def test_plan_of_a_step_without_rows() -> None:
     assert [ends.tolist() for ends in batch.plan(16, 4, 0)] == [[0] * 8] * 2
 
 
-# -- Attention
-# --------------------------------------------------------------------------------------------------------
+# Attention.
 
 
 RANDOM = [
@@ -239,14 +241,14 @@ def test_random_batches(
 def test_lengths_around_the_borders_of_blocks(
     page: int, tile: int, scratch_for: MakeScratch
 ) -> None:
-    """Of one token, of whole blocks, of one more and of one less."""
+    """Cover lengths of one token, of whole blocks, of one token more and of one less."""
     batch = make_batch(Shape(page=page), [1, page - 1, page, page + 1, 2 * page], DTYPE)
     check(batch, scratch_for(batch, 3, tile))
 
 
 @pytest.mark.parametrize("group", [*range(1, 9), 16, 20])
 def test_groups_of_query_heads(group: int, scratch_for: MakeScratch) -> None:
-    """Each with rows of one program and rows of several."""
+    """Run each group with rows of one program and rows of several."""
     batch = make_batch(Shape(group, 1, 16), [1, 60, 16], DTYPE, seed=group)
     check(batch, scratch_for(batch, 3))
 
@@ -259,15 +261,17 @@ def test_head_sizes(dim: int, scratch_for: MakeScratch) -> None:
 
 @pytest.mark.parametrize("window", [1, 5, 15, 16, 17, 40, 64, 90, 1000])
 def test_windows(window: int, scratch_for: MakeScratch) -> None:
-    """Of one token, within a tile, just tiles, of several, longer than all rows."""
+    """Cover windows of one token, within a tile, of one and several tiles, and beyond all rows."""
     batch = make_batch(Shape(page=32), [1, 90, 16, 33], DTYPE, seed=window)
     check(batch, scratch_for(batch, 3), window)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 10, 11, 30])
 def test_any_number_of_programs(parts: int, scratch_for: MakeScratch) -> None:
-    """10 tiles: all rows in one program, several in one, one in several, as many programs as tiles,
-    and more.
+    """Deal 10 tiles out to any number of programs.
+
+    All rows are in one program, several rows in one, or one row in several; there are as many
+    programs as tiles, and more.
     """
     batch = make_batch(Shape(), [16, 80, 1, 31, 10], DTYPE)
     check(batch, scratch_for(batch, parts))
@@ -289,7 +293,7 @@ def test_programs_may_be_given_a_least_number_of_tiles(
 def test_a_row_of_more_parts_than_are_combined_at_a_time(
     parts: int, shape: Shape, scratch_for: MakeScratch
 ) -> None:
-    """The larger the heads and their groups, the fewer parts at a time."""
+    """Cover heads and groups whose size reduces the number of parts at a time."""
     batch = make_batch(shape, [7, 16 * parts - 18], DTYPE, seed=parts)
     check(batch, scratch_for(batch, parts))
 
@@ -316,8 +320,9 @@ def test_a_step_without_rows_writes_nothing(scratch_for: MakeScratch) -> None:
 
 
 def test_scores_far_apart(scratch_for: MakeScratch) -> None:
-    """One key takes all the weight, in a part that is the first, the last, or between; others
-    underflow.
+    """Put all the weight on one key; others underflow.
+
+    The key is in the first part, the last one, or one between.
     """
     batch = make_batch(Shape(1, 1, 16), [64] * 4, torch.float32)
     for row, position in enumerate([0, 20, 41, 63]):
@@ -332,7 +337,7 @@ def test_scores_far_apart(scratch_for: MakeScratch) -> None:
 def test_two_launches_with_one_scratch_give_the_same_bits(
     parts: int, window: int, scratch_for: MakeScratch
 ) -> None:
-    """Even for another batch between them, which leaves its own parts behind."""
+    """Run another batch between them, which leaves its own parts behind."""
     first = make_batch(Shape(), [50, 1, 17], DTYPE, seed=1)
     second = make_batch(Shape(), [5, 60, 2], DTYPE, seed=2)
     scratch = scratch_for(first, parts)
@@ -346,8 +351,10 @@ def test_two_launches_with_one_scratch_give_the_same_bits(
 def test_the_order_in_which_programs_arrive_does_not_matter(
     seed: int, scratch_for: MakeScratch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU any program may be the last to leave its part of a row; the interpreter goes through
-    them in turn.
+    """Cover each order in which programs may arrive.
+
+    On a GPU any program may be the last to leave its part of a row; the interpreter runs them in
+    turn.
     """
     from triton.runtime.interpreter import interpreter_builder
 
@@ -364,8 +371,7 @@ def test_the_order_in_which_programs_arrive_does_not_matter(
     assert same(in_turn, launch(batch, scratch, window=0))
 
 
-# -- Attention of the projections as they come
-# ------------------------------------------------------------------------
+# Attention of the projections as they come.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -389,7 +395,7 @@ def test_projections_of_random_batches(
 def test_projections_where_the_new_token_is_alone_in_its_tile(
     window: int, with_norms: bool, scratch_for: MakeScratch
 ) -> None:
-    """Lengths of one token, of whole tiles and blocks, and of one more."""
+    """Cover lengths of one token, of whole tiles and blocks, and of one token more."""
     batch = make_batch(Shape(6, 2, 16, 32), [1, 16, 17, 32, 33, 65], DTYPE)
     for parts in (1, 3, 30):
         check_projections(batch, scratch_for(batch, parts), window, with_norms=with_norms)
@@ -406,8 +412,7 @@ def test_projections_beside_prompt_rows(scratch_for: MakeScratch) -> None:
     check_projections(batch, scratch_for(batch, 3))
 
 
-# -- What is too large for the interpreter
-# ----------------------------------------------------------------------------
+# Sizes that are too large for the interpreter.
 
 
 @needs_gpu

@@ -1,5 +1,6 @@
-"""Attention of prompt chunks against float64: chunks with and without a cached prefix, around the
-borders of tiles.
+"""Attention of prompt chunks against float64.
+
+Chunks have a cached prefix or none, and end around the borders of tiles.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from tests.triton.support import (
 
 
 def config(rows: int = 16, keys: int = 16) -> PrefillConfig:
-    """Small tiles, so that short chunks have several."""
+    """Use small tiles, so that short chunks have several."""
     return PrefillConfig(rows=rows, keys=keys, num_warps=4, num_stages=2)
 
 
 def launch(batch: Batch, tiles: PrefillConfig, window: int, room: int = 0) -> torch.Tensor:
-    """Plans and attends; inputs and rows that are no prompt rows are looked at. room: tokens and
-    rows that the launch provides for beyond what there is.
+    """Plan and attend. Check that inputs and other rows than prompt rows are unchanged.
+
+    room: tokens and rows that the launch provides for beyond the step's own.
     """
     out, shape = batch.new_out(), batch.shape
     with unchanged(**batch.inputs):
@@ -79,7 +81,7 @@ def check(
 def chunks(
     shape: Shape, rows: list[tuple[int, int]], num_decode: int = 0, dtype: torch.dtype = DTYPE
 ) -> Batch:
-    """rows: cached tokens and new ones."""
+    """Check one batch. rows: cached tokens and new ones."""
     return make_batch(
         shape,
         [cached + new for cached, new in rows],
@@ -109,7 +111,7 @@ def test_random_chunks(shape: Shape, window: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("cached", [0, 15, 16, 17, 40])
 @pytest.mark.parametrize("new", [1, 8, 9, 17])
 def test_chunks_around_the_borders_of_tiles(cached: int, new: int) -> None:
-    """8 tokens a tile, 16 keys a tile."""
+    """Cover chunks around tiles of 8 tokens and 16 keys."""
     check(chunks(Shape(2, 1), [(cached, new)]))
 
 
@@ -122,7 +124,7 @@ def test_block_sizes(page: int, keys: int) -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20])
 def test_groups_of_query_heads(group: int) -> None:
-    """Such as divide the rows of a tile, such as do not, and one that is larger."""
+    """Cover groups that divide the rows of a tile, that do not, and that are larger."""
     check(chunks(Shape(group, 1), [(3, 4), (17, 1), (0, 6)]), config(16, 16))
 
 
@@ -133,8 +135,10 @@ def test_head_sizes(dim: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 16, 17, 31, 40, 1000])
 def test_windows(window: int) -> None:
-    """Of one token, smaller than a tile of queries, than a tile of keys, around both, and longer
-    than the rows.
+    """Cover windows around the sizes of both kinds of tiles.
+
+    A window has one token, is smaller than a tile of queries or of keys, or is longer than the
+    rows.
     """
     check(chunks(Shape(2, 1, page=32), [(50, 9), (0, 20), (15, 2)]), config(16, 16), window)
 
@@ -148,7 +152,7 @@ def test_tiles_of_keys_smaller_and_larger_than_those_of_queries(window: int) -> 
 
 @pytest.mark.parametrize("num_decode", [1, 2, 4])
 def test_decode_rows_are_left_alone(num_decode: int) -> None:
-    """Whether chunks of one token are decode rows is for the header to say."""
+    """The header alone decides whether chunks of one token are decode rows."""
     check(chunks(Shape(), [(20, 1), (0, 1), (33, 1), (7, 1), (3, 9)], num_decode))
 
 
@@ -171,18 +175,21 @@ def test_a_step_without_chunks_writes_nothing(num_decode: int) -> None:
 
 
 def test_scores_far_apart() -> None:
-    """The key with all the weight is the first, the last, or the query's own; others underflow."""
+    """Put all the weight on one key; others underflow.
+
+    The key is the first, the last, or the query's own.
+    """
     batch = chunks(Shape(1, 1), [(30, 12)], dtype=torch.float32)
     for token, position in [(0, 0), (1, 31), (5, 29), (11, 3)]:
         key = batch.q[token, :16] * 50
         batch.keys[0][position, 0] = key
         batch.cache[batch.block_tables[batch.slots[0], position // 16], 0, position % 16] = key
-    # Scores in the hundreds are rounded by as much more.
+    # Scores in the hundreds have a rounding error that is larger by the same factor.
     check(batch, float32_ulps=1000)
 
 
 def test_chunking_does_not_change_what_a_token_attends_to() -> None:
-    """A prompt whole, and the same in two chunks."""
+    """Compare a whole prompt with the same prompt in two chunks."""
     whole = chunks(Shape(), [(0, 21)])
     out = launch(whole, config(), window=0)
     rest = chunks(Shape(), [(9, 12)])
@@ -193,7 +200,7 @@ def test_chunking_does_not_change_what_a_token_attends_to() -> None:
 
 @pytest.mark.parametrize("window", [0, 18])
 def test_decode_rows_and_chunks_of_one_step_fill_one_output(window: int) -> None:
-    """As a step does: one plan, two launches, each token written by one of them."""
+    """Use one plan and two launches, as a step does. One of them writes each token."""
     batch, tiles = (
         chunks(Shape(4, 2), [(20, 1), (0, 1), (33, 1), (7, 1), (3, 9)], num_decode=3),
         config(),
@@ -220,8 +227,7 @@ def test_decode_rows_and_chunks_of_one_step_fill_one_output(window: int) -> None
     assert_rows_untouched(batch, out, slice(0, 0), "nothing")
 
 
-# -- What is too large for the interpreter
-# ----------------------------------------------------------------------------
+# Sizes that are too large for the interpreter.
 
 
 @needs_gpu

@@ -1,4 +1,4 @@
-"""Norms of heads, rotary embedding and the write to the cache, in one kernel, against float64."""
+"""Norms of heads, rotary embedding and the write to the cache in one kernel, against float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.triton.support import (
 )
 
 POSITIONS = 50
-"""Rows of the tables of cosines and sines."""
+"""Number of rows in the tables of cosines and sines."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Shape:
 
 
 def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart: int = 0) -> None:
-    """padding: tokens that are no token of any request. apart: what lies between two rows of
-    qkv.
+    """Check the kernel.
+
+    padding: tokens that belong to no request. apart: number of elements between two rows of qkv.
     """
     values = Values(shape.heads * shape.dim + shape.page)
     width, blocks = (shape.heads + 2 * shape.kv_heads) * shape.dim, 5
@@ -49,13 +50,17 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
     cache = poisoned(blocks, 2 * shape.kv_heads, shape.page, shape.dim, dtype=dtype)
     empty = cache[0, :, 0].clone()
     cos, sin = rotary_tables(shape.dim, POSITIONS)
-    # The last position there is, and others.
+    # The positions are the last one of the tables, and others.
     positions = [POSITIONS - 1, *values.integers(0, POSITIONS, shape.tokens - 1)]
-    places = values.different(shape.tokens, blocks * shape.page)
-    places[:2] = [blocks * shape.page - 1, 0] if shape.tokens > 1 else [blocks * shape.page - 1]
-    places = places if len(set(places)) == shape.tokens else list(range(shape.tokens))
+    slot_mapping = values.different(shape.tokens, blocks * shape.page)
+    slot_mapping[:2] = (
+        [blocks * shape.page - 1, 0] if shape.tokens > 1 else [blocks * shape.page - 1]
+    )
+    slot_mapping = (
+        slot_mapping if len(set(slot_mapping)) == shape.tokens else list(range(shape.tokens))
+    )
     for token in padding:
-        places[token], positions[token] = -1, 0
+        slot_mapping[token], positions[token] = -1, 0
     norms = (
         guarded(values.normal(shape.dim, dtype=dtype)),
         guarded(values.normal(shape.dim, dtype=dtype)),
@@ -79,7 +84,7 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
         qkv_rope(
             qkv,
             int32(positions),
-            int32(places),
+            int32(slot_mapping),
             cos,
             sin,
             norms if shape.normed else None,
@@ -93,13 +98,13 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
     got = qkv[:, : shape.heads * shape.dim].view(shape.tokens, -1, shape.dim)
     assert_close(got[real], expected_query[real], ulps=6)
     for t in real:
-        written = cache[places[t] // shape.page, :, places[t] % shape.page]
+        written = cache[slot_mapping[t] // shape.page, :, slot_mapping[t] % shape.page]
         assert_close(written[: shape.kv_heads], expected_key[t], ulps=6)
         assert torch.equal(written[shape.kv_heads :], value[t].to(dtype)), (
             "values are copied as they are"
         )
         written.copy_(empty)
-    assert_untouched(cache, "places of the cache that were not asked for")
+    assert_untouched(cache, "slots of the cache that were not asked for")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,7 +119,7 @@ def test_head_sizes(dim: int, with_norms: bool, dtype: torch.dtype) -> None:
     ("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (14, 2), (20, 1), (12, 4), (5, 5)]
 )
 def test_groups(heads: int, kv_heads: int, with_norms: bool) -> None:
-    """Heads that fill programs evenly and such that do not, one program a token and several."""
+    """Cover heads that fill programs evenly and that do not, one program a token and several."""
     check(Shape(heads, kv_heads, 80, tokens=2, normed=with_norms), DTYPE)
 
 

@@ -1,10 +1,9 @@
-"""Compiling ahead, without a GPU, in a process of its own (see compile_kernels.py): `MODEL
-COMMAND`.
+"""Compilation ahead, without a GPU, in a process of its own (see compile_kernels.py).
 
-keys: what would be compiled, once for tensors without memory, as executor/gpu/kernel_compiler.py
-does, and once for tensors that have some, on the CPU, with a cache of many blocks; two lists in
-JSON. ahead: compiles. worker: does so too, in threads as a worker, and says of each kernel whether
-it was in Triton's cache.
+Arguments: `MODEL COMMAND`. `keys` prints two lists in JSON of the kernels to compile: for tensors
+without memory, as executor/gpu/kernel_compiler.py uses them, and for tensors with memory, on the
+CPU, with a cache of many blocks. `ahead` compiles. `worker` compiles too, in threads as a worker
+does, and prints for each kernel whether it was in Triton's cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Compiles the kernels for a GPU that need not be there, with the arguments that their own
-launchers give them.
+"""Compilation of the kernels for any GPU, with the arguments of their own launchers.
 
 `python -m tests.triton.compiling.compile_kernels CAPABILITY MODEL BLOCK_SIZE WINDOW GROUP...`
-prints a line of JSON a kernel. It is a program of its own because a process has either Triton's
-interpreter or its compiler. The launchers get tensors without memory (torch's meta device), as in
-executor/gpu/kernel_compiler.py; each launch ends once compiled.
+prints a line of JSON a kernel. The GPU need not be present. It is a program of its own because a
+process has either Triton's interpreter or its compiler. The launchers get tensors without memory
+(torch's meta device), as in executor/gpu/kernel_compiler.py; each launch ends once compiled.
 """
 
 from __future__ import annotations
@@ -82,8 +81,9 @@ MODELS = {
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Any]]:
-    """Launches compile for this capability, side by side, and the list grows by what they
-    compile.
+    """Make launches compile for this capability, side by side.
+
+    The yielded list grows by the compiled kernels.
     """
     compile_for(Gpu(capability, PROCESSORS))
     compiled: list[Any] = []
@@ -110,7 +110,7 @@ def i32(*shape: int) -> Tensor:
 
 
 def launch_common(model: Model, page: int, window: int) -> None:
-    """What is much the same for every model."""
+    """Launch the kernels that are much the same for every model."""
     x, weight = bf16(TOKENS, model.hidden), bf16(model.hidden)
     rms_norm_triton.rms_norm(x, weight, 1e-6)
     silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
@@ -171,7 +171,7 @@ def launch_common(model: Model, page: int, window: int) -> None:
 
 
 def launch_sums(model: Model, page: int, window: int) -> None:
-    """Over as many ranks as one host has, and over an odd number of them."""
+    """Launch sums over as many ranks as one host has, and over an odd number of ranks."""
     norm = RmsNorm(bf16(model.hidden), 1e-6)
     counters = torch.empty(peer_memory_triton.NUM_COUNTERS, dtype=torch.int64, device="meta")
     kinds: tuple[tuple[int, all_reduce_triton.Kind], ...] = (
@@ -276,7 +276,7 @@ ConfigOf = Callable[[int, int, bool], own_linear.Config]
 
 
 def launch_own_products(model: Model, rows: int, config_of: ConfigOf) -> None:
-    """The products of a layer, and of matrices with one output."""
+    """Launch the products of a layer, and of matrices with one output."""
 
     def product(
         x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, gated: bool = False
@@ -287,9 +287,9 @@ def launch_own_products(model: Model, rows: int, config_of: ConfigOf) -> None:
     def add(
         hidden: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm | None = None
     ) -> BegunNorm | None:
-        return own_linear.add_own_linear(
-            hidden, x, weight, norm=norm, config=config_of(*weight.shape, False)
-        )
+        outputs, inner = weight.shape
+        config = config_of(outputs, inner, False)
+        return own_linear.add_own_linear(hidden, x, weight, norm=norm, config=config)
 
     qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
     hidden, norm = bf16(rows, model.hidden), RmsNorm(bf16(model.hidden), 1e-6)
@@ -315,18 +315,18 @@ def launch_products(model: Model, page: int, window: int) -> None:
     device = torch.device("meta")
     for rows in STREAMED_ROWS if own_linear.is_hopper(device) else ():
         launch_own_products(model, rows, functools.partial(streamed_config.config, rows))
-    for rows in GATED_ROWS if launch.has_pdl(device) else ():  # as where it is chosen
+    for rows in GATED_ROWS if launch.has_pdl(device) else ():  # as the model chooses it
         gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
 
 
 def disassembler() -> Path | None:
-    """Triton's package has one, or not, by platform."""
+    """Return the path of a disassembler; on some platforms Triton's package has none."""
     found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return found if found.exists() else None
 
 
 def usage_of(kernel: Any) -> dict[str, int]:
-    """Registers and bytes of stack of each thread; empty where nothing can say so."""
+    """Return registers and bytes of stack of each thread; empty where no tool reports them."""
     program = disassembler()
     if program is None:
         return {}
@@ -340,8 +340,10 @@ def usage_of(kernel: Any) -> dict[str, int]:
 
 
 def meetings_of(ptx: str) -> dict[str, int]:
-    """Flags that are written and read for other GPUs to see, barriers beside them, and reads of 16
-    bytes.
+    """Return the numbers of instructions with which GPUs meet.
+
+    They are flags that are written and read for other GPUs to see, barriers beside them, and reads
+    of 16 bytes.
     """
     return {
         "releases": len(
@@ -358,7 +360,10 @@ def meetings_of(ptx: str) -> dict[str, int]:
 
 
 def describe(kernel: Any) -> dict[str, Any]:
-    """shared: bytes of a program. wgmma: instructions of the tensor cores that only Hopper has."""
+    """Describe a compiled kernel.
+
+    shared: bytes of a program. wgmma: instructions of the tensor cores that only Hopper has.
+    """
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     return {
         "kernel": kernel.metadata.name,

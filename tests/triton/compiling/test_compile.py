@@ -1,7 +1,7 @@
-"""All kernels compile for GPUs that need not be there, in bfloat16 and as shipped, and fit them.
+"""All kernels compile for GPUs in bfloat16 and as shipped, and fit them.
 
-What runs in the interpreter may still not compile, or need more shared memory than there is; this
-finds it without a GPU. One more matrix, of rarer models, windows, blocks and GPUs, takes minutes:
+No GPU is needed. A kernel that runs in the interpreter may still not compile, or need more shared
+memory than a GPU has. One more matrix, of rarer models, windows, blocks and GPUs, takes minutes:
 pytest -m slow tests/triton.
 """
 
@@ -21,7 +21,7 @@ import pytest
 from tests.processes import PYTHON_PATH, ROOT
 
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
-"""What one program may have, by compute capability."""
+"""KiB of shared memory that one program may have, by compute capability."""
 COMMON = {
     "_rms_norm",
     "_silu_mul",
@@ -40,7 +40,7 @@ PRODUCTS = {
     90: {"_gemv", "_skinny", "_streamed", "_gated_gemm"},
     100: {"_gemv", "_skinny", "_gated_gemm"},
 }
-"""The streamed product is for Hopper alone."""
+"""Kernels of products by compute capability; the streamed product is for Hopper alone."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Job:
     groups: tuple[str, ...] = ("common", "attention", "products")
 
     def __str__(self) -> str:
-        return f"sm_{self.capability}-{self.model}-{self.block_size}-{self.window}-{'-'.join(self.groups)}"
+        groups = "-".join(self.groups)
+        return f"sm_{self.capability}-{self.model}-{self.block_size}-{self.window}-{groups}"
 
 
 MAIN = [
@@ -76,7 +77,7 @@ SLOW += [
 
 
 def run(job: Job, cache: Path) -> subprocess.CompletedProcess[str]:
-    """The kernels are compiled anew: an empty cache, and no interpreter."""
+    """Compile the kernels anew, with an empty cache and without the interpreter."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {
         "TRITON_CACHE_DIR": str(cache),
@@ -95,7 +96,7 @@ def run(job: Job, cache: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """All main jobs, as many at a time as there are processors."""
+    """Run all main jobs, as many at a time as there are processors."""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         yield {job: pool.submit(run, job, tmp_path_factory.mktemp("kernels")) for job in MAIN}
 
@@ -106,9 +107,9 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_KB[job.capability] * 1024, kernel
         if job.capability >= 90:
-            # Four words at most, which the compiler may set aside over a loop to fit one more
-            # program: no spills in it. The sampler's filters keep a few values for the token's end
-            # beside their loops.
+            # A kernel may spill four words at most, which the compiler may set aside over a loop to
+            # fit one more program: there are no spills in the loop. The sampler's filters keep a
+            # few values for the token's end beside their loops.
             assert kernel.get("stack", 0) <= (
                 128 if kernel["kernel"] == "_choose_tokens" else 16
             ), kernel

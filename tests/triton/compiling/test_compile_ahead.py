@@ -1,4 +1,4 @@
-"""What is compiled ahead, for tensors without memory, is what a worker looks for."""
+"""A worker looks for the same kernels that are compiled ahead for tensors without memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.processes import PYTHON_PATH, ROOT
 
 
 def run(model: str, command: str, cache: Path) -> str:
-    """With a lifeline, without which forks end, and without the interpreter."""
+    """Run the program without the interpreter, and with a lifeline, without which forks end."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {
         "TRITON_CACHE_DIR": str(cache),
@@ -68,7 +68,7 @@ def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
 def test_a_worker_finds_all_in_the_cache(tmp_path: Path) -> None:
     model = write_model("qwen3-tied", tmp_path / "model")
     config = tmp_path / "model" / "config.json"
-    # A size of which one sampler is enough for all rows.
+    # With this size one sampler is enough for all rows.
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 320}))
     run(model, "ahead", tmp_path / "cache")
     kernels = json.loads(run(model, "worker", tmp_path / "cache"))

@@ -40,8 +40,10 @@ SMALL = [
 ]
 ROWS = [17, 31, 32, 33, 64, 70]
 SUPPORTED = DTYPES if INTERPRETED else DTYPES[1:]
-"""On a GPU the tensor cores would round float32 to 10 bits: it is not what the kernel is for
-there."""
+"""Types of the tests. On a GPU the tensor cores would round float32 to 10 bits.
+
+The kernel is not made for float32 there.
+"""
 
 
 def exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,10 +61,13 @@ def check(
     apart: int = 0,
     times: int = 1,
 ) -> None:
-    """apart: what lies between two rows of x. times: how often, each as right as the first."""
+    """Check the product.
+
+    apart: number of elements between two rows of x. times: number of runs, each as right as the
+    first.
+    """
     values = Values(rows + outputs + inputs)
-    # Beside, before and behind what is read lies NaN. The weight's values make outputs of about 1
-    # in size.
+    # The memory around the input is NaN. The weight's values make outputs of about 1 in size.
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
     weight = guarded(values.normal(2 * outputs, inputs, dtype=dtype, scale=inputs**-0.5))
@@ -118,13 +123,12 @@ def test_a_row_does_not_depend_on_those_beside_it(config: GatedConfig) -> None:
 def test_any_number_of_programs(
     monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, inputs: int, processors: int
 ) -> None:
-    """With one tile each, several, different numbers of them, and none."""
+    """Cover programs with one tile each, several, different numbers of tiles, and none."""
     monkeypatch.setattr(gated_gemm_triton, "num_processors", lambda device: processors)
     check(rows, outputs, inputs, DTYPE, NARROW)
 
 
-# -- The choice
-# --------------------------------------------------------------------------------------------------------
+# The choice.
 
 
 def test_only_what_was_measured_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +166,7 @@ def test_a_layer_takes_what_is_chosen(monkeypatch: pytest.MonkeyPatch, rows: int
     assert taken == ([NARROW] if rows <= 64 else [])
 
 
-# -- What is too large for the interpreter
-# -----------------------------------------------------------------------------
+# Sizes that are too large for the interpreter.
 
 
 @needs_gpu

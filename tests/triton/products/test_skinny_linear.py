@@ -42,7 +42,10 @@ ROWS = [1, 2, 3, 7, 8, 9, MAX_ROWS]
 
 
 def shipped_config(x: Tensor, weight: Tensor, gated: bool) -> Config:
-    """What these sizes get, or, where that is the library's product, what they could have."""
+    """Return the shipped configuration of these sizes.
+
+    Where the library's product is chosen, return the one that they could have.
+    """
     sizes = weight.shape[0] // (1 + gated), weight.shape[1], gated
     return choose(x.shape[0], *sizes, hopper=is_hopper(x.device)) or skinny_config(*sizes)
 
@@ -93,7 +96,7 @@ def exact(
 
 
 def small_configs(rows: int) -> list[SkinnyConfig | None]:
-    """One of each kernel that takes so many rows."""
+    """Return one configuration of each kernel that takes that number of rows."""
     return [SMALL[0], SMALL_ONE_ROW] if rows == 1 else [SMALL[0]]
 
 
@@ -108,14 +111,15 @@ def check(
     apart: int = 0,
     shipped: bool = False,
 ) -> None:
-    """With the shipped configuration, or small ones of each kernel. apart: what lies between two
-    rows of x.
+    """Check the product with the shipped configuration, or small ones of each kernel.
+
+    apart: number of elements between two rows of x.
     """
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
     x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
     count = outputs * (2 if gated else 1)
-    # Behind the last row of the weight lies NaN, as it does behind x. Its values make outputs of
+    # NaN lies behind the last row of the weight, as it does behind x. Its values make outputs of
     # about 1 in size.
     weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs**-0.5))
     bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
@@ -138,8 +142,9 @@ def check_added(
     apart: int = 0,
     shipped: bool = False,
 ) -> None:
-    """What is added to the residual stream, and what is begun of its norm. apart: what lies between
-    two rows of either side.
+    """Check the sum into the residual stream, and the begun norm.
+
+    apart: number of elements between two rows of either side.
     """
     values = Values(rows + outputs + inputs)
     buffer = poisoned(rows, inputs + apart, dtype=dtype)
@@ -166,7 +171,7 @@ def check_added(
 
 
 def check_begun(begun: BegunNorm, stream: Tensor, norm: RmsNorm, block: int) -> None:
-    """From the stream as it was rounded. block: how many of its columns a program has."""
+    """Check a begun norm against the rounded stream. block: number of columns of a program."""
     weighted, squares = begun
     assert weighted.shape == stream.shape and weighted.dtype == stream.dtype
     assert_close(weighted, stream.double() * norm.weight.double(), 1)
@@ -185,7 +190,10 @@ def check_scaled(
     gated: bool = False,
     with_bias: bool = False,
 ) -> None:
-    """Of a stream whose norm was begun, with so many parts of the sum of a row's squares."""
+    """Check the product of a stream whose norm was begun.
+
+    The sum of a row's squares has the given number of parts.
+    """
     values = Values(rows + outputs + inputs + parts)
     weighted = guarded(values.normal(rows, inputs, dtype=dtype, scale=7))
     squares = guarded(
@@ -195,7 +203,7 @@ def check_scaled(
     count = outputs * (2 if gated else 1)
     weight = guarded(values.normal(count, inputs, dtype=dtype, scale=inputs**-0.5))
     bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
-    # Neither the stream itself nor the norm's weight is looked at again.
+    # The kernel reads neither the stream itself nor the norm's weight again.
     stream = Stream(poisoned(rows, inputs, dtype=dtype), norm, BegunNorm(weighted, squares))
     scale = (squares.double().sum(1, keepdim=True) / inputs + norm.eps).rsqrt()
     expected = exact(weighted.double() * scale, weight, bias, gated)
@@ -215,9 +223,7 @@ def check_chain(
     gated: bool = False,
     shipped: bool = False,
 ) -> None:
-    """A product that begins a norm, and the one after it: the same as with the norm between
-    them.
-    """
+    """Check a product that begins a norm and the next one against a whole norm between."""
     values = Values(rows + hidden + inner)
     stream, x = (
         values.normal(rows, hidden, dtype=dtype, scale=7),
@@ -236,7 +242,8 @@ def check_chain(
         assert_close(out, exact(added, second, None, gated, norm))
 
 
-# On a GPU the tensor cores would round float32 to 10 bits: it is not what the kernel is for there.
+# On a GPU the tensor cores would round float32 to 10 bits: the kernel is not made for float32
+# there.
 @pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
@@ -282,7 +289,7 @@ def test_the_shipped_choice_of_blocks(rows: int, outputs: int, inputs: int) -> N
 @pytest.mark.parametrize("config", SMALL, ids=str)
 @pytest.mark.parametrize("rows", [2, 5, 9])
 def test_a_row_does_not_depend_on_those_beside_it(rows: int, config: SkinnyConfig) -> None:
-    """NaN in one row stays there, and no row's bits change with the number of rows."""
+    """Check that NaN in one row stays there, and that bits do not depend on the number of rows."""
     values = Values(rows)
     x, weight = values.normal(rows + 1, 50, dtype=DTYPE), values.normal(20, 50, dtype=DTYPE)
     fewer = skinny_linear(x[:rows], weight, config=config)
@@ -292,8 +299,7 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int, config: SkinnyConfi
     assert more[rows].isnan().all()
 
 
-# -- Norms shared out between two products
-# ----------------------------------------------------------------------------
+# Norms shared out between two products.
 
 
 @pytest.mark.parametrize("dtype", DTYPES if INTERPRETED else DTYPES[1:])
@@ -342,7 +348,7 @@ def test_a_norm_that_was_not_begun_is_done_before_the_product(rows: int) -> None
 @pytest.mark.parametrize("config", SMALL, ids=str)
 @pytest.mark.parametrize("rows", [2, 5, 9])
 def test_no_row_changes_the_norm_of_another(rows: int, config: SkinnyConfig) -> None:
-    """NaN in one row stays there, and no row's bits change with the number of rows."""
+    """Check that NaN in one row stays there, and that bits do not depend on the number of rows."""
     values = Values(rows)
     stream, x = values.normal(rows + 1, 50, dtype=DTYPE), values.normal(rows + 1, 40, dtype=DTYPE)
     first, second = values.normal(50, 40, dtype=DTYPE), values.normal(20, 50, dtype=DTYPE)
@@ -359,8 +365,7 @@ def test_no_row_changes_the_norm_of_another(rows: int, config: SkinnyConfig) -> 
     assert more[rows].isnan().all()
 
 
-# -- The choice
-# ------------------------------------------------------------------------------------------------------
+# The choice.
 
 
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
@@ -389,8 +394,7 @@ def test_matrices_of_unknown_sizes_have_a_choice_by_size(gated: bool) -> None:
     )
 
 
-# -- What is too large for the interpreter
-# ----------------------------------------------------------------------------
+# Sizes that are too large for the interpreter.
 
 
 @needs_gpu

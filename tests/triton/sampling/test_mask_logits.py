@@ -1,4 +1,7 @@
-"""Logits that a step's message lists become minus infinity, and no others change."""
+"""The kernel that masks logits.
+
+Logits that a step's message lists become minus infinity, and no others change.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def test_listed_logits(count: int, dtype: torch.dtype) -> None:
     wide = poisoned(rows, vocab + 3, dtype=dtype)  # rows may lie further apart than they are long
     logits = wide[:, :vocab].copy_(values.normal(rows, vocab, dtype=dtype))
     listed = values.different(count, below=rows * vocab)
-    # First and last of all, and one of them twice.
+    # The list has the first and the last of all logits, and one of them twice.
     listed[:3] = [0, rows * vocab - 1, 0][:count]
     expected = wide.clone()
     for index in listed:

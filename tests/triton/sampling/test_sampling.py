@@ -25,18 +25,16 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 
 @dataclass
 class Rows:
-    """A batch: R rows of logits with their parameters, spread over slots in no order, and padding
-    behind them.
-    """
+    """A batch: R rows of logits with their parameters, in random slots, and padding behind them."""
 
     logits: Tensor
     temperature: list[float]
-    top_k: list[int] | None = None
-    top_p: list[float] | None = None
-    min_p: list[float] | None = None
-    seeds: list[int] | None = None
-    positions: list[int] | None = None
-    samples: list[int] | None = None
+    top_k: list[int] = field(default_factory=list)
+    top_p: list[float] = field(default_factory=list)
+    min_p: list[float] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
     padding: int = 0
     last_sampled: Tensor = field(init=False)
     out_ids: Tensor = field(init=False)
@@ -51,7 +49,7 @@ class Rows:
         self.samples = self.samples or [1] * rows
 
     def expected(self) -> list[int]:
-        """The reference's tokens, of all rows."""
+        """Return the reference's tokens of all rows."""
         t = torch.tensor(self.temperature)
         divisor = torch.where(t == 0, 1.0, t)[:, None]
         logits = self.logits.cpu().float()
@@ -62,16 +60,18 @@ class Rows:
             torch.tensor(self.min_p),
         )
         logits = torch.where((t == 0)[:, None], logits, kept * divisor)
-        return sample(logits, t, torch.tensor(self.seeds), torch.tensor(self.positions)).tolist()
+        tokens = sample(logits, t, torch.tensor(self.seeds), torch.tensor(self.positions))
+        expected: list[int] = tokens.tolist()
+        return expected
 
     def run(self) -> list[int]:
-        """The kernels' tokens, after a look at all else that they may and may not write."""
+        """Return the kernels' tokens, and check all other memory that they may or may not write."""
         rows, vocab = self.logits.shape
         padded, slots_in_all = rows + self.padding, 2 * rows + 3
         slots = torch.randperm(slots_in_all, generator=torch.Generator().manual_seed(rows))[:rows]
 
         def column(values: list[int]) -> Tensor:
-            # Padding is poison: a slot like this would be a fault.
+            # The padding is poison: a slot of this value would be a fault.
             return torch.tensor(values + [10**9] * self.padding, dtype=torch.int32, device=DEVICE)
 
         def table(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
@@ -81,7 +81,7 @@ class Rows:
                 .to(DEVICE)
             )
 
-        # Rows further apart than they are long, with what would win between them.
+        # Rows lie further apart than they are long, with logits between them that would win.
         logits = torch.full((padded, vocab + 5), 1000.0, dtype=self.logits.dtype, device=DEVICE)[
             :, :vocab
         ]
@@ -132,8 +132,8 @@ def check(rows: Rows) -> None:
     assert rows.run() == rows.expected()
 
 
-@triton.jit
-def _bits(seeds, positions, out, VOCAB: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
+def _bits(seeds, positions, out, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]  # nor it
     row = tl.program_id(0)
     first, second = sampling_noise_triton.noise_keys(tl.load(seeds + row), tl.load(positions + row))
     ids = tl.arange(0, VOCAB)
@@ -196,7 +196,7 @@ def test_min_p(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_filters_together(spread: float, dtype: torch.dtype) -> None:
-    """Pairs and all three, so that now the one filter and now the other is the stricter."""
+    """Combine pairs of filters and all three, so that each one is the stricter in some rows."""
     top_k, top_p, min_p = (
         list(column) * MANY
         for column in zip(
@@ -225,8 +225,9 @@ def test_filters_together(spread: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [1.0, 3.0])
 def test_a_large_vocabulary(spread: float, dtype: torch.dtype) -> None:
-    """With frequent tokens side by side, as vocabularies have them: some tiles hold many of the
-    likely ones.
+    """Put frequent tokens side by side, as vocabularies do.
+
+    Some tiles then hold many of the likely tokens.
     """
     rows = 4 * MANY
     logits = random_logits(rows, 20_001, spread=spread) - 1.5 * torch.arange(1, 20_002).log()
@@ -241,7 +242,7 @@ def test_a_large_vocabulary(spread: float, dtype: torch.dtype) -> None:
 
 
 def test_rows_of_which_too_many_tokens_may_stay_to_gather_them() -> None:
-    """Almost flat, so that hardly a token can be left out beforehand."""
+    """Use almost flat logits, so that hardly a token can be left out beforehand."""
     check(
         Rows(
             random_logits(3, CAPACITY + 3000, spread=0.05),
@@ -255,18 +256,19 @@ def test_rows_of_which_too_many_tokens_may_stay_to_gather_them() -> None:
 
 @pytest.mark.parametrize("equals", [10, 1000, CAPACITY + 500])
 def test_of_equal_logits_the_first_stay(equals: int) -> None:
-    """Whether there are few, which are compared each with each, or some that are gathered, or too
-    many for it.
+    """Cover few equal logits, some, and too many.
+
+    Few are compared each with each, and some are gathered.
     """
     logits = torch.full((10, 10_000), -30.0)
-    places = (
+    token_ids = (
         torch.randperm(10_000, generator=torch.Generator().manual_seed(equals))[:equals]
         .sort()
         .values
     )
-    logits[:, places] = 7.0
-    # All but two of the rows keep three: before the first three there are none, one and two parts
-    # of two and a half.
+    logits[:, token_ids] = 7.0
+    # All but two of the rows keep three tokens. The probabilities before these sum to 0, 1 and 2
+    # parts of the 2.5 that top_p asks for.
     rows = Rows(
         logits,
         [0.0] + [2.0] * 9,
@@ -274,8 +276,8 @@ def test_of_equal_logits_the_first_stay(equals: int) -> None:
         top_p=[1.0, 1.0, 1.0, 1.0] + [2.5 / equals] * 3 + [0.5] * 3,
     )
     tokens = rows.run()
-    assert tokens[:2] == [int(places[0])] * 2
-    assert len(set(tokens)) > 1 and set(tokens) <= set(places[:3].tolist())
+    assert tokens[:2] == [int(token_ids[0])] * 2
+    assert len(set(tokens)) > 1 and set(tokens) <= set(token_ids[:3].tolist())
     assert tokens == rows.expected()
 
 
@@ -347,15 +349,15 @@ def test_a_row_is_the_same_in_any_batch() -> None:
 
 
 def chi_square(tokens: Tensor, logits: Tensor) -> float:
-    """How far the tokens' frequencies are from softmax(logits)."""
+    """Return chi-square of the tokens' frequencies against softmax(logits)."""
     expected = logits.double().softmax(-1) * len(tokens)
     return float(
         ((torch.bincount(tokens, minlength=len(logits)) - expected).square() / expected).sum()
     )
 
 
-@triton.jit
-def _draws(logits, out, V: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
+def _draws(logits, out, V: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # nor
     seeds, ids = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
     first, second = sampling_noise_triton.noise_keys(
         seeds.to(tl.int64), tl.full([ROWS], 9, tl.int32)
@@ -375,11 +377,11 @@ def test_the_noise_of_thousands_of_seeds_draws_from_softmax() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="as many rows take the interpreter minutes")
 @pytest.mark.parametrize("filtered", [False, True])
 def test_tokens_of_thousands_of_rows_follow_softmax(filtered: bool) -> None:
-    """Over the seeds of a batch, for four tokens in two tiles, of which the filter keeps three."""
+    """Vary the seeds of a batch, for four tokens in two tiles; the filter keeps three."""
     count = 5000
     logits = torch.full((3000,), -torch.inf)
-    places = torch.tensor([7, 500, TILE, TILE + 1])
-    logits[places] = torch.tensor([0.0, 1.0, 0.5, -1.0])
+    token_ids = torch.tensor([7, 500, TILE, TILE + 1])
+    logits[token_ids] = torch.tensor([0.0, 1.0, 0.5, -1.0])
     tokens = Rows(
         logits.expand(count, -1),
         [0.8] * count,
@@ -387,7 +389,7 @@ def test_tokens_of_thousands_of_rows_follow_softmax(filtered: bool) -> None:
         seeds=list(range(count)),
         positions=[9] * count,
     ).run()
-    kept = places[:3] if filtered else places
+    kept = token_ids[:3] if filtered else token_ids
     draws = torch.tensor([kept.tolist().index(token) for token in tokens])
     # 2 and 3 degrees of freedom.
     assert chi_square(draws, logits[kept] / 0.8) < (13.8 if filtered else 16.3)

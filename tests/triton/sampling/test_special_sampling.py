@@ -1,5 +1,6 @@
-"""Special rows by the kernels of a GPU's runner: the tokens that the CPU's sampler gives, where
-they belong.
+"""Special rows, sampled by the kernels of a GPU's runner.
+
+The tokens equal those of the CPU's sampler, at the rows' positions in the output.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ VOCAB, SLOTS, MOST = 1500, 12, 20
 
 
 def make_runner(state: HostTables) -> GpuRunner:
-    """As much of one as samples."""
+    """Return a GPU's runner with only the parts that sample."""
     runner = object.__new__(GpuRunner)
     runner._device = DEVICE
     runner._state = state
@@ -60,7 +61,7 @@ def test_special_rows_get_the_sampler_s_tokens(first: int) -> None:
     slots = np.array(chosen, np.int32)
     seq_lens = np.array([len(r.prompt) for r in requests.values()], np.int32)
     logits = torch.randn(5, VOCAB) * 3
-    logits[:, 10] = 90.0  # what must not be sampled yet in some rows
+    logits[:, 10] = 90.0  # tokens that some rows must not sample yet
     expected = Sampler(state)(logits, slots, seq_lens)
     runner = make_runner(state)
     part = SpecialBatch(

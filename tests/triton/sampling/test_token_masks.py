@@ -1,5 +1,6 @@
-"""Logits whose bit is 0 become minus infinity, and no others change: the kernel, and the reference
-in torch.
+"""Token masks: the kernel, and the reference in torch.
+
+Logits whose bit is 0 become minus infinity, and no others change.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from tests.triton.support import (
 @pytest.mark.parametrize("vocab", [31, 32, 333, 2048, 3001])
 @pytest.mark.parametrize("mask_tokens", [token_masks.mask_tokens, token_masks_triton.mask_tokens])
 def test_masked_rows(mask_tokens: Callable[..., Any], vocab: int, dtype: torch.dtype) -> None:
-    """Of rows that lie apart, as where what the vocabulary is filled up with lies between them."""
+    """Check rows that lie apart, as those of a padded vocabulary do."""
     values, size = Values(vocab), -(-vocab // 32)
     memory = poisoned(7, vocab + 5, dtype=dtype)
     logits = memory[:, :vocab].copy_(values.normal(7, vocab, dtype=dtype))
     numbers = values.integers(-(2**31), 2**31, 4 * size)
-    numbers[: 2 * size] = [0] * size + [-1] * size  # nothing, and everything
+    numbers[: 2 * size] = [0] * size + [-1] * size  # masks that allow no token, and all tokens
     marks = [1, 0, 3, 0, 0, 4, 2]
     bits = np.unpackbits(np.array(numbers, np.int32).view(np.uint8), bitorder="little").reshape(
         4, -1

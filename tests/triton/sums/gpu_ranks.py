@@ -1,9 +1,10 @@
-"""Ranks of a GPU's runner without a GPU (see gpu_stand_in.py), each of them a process:
-`python -m tests.triton.sums.gpu_ranks MODEL TENSOR_PARALLEL_SIZE STAGES`.
+"""Ranks of a GPU's runner without a GPU (see gpu_stand_in.py), each of them a process.
 
-All run the same steps: as many groups of requests as there are stages take turns, so that a stage
-computes one while the ids of the others are under way. Prints what the last stage's ranks gave, and
-what one rank on the CPU gives: for each the tokens of each step, in JSON.
+`python -m tests.triton.sums.gpu_ranks MODEL TENSOR_PARALLEL_SIZE STAGES`
+
+All run the same steps. There are as many groups of requests as stages, and they take turns: a stage
+computes one while the ids of the others are in transit. The program prints in JSON the tokens of
+each step, from the last stage's ranks and from one rank on the CPU.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from tests.unit.executor.steps import schedule
 from tests.unit.executor.test_model_runner import make_runner
 
 _BLOCKS = 5
-"""Of each group."""
+"""Number of KV blocks of each group."""
 
 
 def steps_of(stages: int) -> list[StepInput]:
-    """In turns; a group's steps are as many beats apart as there are stages."""
+    """Return the groups' steps in turns; a group's steps are as many beats apart as stages."""
     groups = [list(group(number, stages)) for number in range(stages)]
     return [step for step in chain.from_iterable(zip_longest(*groups)) if step is not None]
 
 
 def group(number: int, stages: int) -> list[StepInput]:
-    """Two requests, in slots and blocks of their own."""
+    """Return two requests, in slots and blocks of their own."""
     requests = mixed_requests()[number : number + 2]
     steps = []
     for turn, (step, _) in enumerate(schedule(requests, 12, 16)):

@@ -4,10 +4,9 @@
 several layers.
 
 Each rank is a process, and the spaces are memory that all of them share, so flags and parts really
-pass between them. In most sums one rank is slow, as slow as it can be: either it is the last to
-come, or it goes on to read only when all others have gone on as far as they can, which is to the
-next sum, with their next parts written. Nothing sleeps: a slow rank waits for the others' flags, or
-for what they push.
+pass between them. In most sums one rank is as slow as possible. Either it comes last, or it reads
+only when all others are at the next sum, with their next parts written. Nothing sleeps: a slow rank
+waits for the others' flags, or for the words that they push.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from sidestep.kernels.sums.peer_memory_triton import (
     space_bytes,
 )
 from sidestep.kernels.sums.pushed_sum_triton import can_push
+from sidestep.kernels.sums.tuned_all_reduce import SUMS
 from tests.fakes import SPEC
 from tests.triton.support import (
     PoisonedAllocations,
@@ -58,7 +58,7 @@ from tests.triton.support import (
 PLACE_BYTES = 1 << 14
 SHAPES = [(1, 1), (5, 33), (1, 130), (9, 16), (2, 257), (7, 96), (3, 48)]
 TURNS = [0, 1, 2, 1, 2, 1, 2]
-"""Places, as a model of three layers takes them."""
+"""Indices of the memory's parts, as a model of three layers takes them."""
 KINDS: list[Kind] = [
     "pushed",
     "pushed",
@@ -71,15 +71,15 @@ KINDS: list[Kind] = [
     "two_shot",
     "pushed",
 ]
-"""Each is followed by each."""
+"""Kinds of sums, such that each kind follows each."""
 FIRST_COUNT = (1 << 32) - 10
-"""Of pushed sums: their marks begin again in between."""
+"""Count at which pushed sums start: their marks begin again in between."""
 EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Sum:
-    """One of those that the ranks do one after the other, and who is slow in it."""
+    """One of the sums that the ranks do one after the other, and its slow rank."""
 
     number: int
     rows: int
@@ -97,8 +97,9 @@ class Sum:
 
 
 def plan(ranks: int) -> Iterator[Sum]:
-    """Every kind of sum with every way of being slow, by every rank, and before sums of every
-    kind.
+    """Plan every kind of sum with every kind of slowness, by every rank.
+
+    Each is followed by sums of every kind.
     """
     count = 5 * len(SHAPES)
     for n in range(count):
@@ -120,7 +121,7 @@ def plan(ranks: int) -> Iterator[Sum]:
 
 
 def sum_of(ranks: int, n: int) -> tuple[int, int, torch.dtype, Kind]:
-    """Rows, width and type of the n-th, and its kernel."""
+    """Return rows, width and type of the n-th sum, and its kernel."""
     rows, width = SHAPES[n % len(SHAPES)]
     dtype, kind = (torch.float32, torch.float16)[n // 2 % 2], KINDS[n % len(KINDS)]
     if kind == "pushed" and not can_push(ranks, rows, width * dtype.itemsize):
@@ -129,7 +130,7 @@ def sum_of(ranks: int, n: int) -> tuple[int, int, torch.dtype, Kind]:
 
 
 class Rank:
-    """One process."""
+    """One rank, in a process of its own."""
 
     def __init__(self, rank: int, spaces: list[Tensor]) -> None:
         self.rank = rank
@@ -144,7 +145,7 @@ class Rank:
         )
         self.memory.counters[MAX_PROGRAMS:] = FIRST_COUNT - 1
         self.count = FIRST_COUNT
-        """Of the next pushed sum."""
+        """Count of the next pushed sum."""
         self.flags = (
             spaces[rank][: 8 * MAX_PROGRAMS * self.num_ranks]
             .view(torch.int64)
@@ -157,7 +158,7 @@ class Rank:
         pushed_sum_triton._push, pushed_sum_triton._receive = self.push, self.receive
 
     def wait_for(self, program: int, epoch: int) -> None:
-        """Until the flags of all others say that they have come so far."""
+        """Wait until the flags of all others have reached this value."""
         while any(
             int(self.flags[program, other]) < epoch
             for other in range(self.num_ranks)
@@ -166,7 +167,7 @@ class Rank:
             os.sched_yield()
 
     def wait_for_words(self, count: int, first: int) -> None:
-        """Until all others have pushed the word of this number in the sum of this count."""
+        """Wait until all others have pushed the word of this number in the sum of this count."""
         offset, size = self.memory.offset(NUM_BUFFERS), self.memory.area_bytes
         areas = (
             self.memory.own[offset:]
@@ -181,21 +182,22 @@ class Rank:
             os.sched_yield()
 
     def wait_for_next(self) -> None:
-        """Until all others are at the next sum."""
+        """Wait until all others are at the next sum."""
         if self.current.next_kind == "pushed":
             self.wait_for_words(self.count, 0)
         else:
             self.wait_for(0, int(self.flags[0, self.rank]) + 1)
 
     def push(self, spaces: Any, rank: Any, words: Any, areas: Any, at: Any, *sizes: Any) -> None:
-        """In place of the kernel's own: before it a rank may be late."""
+        """Replace the kernel's own function: before it a rank may be late."""
         if self.current.late == self.rank:
             self.wait_for_words(self.current_count, int(at.handle.data[0]))
         self._push(spaces, rank, words, areas, at, *sizes)
 
     def receive(self, space: Any, rank: Any, own: Any, areas: Any, at: Any, *sizes: Any) -> Any:
-        """In place of the kernel's own: before it a rank may wait until its words might be written
-        over.
+        """Replace the kernel's own function.
+
+        Before it a rank may wait until its words might be overwritten.
         """
         if (
             self.current.reads_late == self.rank
@@ -205,7 +207,10 @@ class Rank:
         return self._receive(space, rank, own, areas, at, *sizes)
 
     def meet(self, spaces: Any, rank: Any, epoch: Any, RANKS: Any) -> None:
-        """In place of the kernels' own: before it a rank may be late, behind it slow to read."""
+        """Replace the kernels' own function.
+
+        Before it a rank may be late, and after it slow to read.
+        """
         program, now = interpreter_builder.grid_idx[0], int(epoch.handle.data.item())
         if self.current.late == self.rank:
             self.wait_for(program, now)
@@ -230,7 +235,7 @@ class Rank:
         parts = [values.normal(s.rows, s.width, dtype=s.dtype) for _ in range(self.num_ranks)]
         before = values.normal(s.rows, s.width, dtype=s.dtype)
         weight = guarded(values.normal(s.width, dtype=s.dtype))
-        # What lies behind the part is not a number, and stays as it is.
+        # The memory behind the part is NaN, and stays so.
         offset = self.memory.offset(s.place)
         place = self.memory.own[offset : offset + PLACE_BYTES].view(s.dtype)
         place.fill_(torch.nan)
@@ -256,7 +261,8 @@ class Rank:
             total = total + other.float()
         expected = (total + before.float() if s.add else total).to(s.dtype)
         assert same(hidden, expected), f"rank {self.rank}, {s}"
-        exact = sum(p.double() for p in parts) + (before.double() if s.add else 0)
+        start = torch.zeros((), dtype=torch.float64)
+        exact = sum((p.double() for p in parts), start) + (before.double() if s.add else 0)
         assert_close(hidden, exact)
         self.digest = zlib.crc32(hidden.numpy().tobytes(), self.digest)
         if s.norm:
@@ -271,7 +277,7 @@ class Rank:
 
 
 class Attention:
-    """In place of a backend: each token's queries."""
+    """A stand-in for an attention backend: it returns each token's queries."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -281,8 +287,9 @@ class Attention:
 
 
 def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
-    """What a model gives for batches of several sizes, in the last layer of all tokens or of
-    some.
+    """Return a model's states for batches of several sizes.
+
+    The last layer computes all tokens or some of them.
     """
     spec = msgspec.structs.replace(
         SPEC,
@@ -305,11 +312,11 @@ def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
 
 
 def run_model(rank: int, spaces: list[Tensor]) -> int:
-    """A whole model whose layers sum through one another's memory gives what one rank gives."""
+    """Check that a model whose layers sum through one another's memory equals one rank's."""
     ranks = len(spaces)
     # One row is pushed, two are summed in one shot, more in two.
     row = 24 * 4
-    all_reduce_triton.SUMS.update(
+    SUMS.update(
         {ranks: ((row, "pushed", 3), (2 * row, "one_shot", 3), (PLACE_BYTES, "two_shot", 3))}
     )
     memory = PeerMemory(
@@ -339,7 +346,7 @@ def run_model(rank: int, spaces: list[Tensor]) -> int:
 
 
 def run_sums(rank: int, spaces: list[Tensor]) -> int:
-    """The plan; what this rank has got, as one number."""
+    """Run the plan, and return a digest of this rank's results."""
     process = Rank(rank, spaces)
     for s in plan(len(spaces)):
         process.run(s)
@@ -347,7 +354,7 @@ def run_sums(rank: int, spaces: list[Tensor]) -> int:
 
 
 def run_rank(rank: int, spaces: list[Tensor], digests: Tensor, what: str) -> int:
-    """The exit status."""
+    """Run one rank and return its exit status."""
     try:
         torch.set_num_threads(1)
         with torch.inference_mode():
@@ -359,7 +366,7 @@ def run_rank(rank: int, spaces: list[Tensor], digests: Tensor, what: str) -> int
 
 
 def _die_with_parent() -> None:
-    """A rank whose others are gone would wait for them for ever."""
+    """End this process with its parent: a rank without the others would wait for ever."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

@@ -1,7 +1,7 @@
-"""Sums over ranks in the interpreter: each rank a process (tests/triton/sums/sum_ranks.py), three
-times with other numbers.
+"""Sums over ranks in the interpreter.
 
-On GPUs: tests/gpu/test_all_reduce.py.
+Each rank is a process (tests/triton/sums/sum_ranks.py), and all run three times with other numbers.
+tests/gpu/test_all_reduce.py tests sums on GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_ranks_have_the_same_bits_however_slow_one_of_them_is(ranks: int) -> Non
 
 
 def test_a_model_of_four_ranks_sums_its_layers_so() -> None:
-    """It has two KV heads, which are each two ranks'."""
+    """Sum the layers of a model of four ranks, whose two KV heads belong to two ranks each."""
     run_ranks(4, "model")
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/kernels/all_reduce.py makes of its measurements."""
+"""The table that benchmarks/kernels/all_reduce.py makes of its measurements."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from benchmarks.kernels.all_reduce import (
 def row(
     nccl: float, one_shot: float, two_shot: float, programs: int = 64, pushed: float | None = None
 ) -> Row:
-    """The kernels are that fast with so many programs, and slower with others; what is not pushed
-    has no such time.
+    """Return a row of measurements.
+
+    The kernels are that fast with the given numbers of programs, and slower with others. A sum that
+    is not pushed has no time of a pushed one.
     """
     times = {"one_shot": one_shot, "two_shot": two_shot, "pushed": pushed}
     measured = {
@@ -43,7 +45,8 @@ def test_the_fastest_is_chosen_up_to_where_nccl_is_faster() -> None:
         131072: row(14, 19, 15),
         262144: row(20, 40, 30),
     }
-    # In between it may lose: what a kernel does beside summing is not all in these times.
+    # Between these sizes it may lose: these times do not contain all that a kernel does beside
+    # summing.
     assert entries_of(rows) == [
         (8192, "one_shot", 16),
         (16384, "one_shot", 64),

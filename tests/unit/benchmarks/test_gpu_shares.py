@@ -1,4 +1,4 @@
-"""The table of products of tensor-parallel ranks is what its benchmark writes."""
+"""The table of products of tensor-parallel ranks equals its benchmark's output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_table_is_kept_where_nothing_was_measured_anew() -> None:
 
 
 def test_ranks_have_the_shapes_that_the_engine_gives_them() -> None:
-    """With more ranks than KV heads each has one."""
+    """Cover more ranks than KV heads: each rank then has one."""
     model = next(m for m in MODELS if m.name == "Llama-3.1-8B")
     assert shares(model, 1) == {**model.linears(), "lm_head": (128256, 4096, False)}
     assert shares(model, 16)["qkv"] == ((2 + 2) * 128, 4096, False)

@@ -24,13 +24,16 @@ SAMPLING = [
     ("_score_tiles", "sampling"),
     ("_choose_tokens", "sampling"),
 ]
-SUM = "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(cublasLt::cublasSplitKParams<float>)"
+SUM = (
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>"
+    "(cublasLt::cublasSplitKParams<float>)"
+)
 SPLIT = "nvjet_sm90_tst_128x8_64x12_2x1_v_bx_splitK_TNT"
 WHOLE = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
 
 
 def without_norms(layers: int) -> Step:
-    """One row: our own products, which begin and end the norms between them."""
+    """Return a step of one row: our own products begin and end the norms between them."""
     layer = [
         ("_gemv", "qkv"),
         ("_decode", "attention"),
@@ -42,7 +45,7 @@ def without_norms(layers: int) -> Step:
 
 
 def with_helpers(layers: int) -> Step:
-    """Many rows: the library's products, and all that they need around them."""
+    """Return a step of many rows: the library's products, with all their helper kernels."""
     layer = [
         (SPLIT, "qkv"),
         (SUM, "qkv"),
@@ -61,7 +64,10 @@ def with_helpers(layers: int) -> Step:
 
 
 def mixed(layers: int) -> Step:
-    """A few rows: some of the products our own, a norm only after one that is not."""
+    """Return a step of a few rows.
+
+    Some of the products are our own; a norm comes only after one that is not.
+    """
     layer = [
         ("_skinny", "qkv"),
         ("_decode", "attention"),
@@ -71,13 +77,18 @@ def mixed(layers: int) -> Step:
         (SUM, "down"),
         ("_rms_norm", "norms"),
     ]
-    cutlass = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8>(Params)"
+    cutlass = (
+        "void cutlass::Kernel2"
+        "<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align8>(Params)"
+    )
     return [*INPUTS, *layer * layers, (cutlass, "lm_head"), *SAMPLING]
 
 
 def traced(steps: list[Step], early: float = 0.0) -> tuple[list[Kernel], dict[str, float]]:
-    """Kernels that end 1, 2, 3... after the one before, each started `early` before that one's end;
-    and the times of the parts in a step, but for the first.
+    """Return a trace, and the times of the parts in a step.
+
+    The kernels end 1, 2, 3... after the one before, and each starts `early` before that one's end.
+    The times leave out the first step.
     """
     kernels, now, lasts = list[Kernel](), 100.0, count(1)
     times = dict.fromkeys(PARTS, 0.0)
@@ -98,7 +109,7 @@ def test_each_part_has_its_kernels(make: Callable[[int], Step], layers: int, ear
 
 
 def test_times_add_up_to_the_steps() -> None:
-    """Gaps and overlaps included: from the end of the first step to the end of the last."""
+    """Include gaps and overlaps, from the end of the first step to the end of the last."""
     names = [name for name, _ in with_helpers(2)] * 4
     kernels = [
         Kernel(name, 10.0 * i + i % 3, 10.0 * i + 14 - i % 5) for i, name in enumerate(names)
@@ -134,7 +145,7 @@ def test_other_kernels_than_a_decode_step_are_refused(missing: str, message: str
 
 @pytest.mark.parametrize("product", range(9))
 def test_a_lost_product_is_noticed(product: int) -> None:
-    """Otherwise all products behind it would be taken for their neighbours."""
+    """Notice a lost product: all products behind it would be taken for their neighbours."""
     step = without_norms(2)
     step.pop([i for i, (name, _) in enumerate(step) if name == "_gemv"][product])
     with pytest.raises(ValueError, match=r"follows|ends with"):

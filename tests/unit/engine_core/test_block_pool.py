@@ -1,4 +1,4 @@
-"""Blocks are handed out in the order that keeps the most useful content longest."""
+"""The block pool hands blocks out in the order that keeps the most useful content longest."""
 
 import pytest
 

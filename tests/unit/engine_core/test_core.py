@@ -1,5 +1,6 @@
-"""The core's turn: the device is fed before anybody is told anything, and the gauges tell the
-truth.
+"""The core's turn.
+
+The device gets its step before any output is sent, and the gauges are right.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pytest
 
 from sidestep.engine_core.core import EngineCore
 from sidestep.executor.base import Executor, WorkerReady
-from sidestep.executor.runner.fake import expected_tokens
+from sidestep.executor.runner.fake import FakeRunner, expected_tokens
 from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, unpack_ids
 from sidestep.ipc.transport.records import unpack_requests, unpack_steps
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
@@ -18,7 +19,9 @@ from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_sched
 
 
 class HandExecutor(Executor):
-    """Runs steps on the fake device; an output is there when the test says so."""
+    """Run steps on the fake device; an output is there when the test says so."""
+
+    runner: FakeRunner
 
     def __init__(self) -> None:
         self.submitted: list[StepInput] = []

@@ -1,4 +1,4 @@
-"""The flight recorder: where the device's idle time goes, and what is remembered."""
+"""The flight recorder: the causes of the device's idle time, and the recorded steps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TIMES = st.integers(0, 1000)
         (100, 0, 40, 50, 100, IdleTime(0, 0, 0, 0)),
         # Without overlap: the output took 5 to come back, scheduling 7, the way to the device 3.
         (100, 0, 105, 112, 115, IdleTime(0, 5, 7, 3)),
-        # Scheduled too late though its news was there before.
+        # The step was scheduled too late, although its request was known before.
         (100, 0, 90, 130, 131, IdleTime(0, 0, 30, 1)),
-        # Submitted in time, but launched late.
+        # The step was submitted in time, but launched late.
         (100, 0, 50, 60, 120, IdleTime(0, 0, 0, 20)),
         # A request came after a pause.
         (100, 500, 500, 510, 530, IdleTime(400, 0, 10, 20)),

@@ -1,4 +1,7 @@
-"""Requests get their blocks all or nothing, and equal prefixes, only those, share them."""
+"""The KV cache manager.
+
+Requests get all their blocks or none, and only equal prefixes share blocks.
+"""
 
 from array import array
 
@@ -18,7 +21,7 @@ def request(prompt: list[int], salt: str | None = None, num_public: int = 0) -> 
 def run(
     kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0
 ) -> Request:
-    """A request whose prompt has been computed."""
+    """Return a request whose prompt has been computed."""
     entered = request(prompt, salt, num_public)
     assert kv.enter(entered)
     entered.num_computed = len(prompt)
@@ -29,7 +32,7 @@ def run(
 def hits(
     kv: KVCacheManager, prompt: list[int], salt: str | None = None, num_public: int = 0
 ) -> int:
-    """Tokens that a new request finds."""
+    """Return the number of cached tokens that a new request finds."""
     probe = request(prompt, salt, num_public)
     assert kv.enter(probe)
     kv.free(probe)
@@ -74,7 +77,8 @@ def test_public_tokens_are_shared_by_full_blocks_and_nothing_beyond_them(
     assert hits(kv, prompt, "yours", num_public) == shared
     assert hits(kv, prompt, None) == shared
     assert hits(kv, prompt, "mine", num_public) == 16
-    # Who declares less public finds no more than that, not even of its own tenant's.
+    # A request that declares fewer public tokens finds no more than those, not even of its own
+    # tenant's.
     assert hits(kv, prompt, "mine", 0) == (16 if shared == 0 else 0)
 
 

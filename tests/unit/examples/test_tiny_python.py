@@ -1,4 +1,4 @@
-"""The bundled model is what its card says: small, real, and complete."""
+"""The bundled model is as its card describes it: small, real, and complete."""
 
 import json
 import struct
@@ -27,7 +27,8 @@ def test_it_is_a_llama_of_3_to_8_million_parameters_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["def f(x):\n    return x\n", "naïve 🦆 日本", "\t tabs\r\n", "<|im_start|>x<|im_end|>"]
+    "text",
+    ["def f(x):\n    return x\n", "naïve 🦆 日本", "\t tabs\r\n", "<|im_start|>x<|im_end|>"],
 )
 def test_its_tokenizer_gives_back_any_text(text: str) -> None:
     tokenizer = Tokenizer(DEFAULT_MODEL)

@@ -1,4 +1,4 @@
-"""What several tests of runners use."""
+"""Fixtures of several tests of runners."""
 
 from __future__ import annotations
 

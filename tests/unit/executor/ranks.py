@@ -1,5 +1,6 @@
-"""Child of test_parallel_state: one rank's collectives. Arguments: rank, size, rendezvous file.
-Prints JSON.
+"""Child of test_parallel_state: one rank's collectives.
+
+Arguments: rank, size, rendezvous file. Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 rank, size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 parallel = Parallel(rank, size, rendezvous=rendezvous)
 logging.basicConfig(format="LOG %(message)s", stream=sys.stdout)
-# Where there is no such GPU: all ranks agree on doing without it.
+# Without such a GPU, all ranks agree on doing without it.
 memory = parallel.open_peer_memory(256, 16, torch.float32, torch.device("cuda", 1000 + rank))
 print(
     json.dumps(

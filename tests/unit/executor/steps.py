@@ -1,5 +1,6 @@
-"""A scheduler for tests of the runner: whole requests in, steps out, blocks handed out one after
-the other.
+"""A scheduler for tests of the runner.
+
+It turns whole requests into steps, and hands blocks out one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sidestep.ipc.transport.step import StepInput
 
 @dataclass
 class Request:
-    """What a test asks for, and what came back."""
+    """A request of a test, and its output."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -31,7 +32,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_known_outputs: int = 0
-    """How many of the prompt's last tokens are output of before a preemption."""
+    """Number of the prompt's last tokens that are output from before a preemption."""
 
 
 def make_step(
@@ -39,8 +40,10 @@ def make_step(
     entering: dict[int, Request] | None = None,
     step_id: int = 0,
 ) -> StepInput:
-    """rows: (slot, tokens to compute, new block ids), those of one token first. entering: the new
-    ones among them.
+    """Return a step.
+
+    rows: (slot, tokens to compute, new block ids), rows of one token first. entering: the new
+    requests among them.
     """
     new = entering or {}
     entered = [(slot, new[slot]) for slot, _, _ in rows if slot in new]
@@ -81,9 +84,10 @@ def make_step(
 def schedule(
     requests: Sequence[Request], budget: int, block_size: int
 ) -> Iterator[tuple[StepInput, list[Request]]]:
-    """Steps until all requests are done, each with the requests that sample in it. Request i has
-    slot i; a step has at most `budget` tokens, decode first. The caller appends the sampled tokens,
-    or does so one step later: nothing here looks at them.
+    """Yield steps until all requests are done, each with the requests that sample in it.
+
+    Request i has slot i; a step has at most `budget` tokens, decode first. The caller appends the
+    sampled tokens, or does so one step later: nothing here looks at them.
     """
     computed, free, step_id = [0] * len(requests), 0, 0
     blocks = [0] * len(requests)

@@ -1,4 +1,4 @@
-"""The tables and the layout of a step."""
+"""The host's tables and the layout of a step."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_nothing_kept_is_a_view_of_the_step() -> None:
 
 def test_whole_runs_give_every_token_its_own_place() -> None:
     requests = [Request([i] * (3 * i + 1), 4) for i in range(8)]
-    state, seen, sampled = new_state(8), set(), 0
+    state, seen, sampled = new_state(8), set[int](), 0
     for step, sampling in schedule(requests, budget=11, block_size=BLOCK):
         batch = run(state, step)
-        places = set(batch.slot_mapping.tolist())
-        assert len(places) == len(batch.slot_mapping) <= 11
-        assert not places & seen
+        written = set(batch.slot_mapping.tolist())
+        assert len(written) == len(batch.slot_mapping) <= 11
+        assert not written & seen
         assert [requests[s] for s in batch.slots[batch.sampling_rows]] == sampling
-        seen |= places
+        seen |= written
         sampled += len(sampling)
     assert sampled == 8 * 4
     assert np.array_equal(state.num_computed, [3 * i + 1 + 3 for i in range(8)])

@@ -1,5 +1,6 @@
-"""The runner itself, driven step by step: greedy tokens are those of transformers in any batch and
-chunking.
+"""The runner, driven step by step.
+
+Greedy tokens equal those of transformers in any batch and chunking.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference
 from tests.unit.executor.steps import Request, make_step, schedule
 
 VOCAB = 257
-"""Of the smallest family, so that prompts fit all of them."""
+"""Size of the smallest family's vocabulary, so that prompts fit all families."""
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def make_runner(
     path: str, block_size: int = 16, num_kv_blocks: int | None = 1200, **changes: Any
 ) -> ModelRunner:
-    """A loaded runner of one rank on the CPU."""
+    """Return a loaded runner of one rank on the CPU."""
     model = {
         "dtype": "float32",
         **{k: changes.pop(k) for k in ("dtype", "load_format") if k in changes},
@@ -51,7 +52,7 @@ def make_runner(
 def run(
     runner: ModelRunner, requests: Sequence[Request], budget: int = 64, block_size: int = 16
 ) -> list[list[int]]:
-    """All requests to their ends."""
+    """Run all requests to their ends."""
     for step, sampling in schedule(requests, budget, block_size):
         output = runner.execute(step).wait()
         assert output.step_id == step.step_id
@@ -99,7 +100,7 @@ def test_seeded_requests_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 def test_tokens_are_taken_from_the_device_when_nobody_waits(tmp_path: Path) -> None:
-    """All steps are launched before any output is looked at."""
+    """Launch all steps before any output is read."""
     runner = make_runner(write_model("qwen2", tmp_path))
     prompts = random_prompts(6, VOCAB)
     expected = run(runner, [Request(p, 8) for p in prompts])
@@ -189,9 +190,10 @@ def test_auto_dtype_on_a_cpu(dtype: str, expected: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
 def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path) -> None:
-    """Tokens would be the wrong measure here: the logits of these models lie a few bfloat16 steps
-    apart, and transformers' own two attention implementations agree on as few as 9 of 24 answers.
-    So: the distance from float32 arithmetic on the same weights.
+    """Compare distances from float32 arithmetic on the same weights.
+
+    Tokens would be the wrong measure: the logits of these models lie a few bfloat16 steps apart,
+    and transformers' own two attention implementations agree on as few as 9 of 24 answers.
     """
     path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
     theirs, exact = load_reference(path, torch.bfloat16), load_reference(path)
@@ -207,7 +209,7 @@ def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path) 
 
 
 def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
-    """The logits after a prompt, float32 [1, V]."""
+    """Return the logits after a prompt, float32 [1, V]."""
     seen: list[torch.Tensor] = []
     sampler = runner._sampler
 
@@ -216,7 +218,7 @@ def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
             seen.append(logits.float().clone())
             return sampler(logits, *rows)
 
-    runner._sampler = Spy()  # type: ignore[assignment]
+    runner._sampler = Spy()  # type: ignore[assignment]  # called as the sampler is
     try:
         run(runner, [Request(prompt, 1)])
     finally:
@@ -225,20 +227,22 @@ def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
 
 
 def test_a_request_sees_nothing_of_the_one_before_it_in_its_slot(tmp_path: Path) -> None:
-    """Whatever is kept from step to step belongs to a request, not to a slot. The second prompt is
-    as long as the first request was when it ended, so that by slot and length alone its first token
-    looks like the first one's next.
+    """Check that state belongs to a request, not to a slot.
+
+    The second prompt is as long as the first request was when it ended, so that by slot and length
+    alone its first token looks like the first one's next.
     """
     path = write_model("llama-gqa", tmp_path)
     prompts = [random_prompts(1, VOCAB, seed=seed)[0] * 20 for seed in (1, 2)]
     first, second = Request(prompts[0][:10], 8), Request(prompts[1][:17], 6)
-    expected = reference_tokens(load_reference(path), [first.prompt, second.prompt], [8, 6])
+    both = [list(first.prompt), list(second.prompt)]
+    expected = reference_tokens(load_reference(path), both, [8, 6])
     runner = make_runner(path)
     assert [run(runner, [request])[0] for request in (first, second)] == expected
 
 
 def test_a_request_that_enters_with_one_token_left_sees_only_its_own_prefix(tmp_path: Path) -> None:
-    """All but its last token are in the cache already, so it enters as a row of one token."""
+    """Let a request enter as a row of one token: all but its last token are cached."""
     runner = make_runner(write_model("llama-gqa", tmp_path), block_size=4)
     prompts = [(random_prompts(1, VOCAB, seed=seed)[0] * 20)[:9] for seed in (1, 2)]
     # The second prompt's KV comes to lie in blocks 6 to 8, and its next token is known from there.

@@ -1,4 +1,4 @@
-"""Collectives: the identity on one rank, the same answer everywhere on two."""
+"""Collectives: the identity on one rank, the same answer on each of two."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def test_one_rank_needs_no_group() -> None:
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
-    """Block ids are common to all ranks, so the smallest cache must be known to every one of
-    them.
-    """
+    """Block ids are common to all ranks, so every rank must know the smallest cache."""
     child, meeting = str(Path(__file__).with_name("ranks.py")), str(tmp_path / "meet")
     ranks = [
         subprocess.Popen(

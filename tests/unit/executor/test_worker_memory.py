@@ -1,5 +1,6 @@
-"""The memory of a CPU worker beside its weights and its cache does not grow with the number or the
-sizes of its steps.
+"""The memory of a CPU worker beside its weights and its cache.
+
+It does not grow with the number or the sizes of its steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ STEPS = """
 import random
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.runner.runner import WorkerArgs
-from sidestep.ipc.config_sections import DEFAULT_MODEL, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.config_sections import DEFAULT_MODEL, CacheConfig, ModelConfig
+from sidestep.ipc.config_sections import ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.unit.executor.steps import Request, schedule
 
@@ -34,16 +36,19 @@ def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
-runner, rng = ModelRunner(WorkerArgs(
+rng = random.Random(0)
+runner = ModelRunner(WorkerArgs(
     rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
     cache=CacheConfig(block_size=16, num_kv_blocks=256), parallel=ParallelConfig(device="cpu"),
-    scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512), max_model_len=128)), random.Random(0)
+    scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512), max_model_len=128))
 runner.load()
 
 def run(rounds: int) -> int:
     for _ in range(rounds):
-        requests = [Request([rng.randrange(3, 4000) for _ in range(rng.randint(1, 30))], rng.randint(1, 8))
-                    for _ in range(rng.randint(1, 24))]
+        requests = [
+            Request([rng.randrange(3, 4000) for _ in range(rng.randint(1, 30))], rng.randint(1, 8))
+            for _ in range(rng.randint(1, 24))
+        ]
         for step, _ in schedule(requests, rng.choice([24, 50, 200]), 16):
             runner.execute(step).wait()
     return resident()
@@ -55,8 +60,9 @@ print(first, run(24))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_steps_of_all_sizes_leave_nothing_behind() -> None:
-    """The first third of some two hundred steps may warm up; the others add less than a tenth of
-    torch's own memory.
+    """Check that later steps add less than a tenth of torch's own memory.
+
+    There are some two hundred steps, of which the first third may warm up.
     """
     ran = subprocess.run(
         [sys.executable, "-c", STEPS],
@@ -71,8 +77,10 @@ def test_steps_of_all_sizes_leave_nothing_behind() -> None:
 
 
 def test_a_small_model_has_a_small_cache() -> None:
-    """A small model's cache has room for one request of full length and for short ones in all
-    slots; a large model's has the largest size.
+    """Compare the caches of a small and a large model.
+
+    A small model's cache has room for one request of full length and for short ones in all slots; a
+    large model's has the largest size.
     """
     spec = load_model_spec(DEFAULT_MODEL)
     args = WorkerArgs(

@@ -23,5 +23,5 @@ def channel() -> Iterator[FakeChannel]:
 
 @pytest.fixture
 def llm(channel: FakeChannel, tokenizer: Tokenizer) -> AsyncLLM:
-    """An AsyncLLM whose core is the test."""
+    """Yield an AsyncLLM whose core is the test."""
     return llm_of(channel, tokenizer)

@@ -1,6 +1,4 @@
-"""A core that a test plays: what the frontend sends is kept, what the core says is what the test
-says.
-"""
+"""A core that a test plays: it keeps the frontend's messages and sends the test's."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from sidestep.ipc.transport.messages import (
 
 
 class FakeChannel:
-    """In the place of ipc.channels.FrontendChannel."""
+    """A stand-in for ipc.channels.FrontendChannel."""
 
     def __init__(self) -> None:
         self.address = ClientAddress("", "")
@@ -75,7 +73,7 @@ class FakeChannel:
         for end in (self._bell, self._ring, self._leaving, self._left):
             end.close()
 
-    # What a test says as the core.
+    # Messages that a test sends as the core.
 
     def say(self, message: ToFrontend) -> None:
         self._waiting.append(message)
@@ -84,7 +82,7 @@ class FakeChannel:
     def say_tokens(
         self, *tokens: tuple[int, int], finished: Iterable[tuple[int, FinishReason]] = ()
     ) -> None:
-        """One step: (handle, token) pairs."""
+        """Send the output of one step: (handle, token) pairs."""
         self.say(
             Outputs(
                 handles=pack_ids(h for h, _ in tokens),
@@ -103,7 +101,7 @@ class FakeChannel:
 
 
 def client_of(channel: FakeChannel) -> EngineClient:
-    """A client without a core's process."""
+    """Return a client without a core's process."""
     processor = OutputProcessor(lambda handles: None)
     return EngineClient(channel, processor.handle, processor.fail_all)
 
@@ -111,7 +109,7 @@ def client_of(channel: FakeChannel) -> EngineClient:
 def llm_of(
     channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100, *others: FakeChannel
 ) -> AsyncLLM:
-    """An AsyncLLM whose core is the test; or cores, one a replica."""
+    """Return an AsyncLLM whose core is the test; or cores, one a replica."""
     channels = dict(enumerate((channel, *others)))
     made = AsyncLLM.__new__(AsyncLLM)
     llm: Any = made
@@ -135,7 +133,7 @@ def replicas_of(
     config: EngineConfig,
     max_model_len: int = 100,
 ) -> ReplicaSet:
-    """Replicas that a test plays, and that have said they are ready."""
+    """Return replicas that a test plays, and that have said they are ready."""
     replicas = ReplicaSet(
         config, outputs, {number: (channel, 0) for number, channel in channels.items()}
     )

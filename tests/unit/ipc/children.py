@@ -24,7 +24,7 @@ def wait_for_ever(raw: bytes) -> None:
 
 
 def write_pid_of_grandchild(raw: bytes) -> None:
-    """Starts a child of its own, writes both pids to the file it was given, and waits."""
+    """Start a child, write both pids to the given file, and wait."""
     child = spawn("grandchild", "tests.unit.ipc.children:wait_for_ever", None)
     path = decode_args(raw, str)
     with open(path + ".part", "w") as file:
@@ -34,7 +34,7 @@ def write_pid_of_grandchild(raw: bytes) -> None:
 
 
 def hold_the_interpreter(raw: bytes) -> None:
-    """Busy in Python code, so that nothing but the lifeline's thread can end it."""
+    """Run Python code for ever, so that only the lifeline's thread can end the process."""
     while True:
         time.perf_counter()
 

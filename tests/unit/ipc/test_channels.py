@@ -1,5 +1,6 @@
-"""Channels: messages of both directions arrive whole and in order, and a broken one harms
-nobody.
+"""Channels: messages of both directions arrive whole and in order.
+
+A broken message harms no other.
 """
 
 import os
@@ -79,7 +80,7 @@ def test_the_core_serves_several_frontends_and_sees_one_leave() -> None:
     assert core.take_gone() == []
     second.close()
     assert wait_until_gone(core) == [1]
-    core.send(1, Answer(call_id=1))  # nobody is there: nothing happens
+    core.send(1, Answer(call_id=1))  # there is no receiver: nothing happens
     core.broadcast(Answer(call_id=9))
     assert first.wait_message(10) == Answer(call_id=9)
     assert core.take_gone() == []
@@ -114,7 +115,7 @@ def test_a_frontend_sees_the_core_leave() -> None:
 
 
 def test_sending_to_a_core_that_has_gone_waits_for_nobody() -> None:
-    """The event loop that sends is the one that must hear of the end."""
+    """The event loop that sends is the one that must learn of the end."""
     frontend = FrontendChannel()
     core = CoreChannel([frontend.address])
     frontend.seal()

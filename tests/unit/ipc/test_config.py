@@ -1,4 +1,4 @@
-"""Configuration: impossible combinations fail before any process starts, and name the field."""
+"""Configuration: impossible combinations fail before any process starts, by the field's name."""
 
 import json
 from pathlib import Path
@@ -56,16 +56,16 @@ def write(folder: Path, **changes: Any) -> str:
         ("stream_interval", 0),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(field: str, value: object) -> None:
+def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
-        EngineArgs(**{field: value})  # type: ignore[arg-type]
+        EngineArgs(**{field: value})
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: ")
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="max_num_sequences"):
-        EngineArgs(max_num_sequences=3)  # type: ignore[call-arg]
+        EngineArgs(max_num_sequences=3)  # type: ignore[call-arg]  # the wrong name
 
 
 def test_budget_below_batch_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Errors pass unchanged between a program's own processes, whatever arguments they are made of."""
+"""Errors pass unchanged between a program's own processes, whatever their arguments are."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def make(kind: type[SidestepError]) -> SidestepError:
     return kind(*(7 if p.annotation == "int" else p.name for p in needed))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    sorted(
-        {kind for kind in kinds() if kind.__module__ == errors.__name__},
-        key=lambda kind: kind.__name__,
-    ),
+KINDS = sorted(
+    {kind for kind in kinds() if kind.__module__ == errors.__name__},
+    key=lambda kind: kind.__name__,
 )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "through",
     [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],

@@ -1,5 +1,6 @@
-"""Read config.json, generation_config.json and the tokenizer's files as they are found, with the
-user's overrides.
+"""The model's config: config.json, generation_config.json and the tokenizer's files.
+
+They are read as they are found, with the user's overrides.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ def test_an_override_of_the_length_counts(tmp_path: Path) -> None:
 
 def test_what_an_override_makes_is_refused_as_in_a_file(tmp_path: Path) -> None:
     assert problem(tmp_path, hf_overrides={"num_hidden_layers": "3"}) == (
-        "model: num_hidden_layers in config.json with hf_overrides must be a whole number of at least "
-        "1, not '3'"
+        "model: num_hidden_layers in config.json with hf_overrides must be a whole number of at "
+        "least 1, not '3'"
     )
     assert "architecture Nobody is not supported" in problem(
         tmp_path, hf_overrides={"architectures": ["Nobody"]}
@@ -256,8 +257,9 @@ def test_a_null_is_a_field_that_is_not_there(tmp_path: Path) -> None:
 def test_an_output_ends_at_the_files_tokens_and_at_the_tokenizer_s(
     tmp_path: Path, generation: Any, tokenizer: Any, expected: tuple[int, ...]
 ) -> None:
-    """As in vLLM: the tokens of generation_config.json, else of config.json, and the tokenizer's
-    own.
+    """End at vLLM's tokens: those of generation_config.json, else of config.json.
+
+    The tokenizer's own are added.
     """
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

@@ -1,5 +1,6 @@
-"""Options: Python takes the same values as the command line, and names an option whose value has
-another type.
+"""Options: Python takes the same values as the command line.
+
+An error names an option whose value has another type.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def test_every_section_converts_by_itself() -> None:
         kv_cache_memory_bytes=1024, gpu_memory_utilization=0.5
     )
     with pytest.raises(ValidationError, match="enforce_eager"):
-        ParallelConfig(enforce_eager="no")  # type: ignore[arg-type]
+        ParallelConfig(enforce_eager="no")  # type: ignore[arg-type]  # not a bool
 
 
 def test_options_of_the_server_are_converted_too() -> None:
@@ -97,11 +98,12 @@ def test_options_of_the_server_are_converted_too() -> None:
         "https://b.example",
     ]
     with pytest.raises(ValidationError, match="port: must be a whole number, not '80'"):
-        ServerArgs(port="80")  # type: ignore[arg-type]
+        ServerArgs(port="80")  # type: ignore[arg-type]  # not an int
 
 
 def test_what_has_been_converted_reaches_another_process_as_it_is() -> None:
-    args = EngineArgs(max_model_len="1k", pipeline_layers="1,1", pipeline_parallel_size=2)  # type: ignore[arg-type]
+    layers: Any = "1,1"
+    args = EngineArgs(max_model_len="1k", pipeline_layers=layers, pipeline_parallel_size=2)
     assert msgspec.json.decode(msgspec.json.encode(args), type=EngineArgs) == args
 
 

@@ -1,4 +1,4 @@
-"""Children: they say how they ended, and never outlive their parent."""
+"""Child processes: they report how they ended, and never outlive their parent."""
 
 import os
 import queue
@@ -39,7 +39,7 @@ def test_exit_status_is_reported_also_to_one_who_asks_late() -> None:
 
 
 class EndedAtOnce(subprocess.Popen[bytes]):
-    """Has ended before anything can be written to it."""
+    """A process that ends before anything can be written to it."""
 
     def __init__(self, *words: Any, **options: Any) -> None:
         super().__init__(*words, **options)

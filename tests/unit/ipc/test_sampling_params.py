@@ -1,6 +1,7 @@
-"""SamplingParams: a wrong value fails where it is made and names its field."""
+"""SamplingParams: a wrong value fails where it is made, with its field's name."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,9 +79,9 @@ from sidestep.ipc.transport.messages import AddRequest, decode_to_core, encode
         ("output_kind", 1),
     ],
 )
-def test_wrong_values(field: str, value: object) -> None:
+def test_wrong_values(field: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        SamplingParams(**{field: value})
     assert caught.value.field == field
 
 
@@ -96,7 +97,7 @@ def test_combinations() -> None:
     with pytest.raises(ValidationError, match="best_of: is known only at the end"):
         SamplingParams(n=1, best_of=2, output_kind=RequestOutputKind.DELTA)
     with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1)  # type: ignore[call-arg]
+        SamplingParams(temprature=1)  # type: ignore[call-arg]  # the wrong name
 
 
 def test_a_request_survives_the_wire() -> None:
@@ -123,7 +124,7 @@ def test_a_wrong_value_is_refused_also_when_it_comes_over_the_wire() -> None:
     at = data.index(b"\xcb\x3f\xe0")  # 0.5 as a msgpack float
     data[at + 1 : at + 3] = b"\xc0\x14"  # -5.0
     with pytest.raises(ValueError):
-        decode_to_core(data)
+        decode_to_core(bytes(data))
 
 
 @pytest.mark.parametrize(

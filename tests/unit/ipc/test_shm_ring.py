@@ -1,4 +1,4 @@
-"""The ring: every reader gets every message, whole and in order, however sizes and speeds mix."""
+"""The ring: every reader gets every message, whole and in order, at all sizes and speeds."""
 
 import os
 import threading

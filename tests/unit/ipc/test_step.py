@@ -1,6 +1,7 @@
-"""The columnar wire: what goes in comes out, for any sizes."""
+"""The columnar wire: values come out as they went in, for any sizes."""
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -14,7 +15,7 @@ DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32, "UInt8": 
 @given(st.lists(st.integers(0, 9), min_size=40, max_size=40), st.integers(0, 2**40))
 def test_round_trip(lengths: list[int], step_id: int) -> None:
     rng = np.random.default_rng(step_id)
-    values = [
+    values: list[Any] = [
         step_id if f.type == "int" else rng.integers(-99, 99, n).astype(DTYPES[str(f.type)])
         for f, n in zip(fields(StepInput), lengths, strict=False)
     ]
@@ -28,8 +29,9 @@ def test_round_trip(lengths: list[int], step_id: int) -> None:
 
 
 def test_columns_take_lists_and_views_do_not_copy() -> None:
-    data = bytearray(b"".join(map(bytes, StepOutput(3, 10, 20, [7, 8, 9]).encode())))  # type: ignore[arg-type]
-    output = StepOutput.decode(data)
+    tokens: Any = [7, 8, 9]
+    data = bytearray(b"".join(map(bytes, StepOutput(3, 10, 20, tokens).encode())))
+    output = StepOutput.decode(memoryview(data))
     assert output.token_ids.tolist() == [7, 8, 9]
     data[-16:-12] = (42).to_bytes(4, "little")
     assert output.token_ids[0] == 42
@@ -54,7 +56,7 @@ def test_entering_rows_have_their_parts_of_the_columns(
         "new_control_sizes": controls,
         "new_controls": np.repeat(np.arange(len(requests), dtype=np.uint8), controls),
     }
-    step = StepInput(**values)  # type: ignore[arg-type]
+    step = StepInput(**values)
     found = [
         (
             (positions.start, positions.stop - positions.start),

@@ -1,5 +1,6 @@
-"""vLLM's names: a name with the same meaning is accepted; every other name gets one sentence that
-names it.
+"""vLLM's names: a name with the same meaning is accepted.
+
+Every other name gets one sentence that names it.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ def test_each_sentence_is_short_and_goes_on_after_a_name() -> None:
 def test_an_option_of_another_name_has_the_same_meaning() -> None:
     for name, foreign in ENGINE_OPTIONS.items():
         if foreign.same_as is not None:
-            assert getattr(EngineArgs(**{name: 7}), foreign.same_as) == 7
+            options: dict[str, Any] = {name: 7}
+            assert getattr(EngineArgs(**options), foreign.same_as) == 7
             with pytest.raises(
                 ValidationError, match=f"{name}: means the same as {foreign.same_as}"
             ):
-                EngineArgs(**{name: 7, foreign.same_as: 7})
+                EngineArgs(**options | {foreign.same_as: 7})
 
 
 def test_an_engine_option_is_taken_where_it_asks_for_nothing_and_named_otherwise() -> None:
@@ -78,7 +80,8 @@ def test_an_engine_option_is_taken_where_it_asks_for_nothing_and_named_otherwise
         for value in (None, *foreign.accepted):
             assert EngineArgs(**{name: value}) == EngineArgs()
         with pytest.raises(ValidationError) as caught:
-            EngineArgs(**{name: REFUSED})
+            refused: dict[str, Any] = {name: REFUSED}
+            EngineArgs(**refused)
         assert str(caught.value) == f"{name}: {foreign.instead}" and caught.value.field == name
 
 
@@ -103,9 +106,9 @@ def test_an_option_that_no_one_has_is_named_with_the_nearest() -> None:
         match="tensor_paralel_size: is not an option of the engine; did you mean "
         "tensor_parallel_size",
     ):
-        EngineArgs(**{"tensor_paralel_size": 2})
+        EngineArgs(tensor_paralel_size=2)  # type: ignore[call-arg]  # the wrong name
     with pytest.raises(ValidationError, match="host: is an option of `sidestep serve`"):
-        EngineArgs(**{"host": "0.0.0.0"})
+        EngineArgs(host="0.0.0.0")  # type: ignore[call-arg]  # not an option here
 
 
 @pytest.mark.parametrize(
@@ -129,9 +132,9 @@ def test_fields_of_parameters(cls: Any, needed: dict[str, Any], table: dict[str,
 def test_parameters_are_frozen_and_say_how_to_change_them() -> None:
     params = SamplingParams(temperature=0, stop=["a"])
     with pytest.raises(AttributeError, match=r"params = params.clone\(max_tokens=...\)"):
-        params.max_tokens = 5  # type: ignore[misc]
+        params.max_tokens = 5  # type: ignore[misc]  # frozen
     with pytest.raises(AttributeError, match="StructuredOutputsParams is frozen"):
-        StructuredOutputsParams(regex="a").regex = "b"  # type: ignore[misc]
+        StructuredOutputsParams(regex="a").regex = "b"  # type: ignore[misc]  # frozen
     longer = params.clone(max_tokens=5)
     assert (
         longer == SamplingParams(temperature=0, stop=["a"], max_tokens=5)
@@ -143,15 +146,16 @@ def test_parameters_are_frozen_and_say_how_to_change_them() -> None:
 
 
 def test_numbers_of_numpy_are_python_s() -> None:
-    params = SamplingParams(
-        n=np.int64(2),
-        temperature=np.float32(0.5),
-        seed=np.uint32(3),
-        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
-        stop_token_ids=np.array([1, 2]),
-        allowed_token_ids=(np.int32(4), 5),  # type: ignore[arg-type]
-        logit_bias={np.int64(4): np.float64(1.5)},
-    )  # type: ignore[dict-item]
+    numbers: dict[str, Any] = {
+        "n": np.int64(2),
+        "temperature": np.float32(0.5),
+        "seed": np.uint32(3),
+        "ignore_eos": np.bool_(True),
+        "stop_token_ids": np.array([1, 2]),
+        "allowed_token_ids": (np.int32(4), 5),
+        "logit_bias": {np.int64(4): np.float64(1.5)},
+    }
+    params = SamplingParams(**numbers)
     assert params == SamplingParams(
         n=2,
         temperature=0.5,
@@ -167,7 +171,8 @@ def test_numbers_of_numpy_are_python_s() -> None:
 
 def test_other_forms_of_values() -> None:
     assert SamplingParams(seed=-1).seed is None
-    params = SamplingParams(structured_outputs={"choice": ["a"]})  # type: ignore[arg-type]
+    choice: Any = {"choice": ["a"]}
+    params = SamplingParams(structured_outputs=choice)
     assert params.structured_outputs == StructuredOutputsParams(choice=["a"])
     made = SamplingParams.from_optional(
         temperature=None, top_p=0.5, output_kind=RequestOutputKind.DELTA

@@ -40,8 +40,7 @@ def test_half_types_round_before_the_weight_as_transformers_does(dtype: torch.dt
     expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
     got = rms_norm(x, weight, 1e-6)
     assert got.dtype == dtype
-    # The mean may be summed in another order: that moves a value across a rounding border once in a
-    # great while.
+    # The mean may be summed in another order: that rarely moves a value across a rounding border.
     assert (got != expected).float().mean() < 2e-3
     torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=1e-3)
 

@@ -10,7 +10,7 @@ from sidestep.kernels.ops.rotary import apply_rotary
 
 
 def tables(positions: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """cos and sin as the kernel wants them, and the angles [T, D / 2] in float64."""
+    """Return cos and sin as the kernel wants them, and the angles [T, D / 2] in float64."""
     angles = torch.outer(positions.double(), 10000.0 ** (-torch.arange(0, dim, 2).double() / dim))
     cos, sin = angles.cos().float(), angles.sin().float()
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None], angles

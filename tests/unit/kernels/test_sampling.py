@@ -1,5 +1,6 @@
-"""Sampling without random state: the right distribution, the same token in any batch, exact
-filters.
+"""Sampling without random state.
+
+The distribution is right, the token is the same in any batch, and filters are exact.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from sidestep.kernels.ops.sampling import gumbel_noise, mask_top_k_top_p_min_p, 
 
 
 def draws(logits: Tensor, temperature: float, count: int, seed: int = 11) -> Tensor:
-    """How often each token is drawn, at `count` positions of one seed."""
+    """Count how often each token is drawn, at `count` positions of one seed."""
     positions = torch.arange(count)
     tokens = sample(
         logits.expand(count, -1),
@@ -40,9 +41,7 @@ def test_tokens_follow_softmax(temperature: float, seed: int) -> None:
 
 
 def test_seeds_are_independent_of_each_other() -> None:
-    """Neighbouring seeds at one position, as a batch of requests has them, are as good as one
-    seed's positions.
-    """
+    """Neighbouring seeds at one position, as in a batch, are as good as one seed's positions."""
     torch.manual_seed(1)
     logits, count = torch.randn(20), 20_000
     tokens = sample(
@@ -60,13 +59,13 @@ def test_noise_is_standard_gumbel_and_never_infinite_in_favour() -> None:
 
 
 def neighbours(of: str, count: int) -> tuple[Tensor, Tensor]:
-    """Seeds and positions of `count` rows of which one grows by one from row to row."""
+    """Return seeds and positions of `count` rows; one of the two grows by one from row to row."""
     steps, fixed = torch.arange(count), torch.full((count,), 1234)
     return (steps, fixed) if of == "seeds" else (fixed, steps)
 
 
 def test_the_noise_of_a_seed_stays_what_it_is() -> None:
-    """A change here changes the text of every seeded request."""
+    """Fix the noise: a change of it changes the text of every seeded request."""
     bits = noise_bits(torch.tensor([0, 42, 2**63 - 1]), torch.tensor([0, 7, 100_000]), 152_000)
     assert bits[:, [0, 1, 151_999]].tolist() == [
         [3376722931, 4094217779, 3608794193],
@@ -77,7 +76,7 @@ def test_the_noise_of_a_seed_stays_what_it_is() -> None:
 
 @pytest.mark.parametrize("of", ["seeds", "positions"])
 def test_bytes_of_the_noise_are_uniform(of: str) -> None:
-    """Over the tokens of a row, and over neighbouring rows for one token."""
+    """Check the tokens of a row, and neighbouring rows for one token."""
     bits = noise_bits(*neighbours(of, 4096), 4096)
     for some in (
         bits[0],
@@ -96,13 +95,11 @@ def test_bytes_of_the_noise_are_uniform(of: str) -> None:
 
 @pytest.mark.parametrize("of", ["seeds", "positions"])
 def test_rows_of_neighbouring_seeds_and_positions_are_not_correlated(of: str) -> None:
-    """Nor are their tokens, in any pair of rows or of tokens, with each other or shifted by some
-    tokens.
-    """
+    """Check rows and tokens in pairs, with each other or shifted by some tokens."""
     count = 4096
     noise = gumbel_noise(*neighbours(of, 64), count).double()
-    # Of n independent pairs the correlation is about 1 / sqrt(n); 6 times that is not seen by
-    # chance.
+    # For n independent pairs the correlation is about 1 / sqrt(n); chance does not give 6 times
+    # that.
     assert noise.corrcoef().fill_diagonal_(0).abs().max() < 6 / count**0.5
     for shift in (1, 2, 3, 8, 16, 17, 256, 1024):
         shifted = torch.cat([noise, noise.roll(shift, 1)]).corrcoef()[:64, 64:]
@@ -113,8 +110,9 @@ def test_rows_of_neighbouring_seeds_and_positions_are_not_correlated(of: str) ->
 
 @pytest.mark.parametrize("of", ["token", "seed", "position"])
 def test_one_bit_of_the_input_flips_half_of_the_noise(of: str) -> None:
-    """The avalanche criterion: any bit of the input flips any bit of the noise in half of all
-    cases.
+    """Check the avalanche criterion.
+
+    Any bit of the input flips any bit of the noise in half of all cases.
     """
     rows = 512
     generator = torch.Generator().manual_seed(8)
@@ -172,7 +170,7 @@ def test_of_equal_logits_the_lower_ids_stay() -> None:
 
 
 def test_without_top_p_no_token_is_left_out() -> None:
-    """Though the rounded sum of the probabilities of those before the last reaches 1."""
+    """The rounded sum of the probabilities before the last token reaches 1."""
     torch.manual_seed(5)
     assert len(kept((torch.randn(50_000) * 4).tolist())) == 50_000
 
@@ -206,7 +204,7 @@ def test_min_p_is_relative_to_the_most_probable() -> None:
 
 
 def test_top_p_counts_only_what_top_k_left() -> None:
-    # Of 0.4 and 0.3 alone the first has 0.571.
+    # Between 0.4 and 0.3 alone the first has 0.571.
     assert kept(LOGITS, top_k=2, top_p=0.57) == [1]
     assert kept(LOGITS, top_k=2, top_p=0.58) == [1, 3]
 

@@ -1,6 +1,4 @@
-"""The install scripts take torch's CPU build where there is no GPU, and pip's own choice everywhere
-else.
-"""
+"""The install scripts: torch's CPU build where there is no GPU, else pip's own choice."""
 
 from __future__ import annotations
 
@@ -15,7 +13,10 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-CODE = "import sys; sys.path.insert(0, sys.argv[1]); import cpu_torch; print(*cpu_torch.pip_arguments(sys.argv[2]))"
+CODE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import cpu_torch; "
+    "print(*cpu_torch.pip_arguments(sys.argv[2]))"
+)
 has_driver = pytest.mark.skipif(
     Path("/proc/driver/nvidia/version").exists(), reason="this machine has a GPU"
 )
@@ -36,8 +37,9 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def arguments(index: str, *flags: str, path: str = "") -> str:
-    """Return the arguments that pip gets. With -S Python does not see the libraries of its
-    environment, torch among them.
+    """Return the arguments that pip gets.
+
+    With -S Python does not see the libraries of its environment, torch among them.
     """
     done = subprocess.run(
         [sys.executable, "-E", *flags, "-c", CODE, str(SCRIPTS), index],

@@ -1,5 +1,6 @@
-"""The import rule of docs/architecture.md, read from the source: lazy and TYPE_CHECKING imports
-count.
+"""The import rule of docs/architecture.md, read from the source.
+
+Lazy and TYPE_CHECKING imports count.
 """
 
 import ast
@@ -24,7 +25,7 @@ BRINGS_TORCH = ("torch", "transformers", "triton", "safetensors.torch", "acceler
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Absolute names of all modules that a file imports, wherever in the file."""
+    """Return the absolute names of all modules that a file imports, wherever in the file."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

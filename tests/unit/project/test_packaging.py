@@ -1,5 +1,6 @@
-"""The packaging rule: folders at the root, one package `sidestep` with links, nothing else in an
-install.
+"""The packaging rule: folders at the root, one package `sidestep` with links.
+
+Nothing else is in an install.
 """
 
 import os
@@ -59,9 +60,7 @@ def test_the_versions_of_python_are_those_that_the_scripts_look_for() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the project to a folder and make it the current one, because builds leave files
-    behind.
-    """
+    """Copy the project to a folder and make it the current one: builds leave files behind."""
     copy = tmp_path / "source"
     (copy / "src").mkdir(parents=True)
     os.symlink(os.readlink(ROOT / "src" / "sidestep"), copy / "src" / "sidestep")
@@ -117,9 +116,7 @@ wrong: int = complete(LLM())[0].outputs[0].text
 
 @pytest.fixture
 def installed(source: Path, tmp_path: Path) -> Path:
-    """Return the Python of an environment with an editable install and the libraries of this
-    one.
-    """
+    """Return the Python of an environment with an editable install and this one's libraries."""
     names: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

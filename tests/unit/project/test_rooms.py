@@ -1,7 +1,8 @@
-"""The rooms: folders of few files, whose imports form no circle."""
+"""The rooms: folders of few files, whose imports form no circle, and functions of a screen."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,10 @@ from tests.unit.project.test_import_rule import FOLDERS, ROOT, imports
 
 MOST_FILES = 14
 """Python files of a room."""
+MOST_LINES = 500
+"""Lines of a file."""
+MOST_LINES_OF_A_FUNCTION = 70
+"""Lines of a function outside kernels, whose language has no functions of their size."""
 
 
 def python_files() -> list[Path]:
@@ -75,6 +80,25 @@ def test_no_rooms_import_one_another_in_a_circle() -> None:
 def test_no_room_has_too_many_files() -> None:
     rooms = Counter(str(path.parent) for path in python_files())
     assert {room: count for room, count in rooms.items() if count > MOST_FILES} == {}
+
+
+def test_no_file_is_too_long() -> None:
+    lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in python_files()}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_no_function_is_too_long() -> None:
+    """A kernel is one function in Triton's language."""
+    found = {}
+    for path in python_files():
+        if path.parts[0] == "kernels":
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MOST_LINES_OF_A_FUNCTION:
+                    found[f"{path}:{node.name}"] = length
+    assert found == {}
 
 
 def test_lines_are_short_on_average() -> None:

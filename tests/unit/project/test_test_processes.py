@@ -1,5 +1,6 @@
-"""The tests themselves: they run in a background shell, and one that hangs in any event loop is
-ended.
+"""The tests' own processes: they run in a background shell.
+
+A test that hangs in any event loop is ended.
 """
 
 from __future__ import annotations

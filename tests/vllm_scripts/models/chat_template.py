@@ -4,7 +4,8 @@ import sys
 from vllm import LLM, SamplingParams
 
 TEMPLATE = """{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}
-{%- for message in messages %}<{{ message.role }}>{{ message.content }}</{{ message.role }}>{% endfor %}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}</{{ message.role }}>
+{%- endfor %}
 {%- if add_generation_prompt %}<assistant>{% if not thinking %}no thoughts:{% endif %}{% endif %}"""
 
 model, device = sys.argv[1:]

@@ -1,6 +1,8 @@
-"""Beam search in the scheduler: what it finds does not depend on what runs beside it, and it holds
-no more than it needs. That the rules are those of transformers is tested with real models
-(tests/e2e/output/test_beam_search.py).
+"""Beam search in the scheduler.
+
+Its result does not depend on the requests beside it, and it holds no more blocks than it needs.
+tests/e2e/output/test_beam_search.py compares its rules with those of transformers, with real
+models.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ def search_alone(
     eos: tuple[int, ...] = (),
     max_tokens: int | None = None,
 ) -> list[list[int]]:
-    """What the search finds when each beam is a plain list of tokens, computed from its
-    beginning.
+    """Return the search's result when each beam is a plain list of tokens.
+
+    Each beam is computed from its beginning.
     """
     ends = frozenset() if params.ignore_eos else frozenset(eos)
     search, beams = BeamSearch(params, ends, max_tokens or params.max_tokens), [list[int]()]
@@ -125,7 +128,7 @@ def test_plain_neighbours_go_on_and_do_not_change(depth: int) -> None:
     assert engine.tokens[10] == expected_tokens([5, 6, 7], 30, 10, VOCAB_SIZE)
     assert engine.tokens[20] == expected_tokens(PROMPT[:9], 12, 20, VOCAB_SIZE)
     assert found(engine) == search_alone(PROMPT[:9], params, EOS)
-    slot = 0  # of the first that entered
+    slot = 0  # of the request that entered first
     assert all(slot in step.slots for step in engine.steps[:30]), "it never waited for the beams"
 
 

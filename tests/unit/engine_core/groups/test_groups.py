@@ -1,8 +1,11 @@
-"""Several completions of one prompt: what they share, when they enter, give way and end, and what
-they say.
+"""Several completions of one prompt.
+
+The tests cover shared blocks, entry, preemption, ends, and outputs.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ PROMPT = [1 + i % 40 for i in range(1000)]
 
 
 def expected(message: AddRequest, prompt: list[int], count: int, index: int) -> list[int]:
-    """What a lone request with that choice's seed gives."""
+    """Return the tokens of a lone request with that choice's seed."""
     return expected_tokens(prompt, count, message.sampling.for_choice(index).seed or 0, VOCAB_SIZE)
 
 
@@ -138,9 +141,9 @@ def test_a_group_enters_whole_or_waits() -> None:
     ],
 )
 def test_a_group_that_can_never_run_is_refused(
-    n: int, options: dict[str, int], problem: str
+    n: int, options: dict[str, Any], problem: str
 ) -> None:
-    engine = Engine(make_scheduler(**options))  # type: ignore[arg-type]
+    engine = Engine(make_scheduler(**options))
     engine.scheduler.add(make_request(PROMPT[:20], 4, n=n))
     engine.run()
     assert [engine.finished[i].error for i in range(n)] == [problem] * n
@@ -222,8 +225,9 @@ def test_a_more_urgent_group_takes_the_place_of_a_less_urgent_one() -> None:
 
 
 def test_what_is_told_of_a_prompt_is_computed_once() -> None:
-    """By the first choice alone, though it takes nothing from the cache; and not again after a
-    preemption.
+    """Let the first choice alone compute the prompt's logprobs.
+
+    It takes nothing from the cache for that. They are not computed again after a preemption.
     """
     engine = Engine(
         make_scheduler(
@@ -246,7 +250,7 @@ def test_what_is_told_of_a_prompt_is_computed_once() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_an_abort_of_the_first_choice_does_not_bring_the_others_forward(policy: str) -> None:
-    """The other choices keep their place, behind the requests that came before them."""
+    """Check that the other choices keep their queue positions, behind earlier requests."""
     engine = Engine(make_scheduler(max_num_seqs=2, policy=policy))
     engine.scheduler.add(make_request([1], 4, handle=0, n=2))
     engine.turn()

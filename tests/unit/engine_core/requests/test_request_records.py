@@ -1,4 +1,4 @@
-"""What people are told of requests: their lives, and what keeps them waiting."""
+"""Records of requests: their lives, and the causes of their waits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,8 @@ def test_a_request_s_life_is_recorded() -> None:
         int(0.5e9),
         int(1e9),
     )
-    assert (
-        waiting.scheduled_ns
-        is waiting.first_token_ns
-        is waiting.finished_ns
-        is waiting.finish_reason
-        is None
-    )
+    assert waiting.scheduled_ns is waiting.first_token_ns is waiting.finished_ns is None
+    assert waiting.finish_reason is None
     for _ in range(2):
         clock.now += 1
         engine.launch()
@@ -154,7 +149,7 @@ def test_the_reasons_add_up_to_what_the_requests_have_waited() -> None:
     stats = engine.scheduler.stats()
     assert (
         stats["num_preemptions"] == 0
-    )  # who comes back has waited twice, and its record has the first time alone
+    )  # a preempted request has waited twice, and its record has the first time alone
     ended = engine.scheduler.request_records()
     waited = sum((r.scheduled_ns or 0) - r.queued_ns for r in ended) / 1e9
     assert waited > 0

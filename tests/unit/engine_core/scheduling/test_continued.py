@@ -1,8 +1,11 @@
-"""Requests that come with tokens which another replica gave before it died: they end as if they had
-never moved.
+"""Requests that come with tokens which another replica gave before it died.
+
+They end as if they had never moved.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,8 +44,8 @@ def run(
     ],
     ids=str,
 )
-def test_wherever_it_was_cut_it_goes_on_to_the_same_end(sampling: dict[str, object]) -> None:
-    message = make_request(PROMPT, 24, **sampling)  # type: ignore[arg-type]
+def test_wherever_it_was_cut_it_goes_on_to_the_same_end(sampling: dict[str, Any]) -> None:
+    message = make_request(PROMPT, 24, **sampling)
     whole = run(message, eos=(9, 11, 30))
     tokens, finished = whole.tokens[0], whole.finished[0]
     for cut in range(1, len(tokens)):

@@ -1,5 +1,6 @@
-"""Masks that take long: those beside them go on, they themselves lose turns and nothing else, and
-no token changes.
+"""Masks that take long.
+
+The rows beside them go on, the late rows lose only turns, and no token changes.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ WORDS = [StructuredOutputsParams(regex=f"({first}[a-z]{{1,3}} ){{200}}") for fir
 
 
 class Gated:
-    """The library's executor, behind a gate for each matcher: a mask is not begun before it is
-    open, or some seconds have gone by.
+    """The library's executor, behind a gate for each matcher.
+
+    A mask begins only once the gate is open, or some seconds have gone by.
     """
 
     def __init__(self, real: LLExecutor, seconds: float | None) -> None:
@@ -75,8 +77,9 @@ class Gated:
 
 @pytest.fixture
 def grammars() -> Grammars:
-    """With threads, whatever machine this is, and all compiled, so that requests begin when they
-    come.
+    """Return compiled grammars with threads, whatever machine this is.
+
+    All are compiled, so that requests begin when they come.
     """
     made = Grammars(DEFAULT_MODEL, VOCAB, EOS, Clock(), num_workers=8)
     made.load()
@@ -90,7 +93,7 @@ def grammars() -> Grammars:
 def held(
     handle: int, max_tokens: int, controls: bytes = GRAMMAR_ALONE, **options: Any
 ) -> AddRequest:
-    """A request with a grammar that no other has, as its frontend sends it."""
+    """Return a request with a grammar that no other has, as its frontend sends it."""
     message = make_request(
         [5, 6, handle],
         max_tokens,
@@ -112,9 +115,10 @@ def engine(grammars: Grammars, runner: Any = None, *, overlap: bool = True, **si
 
 
 def gate_of(grammars: Grammars, seconds: float | None = None) -> Gated:
-    gate: Any = Gated(grammars._executor, seconds)  # type: ignore[arg-type]
-    grammars._executor = grammars._masks._executor = gate
-    return gate  # type: ignore[no-any-return]
+    threads: Any = grammars
+    gate = Gated(threads._executor, seconds)
+    threads._executor = threads._masks._executor = gate
+    return gate
 
 
 def matcher_of(run: Engine, handle: int) -> LLMatcher:
@@ -124,7 +128,7 @@ def matcher_of(run: Engine, handle: int) -> LLMatcher:
 
 
 def serve(run: Engine, lengths: dict[int, int]) -> None:
-    """Held requests with these numbers, until each has sampled."""
+    """Serve requests with the grammars of these numbers, until each has sampled."""
     for handle, length in lengths.items():
         run.scheduler.add(held(handle, length))
     while not all(run.tokens[handle] for handle in lengths):
@@ -140,7 +144,7 @@ def test_one_that_takes_long_holds_nobody_up(overlap: bool, grammars: Grammars) 
         if run is runs[0]:
             before = len(run.tokens[2])
             gate.shut([matcher_of(run, 2)])
-            while len(run.finished) < 4:  # would never come to an end if they waited for it
+            while len(run.finished) < 4:  # the step would never end if it waited for them
                 run.turn()
             assert (
                 run.finished.keys() == {0, 1, 3, 4} and before <= len(run.tokens[2]) <= before + 2
@@ -153,14 +157,14 @@ def test_one_that_takes_long_holds_nobody_up(overlap: bool, grammars: Grammars) 
 
 
 def entries(run: Engine, slot: int) -> int:
-    """How often a slot's row was brought anew."""
+    """Count how often a slot's row was brought anew."""
     return sum(slot in step.new_slots.tolist() for step in run.steps)
 
 
 def test_no_more_than_a_quarter_of_a_step_is_left_behind(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with most of its rows late would compute little, so it waits a while for them."""
+    """Let most rows of a step be late: it would compute little, so it waits a while for them."""
     monkeypatch.setattr("sidestep.engine_core.scheduling.scheduler._LONGEST_S", 60.0)
     gate, run = gate_of(grammars, 0.02), engine(grammars)
     serve(run, dict.fromkeys(range(4), 40))
@@ -172,7 +176,7 @@ def test_no_more_than_a_quarter_of_a_step_is_left_behind(
 
 
 def test_in_the_end_a_step_waits_for_nobody(grammars: Grammars) -> None:
-    """All rows of the grammars but one are late, for longer than any step waits."""
+    """Let all rows with grammars but one be late, for longer than any step waits."""
     gate, run = gate_of(grammars), engine(grammars)
     serve(run, dict.fromkeys(range(4), 40))
     run.scheduler.add(make_request([1, 2], 40, handle=9, ignore_eos=True))
@@ -198,13 +202,14 @@ class Slow:
 
 
 def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
-    """With one thread the core computes the masks itself. Rows that were not begun are computed
-    later, and none twice.
+    """Use one thread: the core computes the masks itself.
+
+    Rows that were not begun are computed later, and none twice.
     """
     slow, jobs = Slow(), MaskJobs(4, None)
     requests = [Request.from_message(make_request([1]), 100, frozenset()) for _ in range(200)]
     for request in requests:
-        request.matcher = slow  # type: ignore[assignment]
+        request.matcher = slow  # type: ignore[assignment]  # has what is called
     found = jobs.compute(requests, 0, 0.0, 20e-3)
     rest = [request for request, mask in zip(requests, found, strict=True) if mask is None]
     assert 0 < len(rest) < len(requests) == len(rest) + slow.num_computed
@@ -216,7 +221,7 @@ def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
 
 
 def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: Grammars) -> None:
-    """A thread that died in silence would leave everybody waiting."""
+    """Raise in a thread: a thread that died in silence would leave all requests waiting."""
     requests = [Request.from_message(held(handle, 9), 100, frozenset()) for handle in range(5)]
     for handle, request in enumerate(requests):
         assert grammars.start(request, make_grammar(WORDS[handle], {})) is None
@@ -226,8 +231,9 @@ def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: 
 
 
 def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None:
-    """Which are late changes at random, with blocks for half of them; those of aborted ones never
-    come. Two are choices of one request.
+    """Change at random which masks are late, with blocks for half of the requests.
+
+    Masks of aborted requests never come. Two requests are choices of one request.
     """
 
     def add_all(run: Engine) -> None:
@@ -249,7 +255,9 @@ def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None
         ]
         gate.open()
         if running:
-            gate.shut([rng.choice(running).matcher])  # type: ignore[list-item]
+            matcher = rng.choice(running).matcher
+            assert matcher is not None
+            gate.shut([matcher])
         if len(run.tokens[3]) > 5 and 3 not in run.finished and (0, 3) in run.scheduler._requests:
             run.scheduler.abort(0, [3])
     gate.open()
@@ -273,8 +281,9 @@ CONTROLS: list[dict[str, Any]] = [
 
 
 def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> None:
-    """A row that enters again computes the same token as before, with any other parameters, and its
-    output is sent once.
+    """Check that a row that enters again computes the same token as before.
+
+    Its other parameters vary, and its output is sent once.
     """
 
     def runner() -> ModelRunner:

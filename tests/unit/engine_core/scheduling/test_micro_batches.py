@@ -1,8 +1,12 @@
-"""Requests in a pipeline: spread over the steps in flight, each going on as soon as its token has
-reached the first stage.
+"""Requests in a pipeline.
+
+They are spread over the steps in flight, and each goes on as soon as its token has reached the
+first stage.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -11,9 +15,9 @@ from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from tests.fakes import VOCAB_SIZE, Engine, make_beam_request, make_request, make_scheduler
 
 
-def make_engine(num_stages: int, *, overlap: bool = True, **options: int) -> Engine:
+def make_engine(num_stages: int, *, overlap: bool = True, **options: Any) -> Engine:
     return Engine(
-        make_scheduler(num_stages=num_stages, overlap=overlap, **options),  # type: ignore[arg-type]
+        make_scheduler(num_stages=num_stages, overlap=overlap, **options),
         num_stages + overlap,
     )
 
@@ -118,5 +122,5 @@ def test_a_search_keeps_its_seats_while_its_beams_are_in_different_steps() -> No
             [1, 2, 3, 4, 5, 6, 7, 8, 2], BeamSearchParams(beam_width=2, max_tokens=1), handle=1
         )
     )
-    engine.run()  # which checks what is always true
+    engine.run()  # it checks the invariants
     assert all(len(engine.finished[handle].beams) == width for handle, width in ((0, 3), (1, 2)))

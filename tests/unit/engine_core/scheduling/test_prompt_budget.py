@@ -1,4 +1,4 @@
-"""Chunks of prompts that leave those who decode their pace."""
+"""Chunks of prompts, sized to keep the pace of decodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.fakes import make_request, make_scheduler
 
 
 class Device:
-    """Takes 5 ms for a step and 20 us more for each token of a prompt."""
+    """A device that takes 5 ms for a step and 20 us more for each token of a prompt."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.now = 0
 
     def step(self) -> tuple[int, float]:
-        """Runs one; returns its tokens of prompts, and its milliseconds."""
+        """Run one step; return its tokens of prompts, and its milliseconds."""
         step = self.scheduler.schedule()
         assert isinstance(step, StepInput)
         prompts = int(step.num_tokens[step.num_tokens > 1].sum())
@@ -73,7 +73,7 @@ def test_with_more_prompts_than_a_step_can_take_steps_are_full() -> None:
 
 
 def test_prompts_alone_take_the_whole_budget() -> None:
-    """A request that nobody waits beside is not slowed."""
+    """A request without decodes beside it is not slowed."""
     device = Device(scheduler_with_target(25))
     add_prompts(device.scheduler, 1, 4096)
     assert device.step()[0] == 4096
@@ -85,7 +85,7 @@ def test_prompts_alone_take_the_whole_budget() -> None:
 
 @pytest.mark.parametrize("milliseconds", [0, None])
 def test_no_target(milliseconds: float | None) -> None:
-    """Which is the default where there is no GPU."""
+    """Cover the default where there is no GPU."""
     device = Device(scheduler_with_target(milliseconds))
     device.scheduler.add(make_request([5] * 100, 1000, handle=0))
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Who is served first."""
+"""The order of the queue."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_fcfs_serves_in_the_order_of_coming_whatever_the_priority() -> None:
 def test_fcfs_puts_preempted_requests_before_those_that_have_not_run() -> None:
     queue = QUEUES["fcfs"]()
     queue.add(request(3))
-    for handle in (2, 1):  # the newest gives way first, so it is put back first
+    for handle in (2, 1):  # the newest is preempted first, so it is put back first
         queue.put_back(request(handle))
     assert drain(queue) == [1, 2, 3]
 
@@ -76,7 +76,7 @@ def test_a_request_that_ended_while_it_waited_is_never_served(policy: str) -> No
 
 @pytest.mark.parametrize("policy", sorted(QUEUES))
 def test_who_stands_in_for_another_has_its_place(policy: str) -> None:
-    """The same holds with equal priorities and times of arrival."""
+    """Cover also equal priorities and times of arrival."""
     queue = QUEUES[policy]()
     waiting = [request(handle) for handle in range(4)]
     for one in waiting:

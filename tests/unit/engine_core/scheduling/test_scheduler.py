@@ -1,4 +1,4 @@
-"""What a user would notice of the scheduler: order, limits, sharing, and what a stop costs."""
+"""The scheduler as its users notice it: order, limits, sharing, and the cost of a stop."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
 
 
 def rows(engine: Engine) -> list[list[int]]:
-    """Tokens computed for each row of each step."""
+    """Return the tokens computed for each row of each step."""
     return [step.num_tokens.tolist() for step in engine.steps]
 
 
@@ -274,7 +274,8 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last(depth: int
         known = len(conversation) + len(engine.tokens[turn])
         conversation += engine.tokens[turn]
         if turn < 3:
-            # All full blocks of the turns before; the last token of an answer was never computed.
+            # The cache has all full blocks of the turns before; the last token of an answer was
+            # never computed.
             engine.scheduler.add(make_request([*conversation, 9], 1, handle=100 + turn))
             engine.run()
             assert engine.started[100 + turn].num_cached_tokens == (known - 1) // 4 * 4

@@ -1,4 +1,4 @@
-"""When there is too little of something: blocks, seats, slots or time."""
+"""Pressure on the scheduler: too few blocks, seats or slots, or too little time."""
 
 import msgspec
 import numpy as np

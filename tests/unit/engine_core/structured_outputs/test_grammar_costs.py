@@ -34,7 +34,7 @@ def test_cheap_masks_come_first_and_dear_ones_take_turns() -> None:
     served = list[Request]()
     for _ in range(8):
         out = share_masks([*dear, *cheap, plain], 0.02)
-        assert len(out) == 3 and out < set(dear)
+        assert len(out) == 3 and set(out) < set(dear)
         served += set(dear) - set(out)
     assert all(2 <= served.count(request) <= 2 for request in dear)
 
@@ -63,8 +63,9 @@ def test_an_account_is_about_what_is_beyond_the_average() -> None:
 def test_what_is_too_expensive_ends_with_an_error_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The request ends first. Its grammar is over its bound as well then, and the next request with
-    it is refused.
+    """End the request first, then refuse its grammar.
+
+    The grammar is over its bound as well then, so the next request with it is refused.
     """
     monkeypatch.setattr(mask_account, "TOKEN_S", 0.0)
     monkeypatch.setattr("sidestep.engine_core.structured_outputs.grammars.REQUEST_S", 0.05)

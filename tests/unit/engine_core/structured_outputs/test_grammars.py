@@ -1,5 +1,6 @@
-"""Grammars in the core: what comes out fits, neighbours see nothing of it, and nothing that goes
-wrong spreads.
+"""Grammars in the core.
+
+The outputs fit their grammars, rows beside them do not change, and no failure spreads.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def test_the_form_holds_after_the_reasoning(
 
 
 def mixed(run: Engine) -> None:
-    """Plain requests between those with a grammar."""
+    """Run plain requests between those with a grammar."""
     for handle in range(24):
         form = None if handle % 2 else grammar([OBJECT, LONG][handle // 2 % 2])
         count = 45 if form is None else 40
@@ -256,7 +257,7 @@ def test_aborts_at_every_turn(grammars: Grammars, tokenizer: Tokenizer) -> None:
 
 
 def test_others_pass_a_request_whose_grammar_is_being_compiled(clock: Clock) -> None:
-    """Here nobody compiles, so the grammar takes as long as can be."""
+    """Let no thread compile, so the grammar takes as long as it can."""
     run = engine(loaded(clock, num_threads=0))
     run.scheduler.add(make_request([1, 2], 5, handle=0, grammar=grammar(OBJECT)))
     run.scheduler.add(make_request([1, 2], 5, handle=1))
@@ -366,7 +367,7 @@ def test_a_token_of_an_ambiguous_grammar_may_cost_so_much_and_no_more(grammars: 
 
 
 def test_steps_go_on_while_a_large_schema_compiles(clock: Clock) -> None:
-    """A library that held the interpreter's lock would let none through."""
+    """Let threads run: a library that held the interpreter's lock would block them."""
     own = loaded(clock)
     run = engine(own)
     large = {
@@ -408,7 +409,7 @@ def test_a_model_without_what_grammars_need_says_so(
 
 
 class Deaf(FakeRunner):
-    """Samples what it likes."""
+    """A runner that ignores masks."""
 
     def execute(self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None) -> Any:
         masks = StepMasks(step.step_id, 0, step.slots[:0], step.slots[:0], step.slots[:0])
@@ -427,7 +428,10 @@ def test_a_token_that_the_grammar_forbids_is_never_told(grammars: Grammars) -> N
 
 
 class Wire(HandExecutor):
-    """Notes the order of messages; a step runs when the test says so, with its masks."""
+    """An executor that notes the order of messages.
+
+    A step runs when the test says so, with its masks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,15 +475,17 @@ def test_masks_follow_their_step_and_come_before_the_one_after(
         if core.in_flight:
             executor.finish_step()
     masked = [
-        (index, step) for index, (kind, step) in enumerate(executor.messages) if kind == "masks"
+        (position, step)
+        for position, (kind, step) in enumerate(executor.messages)
+        if kind == "masks"
     ]
     assert len({step for _, step in masked}) == len(masked) == 6
-    assert all(executor.messages[index - 1] == ("step", step) for index, step in masked)
+    assert all(executor.messages[position - 1] == ("step", step) for position, step in masked)
 
 
 @pytest.fixture(autouse=True)
 def no_thread_fails() -> Iterator[None]:
-    """A compiling thread that raised would leave its requests waiting."""
+    """Fail the test if a compiling thread raised: its requests would wait."""
     failures: list[threading.ExceptHookArgs] = []
     before, threading.excepthook = threading.excepthook, failures.append
     yield

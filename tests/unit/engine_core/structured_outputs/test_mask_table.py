@@ -1,4 +1,4 @@
-"""Each mask is sent once and found again, and no step's masks overwrite each other."""
+"""The mask table: each mask is sent once, and no step's masks overwrite each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = 3
 
 
 class Worker:
-    """A table that does as it is told."""
+    """A worker's table, which follows the messages."""
 
     def __init__(self, num_masks: int) -> None:
         self.table = np.zeros((num_masks, WORDS), np.int32)
@@ -42,26 +42,26 @@ def mask(number: int) -> list[int]:
 
 def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
     table, (a, b) = MaskTable(8), requests(2)
-    first = table.message(0, [3, 5], [a, b], np.array([mask(1), mask(1)], np.int32))
+    first = table.message(0, [3, 5], [a, b], list(np.array([mask(1), mask(1)], np.int32)))
     assert (first.first_new, first.mask_indices.tolist(), first.words.tolist()) == (
         0,
         [0, 0],
         mask(1),
     )
-    second = table.message(1, [3, 5], [a, b], np.array([mask(1), mask(2)], np.int32))
+    second = table.message(1, [3, 5], [a, b], list(np.array([mask(1), mask(2)], np.int32)))
     assert (second.first_new, second.mask_indices.tolist(), second.words.tolist()) == (
         1,
         [0, 1],
         mask(2),
     )
-    swapped = table.message(2, [3, 5], [a, b], np.array([mask(2), mask(1)], np.int32))
+    swapped = table.message(2, [3, 5], [a, b], list(np.array([mask(2), mask(1)], np.int32)))
     assert (swapped.mask_indices.tolist(), len(swapped.words)) == ([1, 0], 0)
 
 
 @pytest.mark.parametrize("num_masks", [6, 7, 20])
 @pytest.mark.parametrize("kinds", [4, 30])
 def test_workers_have_what_each_row_may_sample(num_masks: int, kinds: int) -> None:
-    """However few entries the table has, as long as a step's masks fit."""
+    """Cover a table of few mask indices, as long as a step's masks fit."""
     rng, table, worker, all_requests = (
         random.Random(num_masks),
         MaskTable(num_masks),
@@ -74,7 +74,7 @@ def test_workers_have_what_each_row_may_sample(num_masks: int, kinds: int) -> No
         chosen = rng.sample(all_requests, count)
         wanted = [mask(rng.randrange(kinds)) for _ in range(count)]
         message = table.message(
-            step, range(count), chosen, np.array(wanted, np.int32).reshape(count, WORDS)
+            step, range(count), chosen, list(np.array(wanted, np.int32).reshape(count, WORDS))
         )
         num_sent += len(message.words) // WORDS
         assert worker.take(StepMasks.decode(b"".join(map(bytes, message.encode())))) == dict(

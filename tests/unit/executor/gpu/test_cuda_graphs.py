@@ -1,4 +1,4 @@
-"""Which steps have a graph: sizes alone, without a GPU."""
+"""The choice of steps that have a graph: by sizes alone, without a GPU."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ HOUR = 3600 * 10**9
 
 @dataclass
 class Event:
-    """Something that happened at a time of the device, in nanoseconds."""
+    """An event at a time of the device, in nanoseconds."""
 
     at: float
 
@@ -23,7 +23,7 @@ class Event:
 
 
 def test_a_step_seen_late_does_not_look_idle() -> None:
-    """Steps of 2 ms with 1 ms between; the host is late by what its other work takes."""
+    """Run steps of 2 ms with 1 ms between; the host's other work delays what it sees."""
     clock, times = DeviceClock(), []
     for i, late in enumerate([0, 5, 0, 30, 7, 0, 12]):
         end = (i + 1) * 3_000_000
@@ -35,7 +35,7 @@ def test_a_step_seen_late_does_not_look_idle() -> None:
 
 
 def test_the_soonest_sight_sets_the_place() -> None:
-    """A first step that is seen late puts its own times off, but not those of later ones."""
+    """A first step that is seen late shifts its own times, but not those of later ones."""
     clock = DeviceClock()
     assert clock.times(Event(0), Event(1000), 9_000)[1] == 9_000
     assert clock.times(Event(2000), Event(3000), 3_100)[1] == 3_100
@@ -44,7 +44,7 @@ def test_the_soonest_sight_sets_the_place() -> None:
 
 @pytest.mark.parametrize("speed", [1 - 3e-5, 1, 1 + 3e-5])
 def test_clocks_of_different_speed(speed: float) -> None:
-    """After hours the times are still those that the host saw."""
+    """After hours the times still equal those that the host saw."""
     clock = DeviceClock()
     for i in range(1, 10_000):
         host = i * HOUR // 1000

@@ -1,5 +1,6 @@
-"""What the host packs is what the device's tables become: packed steps, run through the first
-kernel of every step.
+"""The step packer: the device's tables become equal to the host's.
+
+Packed steps run through the first kernel of every step.
 """
 
 from __future__ import annotations
@@ -65,24 +66,24 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
     for number, (step, _) in enumerate(schedule(requests, 50, BLOCK)):
         state.apply(step)
         batch = make_batch(state, step, BLOCK)
-        # Now in the smallest layout, as a captured graph has it, and now in the largest, as eager
-        # steps have it.
+        # Alternate between the smallest layout, as a captured graph has it, and the largest, as
+        # eager steps have it.
         rows, tokens = len(batch.slots), batch.total_tokens
         layout = StepLayout(rows, tokens + 3) if number % 2 else largest
         used = packer.pack(number % ROTATION, layout, batch, step)
         message.fill_(-7)
         message[:used].copy_(packer.buffers[number % ROTATION][:used])
-        token_ids, positions, places, last = (
+        token_ids, positions, slot_mapping, last = (
             ints(tokens + 3),
             ints(tokens + 3),
             ints(tokens + 3),
             ints(rows),
         )
-        prepare_step(message, layout, tables, token_ids, positions, places, last, BLOCK)
+        prepare_step(message, layout, tables, token_ids, positions, slot_mapping, last, BLOCK)
         expected = np.where(batch.token_ids < 0, 1000 + batch.row_slots, batch.token_ids)
         assert token_ids.tolist() == [*expected.tolist(), 0, 0, 0]
         assert positions.tolist() == [*batch.positions.tolist(), 0, 0, 0]
-        assert places.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
+        assert slot_mapping.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
         assert last.tolist() == (batch.query_starts[1:] - 1).tolist()
         assert message[:MASKED].tolist() == [rows, batch.num_decode_rows, tokens]
         assert message[SAMPLING : SAMPLING + 2].tolist() == [rows, number % ROTATION]
@@ -115,13 +116,15 @@ def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
         batch = make_batch(state, step, BLOCK)
         found = masked_logits(state, batch.slots, batch.seq_lens, batch.samples)
         listed.append(list(zip(*(column.tolist() for column in found), strict=True)))
-    # Row 2's prompt ends in the second step only; then each has one output the less to wait for.
+    # Row 2's prompt ends in the second step only; then each row has one output fewer to wait for.
     assert listed == [[(1, 5), (1, 9)], [(1, 5), (1, 9), (2, 4)], []]
 
 
 def test_special_and_masked_rows_are_left_to_others() -> None:
-    """Not sampled by the step itself, whose batch still says that they sample. Stop tokens of
-    masked rows, which are sampled from the step's own logits, are seen to at once.
+    """Check that the step itself does not sample these rows.
+
+    Its batch still says that they sample. Stop tokens of masked rows, which are sampled from the
+    step's own logits, take effect at once.
     """
     state, layout = HostTables(4, 64, BLOCK), StepLayout(4, 16)
     packer = StepPacker(layout, 8, ROTATION)

@@ -1,14 +1,14 @@
-"""Every attention backend over random batches, block tables and windows, against float64 without
-pages or batches.
+"""Every attention backend against float64 without pages or batches.
 
-On a GPU, or on the CPU: there Triton's kernels run in its interpreter, and backends that need a GPU
-are skipped. A backend that does not compute in float32 is tested in bfloat16, one that does not
-take a size of heads with its own.
+Batches, block tables and windows are random. The tests run on a GPU, or on the CPU: there Triton's
+kernels run in its interpreter, and backends that need a GPU are skipped. A backend that does not
+compute in float32 is tested in bfloat16, one that does not take a size of heads with its own.
 """
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from tests.unit.executor.steps import Request, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAST = DEVICE.type == "cuda"
-"""Triton's interpreter takes seconds for what a GPU does at once."""
+"""Whether a GPU runs the kernels; Triton's interpreter takes seconds for a GPU's moment."""
 ON_GPU = pytest.mark.skipif(not FAST, reason="slow without a GPU")
 EPS = 1e-5
 TOLERANCE = {
@@ -39,7 +39,7 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2},
 }
 pytestmark = pytest.mark.timeout(600)
-"""A backend may compile its kernels when they are first used."""
+"""Seconds for a test: a backend may compile its kernels when they are first used."""
 
 
 @pytest.fixture(params=registry.ATTENTION_BACKENDS)
@@ -52,7 +52,7 @@ def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """The last N of L tokens: q [N, H, D]; k, v [L, KVH, D]."""
+    """Return the exact attention of the last N of L tokens. q [N, H, D]; k, v [L, KVH, D]."""
     count, heads, dim = q.shape
     length, kv_heads = k.shape[:2]
     k, v = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
@@ -69,7 +69,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, first: int) -> Tensor:
-    """The rotary embedding of x [N, H, D], whose tokens begin at position `first`."""
+    """Return the rotary embedding of x [N, H, D], whose tokens begin at position `first`."""
     half = x.shape[-1] // 2
     angles = torch.arange(first, first + len(x)).double()[:, None] / 10000.0 ** (
         torch.arange(half).double() / half
@@ -80,7 +80,7 @@ def turned(x: Tensor, first: int) -> Tensor:
 
 
 class Sequences:
-    """Rows in a cache whose blocks are in random order, with the keys and values that went in."""
+    """Rows in a cache with blocks in random order, and the keys and values that went in."""
 
     def __init__(
         self,
@@ -134,8 +134,9 @@ class Sequences:
         ]
 
     def step(self, counts: dict[int, int]) -> None:
-        """Computes `counts[row]` more tokens of each row and compares every layer with the exact
-        result.
+        """Compute `counts[row]` more tokens of each row.
+
+        Compare every layer with the exact result.
         """
         order = sorted(counts, key=lambda row: counts[row] > 1)
         rows, entering = [], {}
@@ -170,7 +171,8 @@ class Sequences:
             )
             for row, (start, stop) in zip(order, batch.token_ranges, strict=True):
                 expected = self.expected(row, layer, window, qkv[start:stop].double(), norms)
-                torch.testing.assert_close(got[start:stop], expected, **TOLERANCE[self.dtype])
+                tolerance: Any = TOLERANCE[self.dtype]
+                torch.testing.assert_close(got[start:stop], expected, **tolerance)
 
     def rounded(self, values: Tensor) -> Tensor:
         return values.to(self.dtype)
@@ -178,7 +180,7 @@ class Sequences:
     def expected(
         self, row: int, layer: int, window: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """[N, H * D] for a row's new tokens."""
+        """Return the exact attention [N, H * D] of a row's new tokens."""
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
         if norms is not None:
             q, k = normed(q, norms[0]), normed(k, norms[1])

@@ -1,8 +1,11 @@
-"""The model's plumbing: which norm the residual stream goes through where, when products do parts
-of it.
+"""The order of norms and products in the model.
+
+Products may do parts of a norm, and the residual stream must still go through the right one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +25,7 @@ WIDTH = SMALL.num_heads * SMALL.head_dim
 
 
 class DifferentNorms(DummyWeights):
-    """No two norms have the same weights, and every layer counts."""
+    """Weights of which no two norms are equal; every layer counts."""
 
     def get(
         self,
@@ -38,19 +41,21 @@ class DifferentNorms(DummyWeights):
 
 
 class NoAttention:
-    """In place of a backend: each token's queries."""
+    """A stand-in for an attention backend: it returns each token's queries."""
 
     def attend(self, layer: int, qkv: Tensor, norms: object) -> Tensor:
         return qkv[:, :WIDTH]
 
 
 def logits(model: DecoderForCausalLM, rows: Tensor | None) -> Tensor:
-    return model(torch.arange(5), NoAttention(), rows)  # type: ignore[arg-type]
+    attention: Any = NoAttention()
+    return model(torch.arange(5), attention, rows)
 
 
 def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Linear layers share out norms as on a GPU. Returns what grows by the inputs of those that
-    finish one.
+    """Let linear layers share out norms as on a GPU.
+
+    Return a list that grows by the inputs of the layers that finish a norm.
     """
     plain_call, plain_add, begun = Linear.__call__, Linear.add_to, []
 
@@ -74,7 +79,7 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 class Asked(DifferentNorms):
-    """Remembers what it was asked for."""
+    """Weights that record the requested names."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.float32, torch.device("cpu"))
@@ -112,7 +117,8 @@ def test_stages_one_after_the_other_are_the_model(
             for name in weights.names
             if name.startswith(others) and not (tied and stage.is_last and "embed" in name)
         ]
-        out = model.states(stream, NoAttention(), rows if stage.is_last else None)  # type: ignore[arg-type]
+        attention: Any = NoAttention()
+        out = model.states(stream, attention, rows if stage.is_last else None)
         stream = model.logits(out) if stage.is_last else out.hidden
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-5)
     assert not shared or begun
@@ -141,10 +147,13 @@ def test_the_last_layer_goes_on_with_those_tokens_alone_whose_logits_are_wanted(
     model = DecoderForCausalLM(
         SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel()
     )
-    plain, counts = Linear.gated, []
-    monkeypatch.setattr(
-        Linear, "gated", lambda self, x: (counts.append(len(x.hidden)), plain(self, x))[1]
-    )
+    plain, counts = Linear.gated, list[int]()
+
+    def gated(self: Linear, x: Stream) -> Tensor:
+        counts.append(len(x.hidden))
+        return plain(self, x)
+
+    monkeypatch.setattr(Linear, "gated", gated)
     every = logits(model, None)
     torch.testing.assert_close(
         logits(model, torch.tensor([1, 4])), every[[1, 4]], rtol=1e-4, atol=1e-5
@@ -159,7 +168,7 @@ def test_with_several_ranks_no_product_begins_a_norm(monkeypatch: pytest.MonkeyP
     )
     expected = logits(model, None)
     begun = begin_norms(monkeypatch)
-    # Rank 0 of two, the other's part being zero: what it has alone is not the stream yet.
+    # This is rank 0 of two, and the other's part is zero: its own part is not the stream yet.
     parallel.size = 2
     monkeypatch.setattr(parallel, "all_reduce", lambda x: x)
     monkeypatch.setattr(

@@ -1,6 +1,7 @@
-"""The FlashInfer backend where there is neither the package nor a GPU: what it asks of FlashInfer,
-played by a stand-in that follows the package's documentation, and what it refuses. With both, the
-test of all backends runs it too.
+"""The FlashInfer backend where there is neither the package nor a GPU.
+
+A stand-in that follows the package's documentation receives the calls of FlashInfer. The tests also
+cover refusals. With both package and GPU, the test of all backends runs it too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Wrapper:
-    """What both kinds of wrapper do: `run` attends as the last `plan` said."""
+    """Common part of both kinds of wrapper: `run` attends as the last `plan` said."""
 
     def __init__(
         self, workspace: Tensor, kv_layout: str, use_tensor_cores: bool | None = None
@@ -123,7 +124,7 @@ class Event:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """FlashInfer's stand-in, and no need of a GPU."""
+    """Install FlashInfer's stand-in, which needs no GPU."""
     stand_in: Any = types.ModuleType("flashinfer")
     stand_in.BatchDecodeWithPagedKVCacheWrapper = Decode
     stand_in.BatchPrefillWithPagedKVCacheWrapper = Prefill

@@ -1,6 +1,4 @@
-"""Linear layers in each layout, the tables of the rotary embedding, and how ranks share the
-work.
-"""
+"""Linear layers in each layout, rotary tables, and the division of work among ranks."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ YARNS = [
 def test_scaled_frequencies_equal_those_of_transformers(
     kind: str, more: dict[str, Any], head_dim: int, form: str
 ) -> None:
-    """Both sides read config.json, in its newer form and in the two older ones."""
+    """Let both sides read config.json, in its newer form and in the two older ones."""
     scaling = {name: value for name, value in {**ROPES[kind], **more}.items() if value is not None}
     values: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -107,7 +105,7 @@ def test_scaled_frequencies_equal_those_of_transformers(
 
 
 def rank(number: int, size: int) -> Parallel:
-    """A rank's arithmetic without its group."""
+    """Return a rank's arithmetic without its group."""
     parallel = Parallel()
     parallel.rank, parallel.size = number, size
     return parallel

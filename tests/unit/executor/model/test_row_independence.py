@@ -1,13 +1,14 @@
-"""On a CPU a row's bits depend on that row alone: compare each operation, and whole models, alone
-and among others.
+"""Row independence on a CPU: a row's bits depend on that row alone.
 
-All comparisons are exact. The tests use three threads, because torch cuts tensors by the number of
-threads; .ci/run runs them again for a CPU without wide instructions.
+The tests compare each operation, and whole models, alone and among other rows. All comparisons are
+exact. The tests use three threads, because torch cuts tensors by the number of threads; .ci/run
+runs them again for a CPU without wide instructions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,7 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behave like a CPU whose libraries choose among kernels by the number of rows for every
-    layout.
-    """
+    """Behave like a CPU whose libraries choose kernels by the number of rows for every layout."""
 
     def by_number_of_rows(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6)
@@ -104,19 +103,20 @@ def test_the_activation(width: int) -> None:
 def test_norms(dtype: torch.dtype) -> None:
     for width in (60, 200, 1023, 4096):
         weight = torch.rand(width).to(dtype)
-        check(lambda x, w=weight: rms_norm(x, w, 1e-6), torch.randn(ROWS, width).to(dtype))
+        norm = partial(rms_norm, weight=weight, eps=1e-6)
+        check(norm, torch.randn(ROWS, width).to(dtype))
     weight = torch.rand(24).to(dtype)
     check(lambda x: rms_norm(x[:, :5], weight, 1e-6), torch.randn(ROWS, 9, 24).to(dtype))
 
 
 @pytest.mark.parametrize("vocab", [257, 4096])
 def test_sampling(vocab: int) -> None:
-    seeds, places = torch.arange(ROWS), torch.arange(ROWS) * 3
+    seeds, positions = torch.arange(ROWS), torch.arange(ROWS) * 3
     heat = torch.arange(ROWS) % 3 / 2
 
     def of(operation: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: operation(
-            x, *(column[ROWS - len(x) :] for column in (heat, seeds, places))
+            x, *(column[ROWS - len(x) :] for column in (heat, seeds, positions))
         )
 
     check(of(sample), torch.randn(ROWS, vocab))
@@ -168,15 +168,15 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
                 last,
             )
         keys = padded_length(end)
-        places = [start, start + 7, end - 1]
+        positions = [start, start + 7, end - 1]
         rows = kv[:keys].transpose(0, 1).expand(3, -1, -1, -1)
-        masks = torch.stack([causal_mask(p, 1, keys, 0, torch.device("cpu")) for p in places])[
+        masks = torch.stack([causal_mask(p, 1, keys, 0, torch.device("cpu")) for p in positions])[
             :, :, None
         ]
-        alone = decode_attention(q[places[1:2]], rows[:1], masks[1:2], dim**-0.5)
-        together = decode_attention(q[places], rows, masks, dim**-0.5)
+        alone = decode_attention(q[positions[1:2]], rows[:1], masks[1:2], dim**-0.5)
+        together = decode_attention(q[positions], rows, masks, dim**-0.5)
         assert torch.equal(together[1:2], alone)
-        assert torch.equal(together, whole[[p - start for p in places]])
+        assert torch.equal(together, whole[[p - start for p in positions]])
 
 
 @pytest.mark.parametrize(

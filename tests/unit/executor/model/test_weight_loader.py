@@ -1,4 +1,4 @@
-"""Weights: the right slices, and one line that names what is wrong."""
+"""The weight loader: the right slices, and one line that names the error."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_other_safetensors_beside_the_model_are_not_read(tmp_path: Path) -> None:
-    """Some repositories hold the same weights a second time under other names, such as
+    """Ignore other files of weights.
+
+    Some repositories hold the same weights a second time under other names, such as
     consolidated.safetensors.
     """
     folder = write(tmp_path)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def words_of(runner: Any, allowed: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Masks that allow these tokens."""
+    """Return masks that allow these tokens."""
     masks = np.zeros((len(allowed), -(-runner._args.spec.vocab_size // 32) * 32), np.uint8)
     for mask, tokens in zip(masks, allowed, strict=True):
         mask[tokens] = 1
@@ -30,8 +30,9 @@ def words_of(runner: Any, allowed: list[list[int]]) -> np.ndarray[tuple[int], np
 
 
 def run_held(runner: Runner, requests: list[Request], budget: int = 40) -> list[bytes]:
-    """Request i has slot i; those with a grammar may sample 40 + step or 80 + slot. Returns the
-    logprobs of steps.
+    """Run requests, of which some have a grammar, and return the logprobs of the steps.
+
+    Request i has slot i. Requests with a grammar may sample 40 + step or 80 + slot.
     """
     logprobs, num_masks = [], 0
     for step, sampling in schedule(requests, budget, 16):
@@ -71,8 +72,9 @@ def plain_requests() -> list[Request]:
 
 
 def test_held_rows_keep_to_their_masks_and_no_other_row_changes(runner: ModelRunner) -> None:
-    """Those with other controls too, which are special rows, sample the same: a penalty on nothing
-    changes nothing.
+    """Rows with other controls too, which are special rows, sample the same tokens.
+
+    Their penalty applies to nothing and so changes nothing.
     """
     expected = run(runner, plain_requests())
     for controls in (
@@ -121,7 +123,8 @@ def test_masks_are_kept_by_their_indices(runner: ModelRunner) -> None:
             np.array(indices, np.int32),
             words,
         )
-        return runner.execute(step, lambda: masks).wait().token_ids.tolist()
+        tokens: list[int] = runner.execute(step, lambda: masks).wait().token_ids.tolist()
+        return tokens
 
     assert execute(step_of(0, [(0, 3, [0]), (1, 3, [1])], entering), 0, [0, 1], [[10], [11]]) == [
         10,

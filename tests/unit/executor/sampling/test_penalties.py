@@ -1,4 +1,4 @@
-"""Counts of tokens, kept on the device while requests come, go and come again."""
+"""Counts of tokens on the device while requests enter, leave and enter again."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def setup() -> ProcessorSetup:
 
 
 def test_random_requests_in_random_slots() -> None:
-    """Against plain arithmetic over each request's tokens; many enter with output, as after a
-    preemption.
+    """Compare with plain arithmetic over each request's tokens.
+
+    Many requests enter with output, as after a preemption.
     """
     rng, penalties = random.Random(5), Penalties(setup())
     live: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}

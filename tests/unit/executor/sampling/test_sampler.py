@@ -1,4 +1,4 @@
-"""The sampler on whole batches: what a request gets depends on nothing beside it."""
+"""The sampler on whole batches: a request's token depends on no other row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 101
 
 
 def sampled(requests: list[Request], logits: Tensor) -> list[int]:
-    """One token for each request, all of whose prompts end in this step."""
+    """Return one token for each request; all prompts end in this step."""
     state = HostTables(len(requests), 64, 16)
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt) > 1)
     step = make_step([(i, len(requests[i].prompt), [i]) for i in order], dict(enumerate(requests)))
@@ -26,7 +26,7 @@ def sampled(requests: list[Request], logits: Tensor) -> list[int]:
 
 
 def sample_step(state: HostTables, step: StepInput, logits: Tensor) -> list[int]:
-    """All of whose rows sample."""
+    """Make a step in which all rows sample."""
     batch = make_batch(state, step, 16)
     return list(Sampler(state)(logits, batch.slots, batch.seq_lens).tolist())
 
@@ -96,7 +96,8 @@ def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
     logits[0, 7] = 5.0
     entering = {0: Request([1, 2, 3], 9, min_tokens=2, stop_ids=[7])}
     tokens = []
-    for rows in ([(0, 3, [0])], [(0, 1, [])], [(0, 1, [])]):
+    steps: list[list[tuple[int, int, list[int]]]] = [[(0, 3, [0])], [(0, 1, [])], [(0, 1, [])]]
+    for rows in steps:
         step = make_step(rows, entering)
         entering = {}
         state.apply(step)
@@ -107,8 +108,9 @@ def test_stop_tokens_are_free_from_the_token_after_min_tokens_on() -> None:
 
 
 def test_a_preempted_request_counts_its_old_outputs() -> None:
-    """It comes back with its outputs among what is known; min_tokens still counts from the prompt's
-    end.
+    """Let a request come back with its outputs among its known tokens.
+
+    min_tokens still counts from the prompt's end.
     """
     state = HostTables(1, 64, 16)
     step = make_step([(0, 5, [0])], {0: Request([1, 2, 3, 4, 5], 9, min_tokens=2, stop_ids=[7])})

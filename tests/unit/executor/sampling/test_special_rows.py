@@ -49,7 +49,7 @@ def test_a_plain_request_in_the_slot_of_one_with_controls_is_plain(runner: Model
 
 
 def test_min_tokens_holds_for_special_rows_too(runner: ModelRunner) -> None:
-    """The bias makes 7 the best token by far, and it must not come before the third output."""
+    """The bias makes 7 the best token by far; it must not come before the third output."""
     request = Request(
         [1, 2, 3], 4, controls=Controls(logit_bias={7: 100.0, 8: 50.0}), min_tokens=2, stop_ids=[7]
     )
@@ -72,8 +72,9 @@ def test_a_step_whose_special_rows_do_not_sample(runner: ModelRunner) -> None:
 
 
 def test_the_largest_step_with_all_controls(tmp_path: Path) -> None:
-    """That by which a GPU's runner finds out how much memory it needs; a plain one leaves nothing
-    of it.
+    """Run the step by which a GPU's runner finds out how much memory it needs.
+
+    A plain step afterwards leaves no trace of it.
     """
     runner = make_runner(write_model("llama-gqa", tmp_path))
     for controls, told in ((ALL_CONTROLS, True), (Controls(), False)):

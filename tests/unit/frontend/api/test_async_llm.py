@@ -1,5 +1,6 @@
-"""AsyncLLM with a core that the test plays: streams, slow readers, cancellation at each await,
-death.
+"""AsyncLLM with a core that the test plays.
+
+The tests cover streams, slow readers, cancellation at each await, and death.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -35,15 +37,15 @@ KINDS = RequestOutputKind
 
 
 async def added(channel: FakeChannel, count: int = 1) -> None:
-    """Until the core has been sent this many requests."""
+    """Wait until the core has been sent this many requests."""
     while len(channel.added) < count:
         await asyncio.sleep(0)
 
 
 async def collect(
-    llm: AsyncLLM, kind: RequestOutputKind = KINDS.DELTA, **params: object
+    llm: AsyncLLM, kind: RequestOutputKind = KINDS.DELTA, **params: Any
 ) -> list[RequestOutput]:
-    sampling = SamplingParams(max_tokens=50, output_kind=kind, **params)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=50, output_kind=kind, **params)
     return [out async for out in llm.generate([5, 6], sampling)]
 
 
@@ -180,7 +182,7 @@ async def test_cancelled_while_asking_the_core_nothing_is_left(
     assert llm._replicas._clients[0]._calls == {}
     (call,) = channel.sent
     assert isinstance(call, Call)
-    channel.say(Answer(call_id=call.call_id, result={}))  # a late answer harms nobody
+    channel.say(Answer(call_id=call.call_id, result={}))  # a late answer has no effect
     channel.say(Outputs(handles=b"", token_ids=b""))
     for _ in range(5):
         await asyncio.sleep(0)
@@ -248,11 +250,11 @@ async def test_death_wakes_everybody_with_the_cause(llm: AsyncLLM, channel: Fake
 async def test_a_request_is_queued_before_the_core_can_have_it(
     llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fast core schedules some choices while the frontend still prepares others."""
+    """Let a fast core schedule some choices while the frontend still prepares others."""
     scheduled = list[float]()
 
-    def send(message: object) -> None:
-        channel.sent.append(message)  # type: ignore[arg-type]
+    def send(message: Any) -> None:
+        channel.sent.append(message)
         scheduled.append(time.monotonic())
 
     monkeypatch.setattr(channel, "send", send)

@@ -1,5 +1,6 @@
-"""How requests and the engine end: dropped, refused, shut down, stalled; and that nothing is left
-of them.
+"""Ends of requests and of the engine: dropped, refused, shut down, stalled.
+
+Nothing is left of them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -28,13 +30,13 @@ from tests.unit.frontend.fakes import FakeChannel, client_of
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Turns of the loop until something is so; the test's own time limit ends it otherwise."""
+    """Run turns of the loop until the condition holds, or the test's time limit ends it."""
     while not condition():
         await asyncio.sleep(0)
 
 
 async def answer(channel: FakeChannel, **result: float) -> None:
-    """Answers the next question to the core."""
+    """Answer the next question to the core."""
     await until(lambda: any(isinstance(m, Call) for m in channel.sent))
     (call,) = (m for m in channel.sent if isinstance(m, Call))
     channel.say(Answer(call_id=call.call_id, result=result))
@@ -145,8 +147,9 @@ async def test_a_deadline_is_kept_while_the_core_hangs(llm: AsyncLLM, channel: F
 async def test_the_core_s_word_on_a_deadline_comes_first(
     llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that was delayed past the deadline reads the core's earlier outputs before it ends the
-    request.
+    """Delay the loop past the deadline.
+
+    It reads the core's earlier outputs before it ends the request.
     """
     monkeypatch.setattr(async_llm, "_GRACE_S", 0.0)
     reader = asyncio.create_task(until_deadline(llm, 0.02))
@@ -283,9 +286,9 @@ async def test_a_request_may_be_aborted_while_it_is_tokenised(
 ) -> None:
     process, ready = llm._inputs.process, asyncio.Event()
 
-    async def slowly(*args: object, **options: object) -> object:
+    async def slowly(*args: Any, **options: Any) -> Any:
         await ready.wait()
-        return await process(*args, **options)  # type: ignore[arg-type]
+        return await process(*args, **options)
 
     monkeypatch.setattr(llm._inputs, "process", slowly)
 

@@ -28,7 +28,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 class Engine:
-    """In the place of AsyncLLM: answers with the prompt, the later calls first."""
+    """A stand-in for AsyncLLM: it answers with the prompt, the later calls first."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, SamplingParams]] = []
@@ -176,7 +176,7 @@ def test_an_interrupt_ends_the_requests(
     engine.hang.set()
 
     class Interrupted:
-        """What run_coroutine_threadsafe gives, with Ctrl-C while waiting for it."""
+        """The result of run_coroutine_threadsafe, with Ctrl-C while waiting for it."""
 
         def __init__(self, future: Any) -> None:
             self._future = future
@@ -245,9 +245,9 @@ def test_prompts_parameters_and_priorities_may_be_of_any_kind(llm: LLM, engine: 
     with pytest.raises(ValidationError, match="priority: has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], use_tqdm=False, priority=[1])
     with pytest.raises(ValidationError, match="prompts: must be prompts or a single one, not int"):
-        llm.generate(5)  # type: ignore[arg-type]
+        llm.generate(5)  # type: ignore[arg-type]  # not a prompt
     with pytest.raises(ValidationError, match="prompt_token_ids: are given within the prompt"):
-        llm.generate(prompt_token_ids=[[1, 2]])  # type: ignore[call-arg]
+        llm.generate(prompt_token_ids=[[1, 2]])  # type: ignore[call-arg]  # an older name
 
 
 def test_a_chat_carries_what_its_template_is_given(llm: LLM, engine: Engine) -> None:

@@ -1,5 +1,6 @@
-"""What waits is counted, and bounded where that was asked for; and who watches is told of the
-engine's death.
+"""Limits of the queue: waiting requests are counted, and bounded where an option says so.
+
+A watcher learns of the engine's death.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from tests.unit.frontend.fakes import FakeChannel, llm_of
 Stream = AsyncGenerator[RequestOutput, None]
 
 
-def limit(llm: AsyncLLM, **limits: int) -> None:
+def limit(llm: AsyncLLM, **limits: Any) -> None:
     made: Any = llm
     made._limits = FrontendConfig(**limits)
 
 
 async def send(llm: AsyncLLM, prompt: list[int]) -> tuple[Stream, asyncio.Task[RequestOutput]]:
-    """A request that has been sent, and the task that waits for its first output."""
+    """Send a request; return it, and the task that waits for its first output."""
     stream = llm.generate(prompt, SamplingParams(max_tokens=8))
     task = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
@@ -94,7 +95,8 @@ async def test_a_queue_of_tokens_refuses_what_would_be_too_much(
 @pytest.mark.parametrize("name", ["max_num_queued_reqs", "max_num_queued_tokens"])
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=f"^{name}: "):
-        EngineArgs(**{name: 0})
+        options: dict[str, Any] = {name: 0}
+        EngineArgs(**options)
 
 
 async def test_who_watches_is_told_of_the_engine_s_death(

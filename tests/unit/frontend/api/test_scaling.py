@@ -1,5 +1,6 @@
-"""Test-time scaling over a core that the test plays: what is chosen, what the engine is asked for,
-what ends early.
+"""Test-time scaling over a core that the test plays.
+
+The tests cover the choice, the requests to the engine, and early ends.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ async def settle() -> None:
 
 
 async def sent(channel: FakeChannel, count: int) -> None:
-    """Until so many requests have been sent; templates are rendered at once, long texts tokenised
-    in a thread.
+    """Wait until `count` requests have been sent.
+
+    Templates are rendered at once, long texts are tokenised in a thread.
     """
     while len(channel.added) < count:
         await asyncio.sleep(0.001)
@@ -49,7 +51,7 @@ async def sent(channel: FakeChannel, count: int) -> None:
 def say_texts(
     channel: FakeChannel, tokenizer: Tokenizer, texts: Sequence[str], first: int = 0
 ) -> None:
-    """Each completion is one text and its end."""
+    """Let each completion be one text and its end."""
     for handle, text in enumerate(texts, first):
         ids = tokenizer.encode(text, False)
         for token in ids[:-1]:

@@ -106,7 +106,7 @@ def test_the_server_starts_by_its_module_too() -> None:
 
 
 @pytest.mark.parametrize("cls", [LLM, AsyncLLM])
-def test_a_method_that_does_not_exist_says_what_there_is(cls: type) -> None:
+def test_a_method_that_does_not_exist_says_what_there_is(cls: type[LLM | AsyncLLM]) -> None:
     llm = cls.__new__(cls)
     for name in METHODS:
         assert not hasattr(llm, name)
@@ -117,11 +117,12 @@ def test_a_method_that_does_not_exist_says_what_there_is(cls: type) -> None:
 
 
 def test_any_other_attribute_is_an_ordinary_error(tokenizer: Tokenizer) -> None:
-    for thing in (LLM.__new__(LLM), tokenizer):
+    things: list[Any] = [LLM.__new__(LLM), tokenizer]
+    for thing in things:
         with pytest.raises(
             AttributeError, match=f"'{type(thing).__name__}' object has no attribute 'nonsense'"
         ):
-            thing.nonsense  # type: ignore[attr-defined]  # noqa: B018
+            thing.nonsense  # noqa: B018
     for name in TOKENIZER_METHODS:
         with pytest.raises(UnsupportedError, match=f"Tokenizer.{name}: "):
             getattr(tokenizer, name)
@@ -177,16 +178,17 @@ async def test_a_chat_reaches_the_template_with_all_that_goes_with_it(
         "{{ tools[0].function.name if tools else '' }}|{{ mood }}|{{ messages[-1].content }}"
         "{% if add_generation_prompt %}|go{% endif %}<end>"
     )
-    prompts = []
-    for more in (
+    prompts = list[Any]()
+    cases: list[dict[str, Any]] = [
         {
             "tools": [{"type": "function", "function": {"name": "f"}}],
             "chat_template_kwargs": {"mood": "x"},
         },
         {"add_generation_prompt": False},
         {"add_generation_prompt": False, "continue_final_message": True},
-    ):
-        stream = llm.chat(CHAT, {"max_tokens": 1}, chat_template=template, **more)  # type: ignore[arg-type]
+    ]
+    for more in cases:
+        stream = llm.chat(CHAT, {"max_tokens": 1}, chat_template=template, **more)
         waiting = asyncio.ensure_future(anext(stream))
         while len(channel.added) <= len(prompts):
             await asyncio.sleep(0)

@@ -1,5 +1,6 @@
-"""The trace that Perfetto shows: every span begins and ends where the records say, on the right
-track.
+"""The trace that Perfetto shows.
+
+Every span begins and ends as the records say, on the right track.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from sidestep.ipc.transport.records import RequestRecord, StepRecord
 
 
 def step(number: int, ready: int) -> StepRecord:
-    """One whose events come a microsecond after the other."""
+    """Return a step whose events come a microsecond after the other."""
     times = [ready + 1000 * i for i in range(9)]
-    return StepRecord(number, 4, 5, 1, 2, 3, 6, 7, 8, *times, 100, 200, 300, 400)
+    values = [number, 4, 5, 1, 2, 3, 6, 7, 8, *times, 100, 200, 300, 400]
+    return StepRecord(*values)
 
 
 def request(**changes: Any) -> RequestRecord:
@@ -46,7 +48,7 @@ def request(**changes: Any) -> RequestRecord:
 
 
 def spans(trace: dict[str, Any], track: int) -> list[tuple[str, float, float]]:
-    """Name, begin and duration in microseconds."""
+    """Return name, begin and duration in microseconds."""
     return [
         (e["name"], e["ts"], e["dur"])
         for e in trace["traceEvents"]

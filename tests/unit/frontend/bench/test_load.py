@@ -1,4 +1,4 @@
-"""Loads and what is reported of them."""
+"""Loads and their reports."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ def test_arrivals_keep_to_the_rate() -> None:
     times = list(islice(arrivals(50, poisson=True, seed=3), 5001))
     gaps = [b - a for a, b in pairwise(times)]
     assert times[-1] == pytest.approx(100, rel=0.05)
-    # Of exponential gaps, 1 - 1/e are shorter than the mean.
+    # Among exponential gaps, 1 - 1/e are shorter than the mean.
     assert sum(gap < 0.02 for gap in gaps) / 5000 == pytest.approx(1 - 1 / math.e, abs=0.02)
 
 
 def test_requests_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_text(
-        '{"prompt": "a b", "output_len": 3}\n\n{"prompt": [1, 2], "output_len": 4}\n{"prompt": "c", '
-        '"output_len": 5}\n'
+        '{"prompt": "a b", "output_len": 3}\n\n'
+        '{"prompt": [1, 2], "output_len": 4}\n'
+        '{"prompt": "c", "output_len": 5}\n'
     )
     assert read_requests(str(file), 2) == [("a b", 3), ([1, 2], 4)]
 

@@ -1,5 +1,6 @@
-"""The terminal chat with scripted lines and a scripted engine; tests/e2e has it in a real
-terminal.
+"""The terminal chat with scripted lines and a scripted engine.
+
+tests/e2e tests it in a real terminal.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ USER, ASSISTANT = "user", "assistant"
 
 
 class Engine:
-    """In the place of AsyncLLM: answers with the number of messages."""
+    """A stand-in for AsyncLLM: it answers with the number of messages."""
 
     sampling_defaults: ClassVar[dict[str, float]] = {}
 

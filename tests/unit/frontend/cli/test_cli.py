@@ -150,7 +150,7 @@ def test_a_model_can_be_named_without_a_flag() -> None:
 
 
 class Engine:
-    """In the place of AsyncLLM: says the prompt's words, the shorter prompts first."""
+    """A stand-in for AsyncLLM: it says the prompt's words, the shorter prompts first."""
 
     device = "fake"
     max_model_len = 1000

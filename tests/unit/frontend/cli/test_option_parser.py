@@ -1,5 +1,6 @@
-"""Sources of options: a flag overrides the environment, which overrides the file. Errors name the
-source of a wrong value.
+"""Sources of options: a flag overrides the environment, which overrides the file.
+
+Errors name the source of a wrong value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`sidestep topology`: its arithmetic against real models, and what it says of machines that are
-not here.
-"""
+"""`sidestep topology`: its arithmetic against real models, and plans for absent machines."""
 
 from __future__ import annotations
 
@@ -44,13 +42,13 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """Nothing but a config.json."""
+    """Return a model's folder with nothing but a config.json."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return str(tmp_path)
 
 
 class Counting(DummyWeights):
-    """How many numbers a model pulls."""
+    """Weights that count the numbers that a model reads."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.float32, torch.device("cpu"))
@@ -147,17 +145,19 @@ def test_the_8b_shape_on_known_gpus(model: str) -> None:
     }
     alone, split = found[1, 1, 8], found[8, 1, 1]
     assert alone.weight_bytes == 8_030_261_248 * 2
-    # All but the embedding's rows is read for a token: 15.01 GB at 4.8 TB/s.
+    # A token reads all but the embedding's rows: 15.01 GB at 4.8 TB/s.
+    assert alone.token_floor_ms is not None
     assert alone.token_floor_ms == pytest.approx((8_030_261_248 - 128256 * 4096) * 2 / 4.8e9)
-    assert split.token_floor_ms == pytest.approx(alone.token_floor_ms / 8, rel=0.01)  # type: ignore[operator]
+    assert split.token_floor_ms == pytest.approx(alone.token_floor_ms / 8, rel=0.01)
     assert found[1, 8, 1].token_floor_ms == pytest.approx(alone.token_floor_ms)
-    # 128 KiB a token: what the weights leave of 92%, less some for the largest step.
+    # Each token takes 128 KiB of the rest of 92% beside the weights, less some for the largest
+    # step.
     room = (0.92 * 141 * GIB - alone.weight_bytes) / (128 * 1024)
     assert 0.95 * room < alone.cache_tokens < room and alone.cache_tokens % 64 == 0
     assert alone.cache_tokens_in_all == 8 * alone.cache_tokens and alone.fits
     assert alone.full_step_floor_ms == pytest.approx(
         alone.token_floor_ms + alone.cache_tokens * 128 * 1024 / 4.8e9
-    )  # type: ignore[operator]
+    )
 
 
 def test_what_is_too_small_says_so(model: str) -> None:

@@ -103,9 +103,7 @@ async def test_what_was_left_open_is_filled_in(tokenizer: Tokenizer) -> None:
 
 
 async def test_what_has_no_effect_beyond_a_limit_is_brought_within_it(tokenizer: Tokenizer) -> None:
-    """The core and its workers keep 32-bit numbers: none that a user may give must reach them
-    larger.
-    """
+    """The core and its workers keep 32-bit numbers: no larger one may reach them."""
     huge = SamplingParams(max_tokens=10**30, top_k=10**30, temperature=1e-30)
     sampling = (await input_processor(tokenizer).process([5] * 10, huge)).sampling
     assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (90, 0, 0.01)

@@ -1,6 +1,4 @@
-"""A long text does not block other threads: they run while it is tokenised, and its memory is given
-back.
-"""
+"""Long texts: other threads run while one is tokenised, and its memory is given back."""
 
 from __future__ import annotations
 

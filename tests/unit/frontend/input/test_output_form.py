@@ -1,4 +1,4 @@
-"""Forms become grammars here, and what is wrong with them is said here, by the field's name."""
+"""Forms and their grammars; an error in a form names the field."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_wrong_form_is_refused_where_it_is_made(given: dict[str, Any], field: 
 
 def test_an_unknown_field_is_a_type_error() -> None:
     with pytest.raises(TypeError):
-        StructuredOutputsParams(yaml="a")  # type: ignore[call-arg]
+        StructuredOutputsParams(yaml="a")  # type: ignore[call-arg]  # no such field
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
-"""The server refuses a text that cannot fit by its length, and refuses no text that fits."""
+"""The bound on a text's length.
+
+The server refuses a text that cannot fit by its length, and refuses no text that fits.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -20,7 +24,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 CHARACTERS = ["a", "b", " ", "\n", "é", "e\u0301", "\u1fef", "中", "🦆", "<x>", "<mask>", "zz"]
 
 
-def byte_level(**settings: object) -> FastTokenizer:
+def byte_level(**settings: Any) -> FastTokenizer:
     """Make a tokenizer with a vocabulary of bytes, of runs of 'a' and of runs of spaces."""
     merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa"), ("Ġ", "Ġ")]
     words = [*ALPHABET, *(one + two for one, two in merges)]
@@ -36,8 +40,9 @@ def byte_level(**settings: object) -> FastTokenizer:
 
 
 def byte_fallback(**settings: object) -> FastTokenizer:
-    """Make a tokenizer like Llama 2's: no pre-tokenizer, spaces are written as another
-    character.
+    """Make a tokenizer like Llama 2's.
+
+    It has no pre-tokenizer, and spaces are written as another character.
     """
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "aa", "▁"]
     tokenizer = FastTokenizer(
@@ -60,7 +65,7 @@ def unknown(*, fuse: bool, unk: str | None = "?") -> FastTokenizer:
     return FastTokenizer(models.BPE(words, [], unk_token=unk, fuse_unk=fuse))
 
 
-def words(model: object) -> FastTokenizer:
+def words(model: models.Model) -> FastTokenizer:
     tokenizer = FastTokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
@@ -126,7 +131,7 @@ def test_the_bundled_model_is_bounded_by_its_longest_token(tokenizer: Tokenizer)
 
 
 class Counted(Tokenizer):
-    """Count the texts that reach the library."""
+    """A tokenizer that counts the texts that reach the library."""
 
     def __init__(self, one: Tokenizer) -> None:
         self.fast, self.bound, self.num = one.fast, one.bound, 0
@@ -145,11 +150,11 @@ CHAT = [{"role": "user", "content": "x" * 20_000}]
     "prompt", ["x" * 20_000, {"prompt": "\n" * 20_000}, "中" * 20_000, " " * 20_000]
 )
 async def test_a_text_that_cannot_fit_never_reaches_the_tokenizer(
-    tokenizer: Tokenizer, prompt: object
+    tokenizer: Tokenizer, prompt: Any
 ) -> None:
-    counted = Counted(tokenizer)
+    counted: Any = Counted(tokenizer)
     with pytest.raises(PromptTooLongError, match=r"has at least \d+ tokens.*max_model_len \(100\)"):
-        await input_processor(counted).process(prompt, None)  # type: ignore[arg-type]
+        await input_processor(counted).process(prompt, None)
     with pytest.raises(PromptTooLongError, match="prompt: has at least"):
         await input_processor(counted).tokenize("x" * 20_000)
     assert counted.num == 0
@@ -186,8 +191,9 @@ async def test_a_chat_that_cannot_fit_is_refused_too(tokenizer: Tokenizer) -> No
 
 
 def test_the_state_of_parts_is_json(tokenizer: Tokenizer) -> None:
-    """The library gives the settings of its parts as a tokenizer's file has them, and the bound
-    reads them.
+    """Check that the settings of a tokenizer's parts are JSON.
+
+    The library gives them as a tokenizer's file has them, and the bound reads them.
     """
     part = pre_tokenizers.Split(" ", "removed")
     assert json.loads(part.__getstate__())["behavior"] == "Removed"

@@ -1,4 +1,4 @@
-"""A token's bytes, for each way in which vocabularies are written."""
+"""The bytes of a token, for each way in which vocabularies are written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def byte_level() -> Tokenizer:
 
 
 def with_fallback(decoder: decoders.Decoder) -> Tokenizer:
-    """As Llama's and Mistral's of SentencePiece."""
+    """Return a vocabulary of SentencePiece, as Llama and Mistral have it."""
     pieces = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),
@@ -77,6 +77,5 @@ def test_bytes_of_tokens_with_byte_fallback(decoder: decoders.Decoder, text: str
 
 
 def test_other_tokens_are_their_text() -> None:
-    assert (
-        TokenAlphabet(Tokenizer(models.WordLevel({"wörd": 0}))).bytes_of("wörd") == "wörd".encode()
-    )
+    alphabet = TokenAlphabet(Tokenizer(models.WordLevel({"wörd": 0})))
+    assert alphabet.bytes_of("wörd") == "wörd".encode()

@@ -22,7 +22,7 @@ CHAT = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the bundled tokenizer, to be changed."""
+    """Return a copy of the bundled tokenizer, which the test may change."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEFAULT_MODEL) / name, tmp_path)
     return tmp_path
@@ -138,7 +138,8 @@ def test_of_several_named_templates_the_one_for_the_use_is_taken_as_transformers
     if form == "files":
         change(folder / "tokenizer_config.json", chat_template=None)
     tokenizer, reference = Tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
-    for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+    choices: list[Any] = [None, [], [{"type": "function", "function": {"name": "f"}}]]
+    for tools in choices:
         expected = reference.apply_chat_template(CHAT, tools=tools, tokenize=False)
         assert tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False) == expected
         assert (tokenizer.template_for(tools) == tokenizer.chat_template) == (tools is None)
@@ -185,7 +186,8 @@ def test_without_a_template_a_chat_is_refused(folder: Path) -> None:
             "<s>|True",
         ),
         (
-            "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}{{ m.role }}\n{% endfor %}",
+            "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}"
+            "{{ m.role }}\n{% endfor %}",
             "user\n",
         ),
         (

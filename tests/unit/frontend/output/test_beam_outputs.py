@@ -125,6 +125,6 @@ async def test_failures_reach_the_caller(llm: AsyncLLM, channel: FakeChannel) ->
 
 async def test_wrong_calls_are_named(llm: AsyncLLM, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValidationError, match="params: must be BeamSearchParams"):
-        await llm.beam_search([5], {"beam_width": 2})  # type: ignore[arg-type]
+        await llm.beam_search([5], {"beam_width": 2})  # type: ignore[arg-type]  # no max_tokens
     with pytest.raises(ValidationError, match="prompt"):
         await llm.beam_search([], PARAMS)

@@ -1,5 +1,6 @@
-"""Text as it streams: whole characters only, nothing taken back, stop strings wherever tokens
-break.
+"""Text as it streams: whole characters only, nothing taken back.
+
+Stop strings are found wherever tokens break.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ TOKENIZER = Tokenizer(DEFAULT_MODEL)
 TEXTS = st.text(
     st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40
 ) | st.sampled_from(
-    ["def get_name(self):\n    return self.name\n", "naïve 🦆🏳️‍🌈 日本語", "a\r\n\tb"]
+    [
+        "def get_name(self):\n    return self.name\n",
+        "naïve 🦆🏳️‍🌈 日本語",
+        "a\r\n\tb",
+    ]
 )
 
 
 def stream(detokenizer: Detokenizer, tokens: list[int]) -> tuple[list[str], str | None]:
-    """The text after each token and at the end, and the stop string."""
+    """Return the text after each token and at the end, and the stop string."""
     seen = []
     for token in tokens:
         stop = detokenizer.add(token)

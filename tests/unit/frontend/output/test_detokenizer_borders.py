@@ -1,5 +1,6 @@
-"""What lies at the borders of a text: prompts that end inside a character, stray bytes,
-byte-fallback vocabularies.
+"""The borders of a text.
+
+The tests cover prompts that end inside a character, stray bytes, and byte-fallback vocabularies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENS = st.lists(
 
 
 def run(detokenizer: Detokenizer, tokens: list[int]) -> str:
-    """The whole text; on the way nothing that was shown changes."""
+    """Return the whole text, and check that no shown text changes on the way."""
     for token in tokens:
         before = detokenizer.text
         detokenizer.add(token)
@@ -64,7 +65,10 @@ def test_a_character_begun_by_the_prompt_is_completed_by_the_output() -> None:
     "token", [0, HALVES[0], BYTES.vocab_size + 5], ids=["special", "stray byte", "unknown"]
 )
 def test_long_runs_without_text_cost_the_same_per_token(token: int) -> None:
-    """The library decodes all that waits again with each token: a run would cost ever more."""
+    """The library decodes all waiting tokens again with each token.
+
+    Without a limit, a run without text would cost more and more.
+    """
 
     def seconds(count: int) -> float:
         detokenizer = Detokenizer(BYTES, [5])
@@ -87,7 +91,7 @@ def test_stray_bytes_are_given_out_before_the_end_and_a_character_after_them_is_
     assert detokenizer.text == "�" * 60 + "🦆"
 
 
-# Vocabularies in the manner of Llama 2: words with a leading ▁, bytes where there is no word.
+# Vocabularies like Llama 2's: words with a leading ▁, bytes where there is no word.
 WORDS = ["▁", "a", "b", "c", "▁a", "▁ab", "d", "€", "▁the", "é"]
 
 

@@ -1,4 +1,4 @@
-"""What one message of the core does to the requests that it speaks of."""
+"""The effect of one message of the core on the requests that it names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.frontend.fakes import input_processor
 
 
 class Desk:
-    """A processor with requests 0, 1, ..., and what it has aborted."""
+    """A processor with requests 0, 1, ..., and the handles that it has aborted."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.aborted: list[int] = []
@@ -37,7 +37,7 @@ class Desk:
         return state
 
     def say(self, *tokens: tuple[int, int], **finished: Any) -> None:
-        """One step: (handle, token) pairs; `finished` are the fields of request 0's end."""
+        """Send one step: (handle, token) pairs; `finished` are the fields of request 0's end."""
         self.processor.handle(
             Outputs(
                 handles=pack_ids(h for h, _ in tokens),
@@ -53,7 +53,7 @@ def desk(tokenizer: Tokenizer) -> Desk:
 
 
 class Wakes:
-    """Counts how often a reader runs."""
+    """A count of a reader's runs."""
 
     def __init__(self, state: RequestState) -> None:
         self.count = 0
@@ -63,7 +63,7 @@ class Wakes:
             self.count += 1
             return has_news()
 
-        state.has_news = counted  # type: ignore[method-assign]
+        state.has_news = counted  # type: ignore[method-assign]  # spied on
 
 
 async def settle() -> None:
@@ -143,7 +143,7 @@ async def test_a_request_whose_text_cannot_be_made_fails_alone(
         raise OverflowError("too much")
 
     assert bad._detokenizer is not None
-    bad._detokenizer.add = broken  # type: ignore[method-assign]
+    bad._detokenizer.add = broken  # type: ignore[method-assign]  # spied on
     desk.say((0, 70), (1, 70))
     with pytest.raises(RequestError, match="too much"):
         await bad.next_output()
@@ -257,7 +257,7 @@ async def test_outputs_are_pushed_until_the_sink_is_full_and_then_merge(desk: De
         73,
     ]
     desk.say((0, 74))
-    await state.push(shelf)  # returns at once: there is something to take first
+    await state.push(shelf)  # returns at once: there is an output to take first
     assert (await state.next_output()).outputs[0].token_ids == [74]
     pushing = asyncio.create_task(state.push(shelf))
     await settle()

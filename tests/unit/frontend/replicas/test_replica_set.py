@@ -1,27 +1,19 @@
-"""Several replicas behind one AsyncLLM, each played by the test: who gets what, and what happens
-when one dies.
+"""Several replicas behind one AsyncLLM, each played by the test.
+
+The tests cover the choice of a replica and the death of one. test_stalled_replicas.py has the
+tests of replicas without progress.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from sidestep import (
-    AsyncLLM,
-    BeamSearchParams,
-    EngineDeadError,
-    EngineStalledError,
-    EngineStartError,
-    RequestOutput,
-    SamplingParams,
-    ValidationError,
-)
-from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep import AsyncLLM, BeamSearchParams, EngineDeadError, EngineStartError, ValidationError
 from sidestep.frontend.output.output_processor import OutputProcessor
-from sidestep.frontend.replicas import core_questions, replica_set, stall_watch
+from sidestep.frontend.replicas import replica_set
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.processes.core_args import Invitation
@@ -35,57 +27,11 @@ from sidestep.ipc.transport.messages import (
     FinishReason,
     Outputs,
     Ready,
-    Started,
     pack_ids,
     unpack_ids,
 )
-from tests.unit.frontend.fakes import FakeChannel, llm_of, replicas_of
-
-DEAD = Dead(cause="worker 0 was killed")
-
-
-@pytest.fixture
-def channels() -> Iterator[list[FakeChannel]]:
-    made = [FakeChannel() for _ in range(3)]
-    yield made
-    for channel in made:
-        channel.close()
-
-
-@pytest.fixture
-def llm(channels: list[FakeChannel], tokenizer: Tokenizer) -> AsyncLLM:
-    """An AsyncLLM of three replicas."""
-    return llm_of(channels[0], tokenizer, 100, *channels[1:])
-
-
-async def turns() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def last(llm: AsyncLLM, prompt: list[int], **sampling: object) -> RequestOutput:
-    async for output in llm.generate(prompt, SamplingParams(**{"max_tokens": 9, **sampling})):  # type: ignore[arg-type]
-        pass
-    return output
-
-
-def started(*handles: int) -> Outputs:
-    return Outputs(
-        handles=b"",
-        token_ids=b"",
-        started=[Started(handle=h, num_cached_tokens=0, scheduled=1.0) for h in handles],
-    )
-
-
-def holder(channels: list[FakeChannel], handle: int) -> FakeChannel:
-    """The replica that has been sent a request last."""
-    (found,) = [c for c in channels if not c.gone and any(m.handle == handle for m in c.added)]
-    return found
-
-
-def kill(channel: FakeChannel) -> None:
-    channel.gone = True
-    channel.say(DEAD)
+from tests.unit.frontend.fakes import FakeChannel, replicas_of
+from tests.unit.frontend.replicas.played import holder, kill, last, router_of, started, turns
 
 
 async def test_each_request_is_one_replica_s_and_its_abort_goes_there(
@@ -105,7 +51,7 @@ async def test_each_request_is_one_replica_s_and_its_abort_goes_there(
         assert sorted(channel.aborted) == sorted(
             m.handle + i for m in channel.added for i in range(m.sampling.n)
         )
-    assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
+    assert set(router_of(llm).loads.values()) == {0}
 
 
 async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
@@ -125,7 +71,7 @@ async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
         continued.prompt_token_ids == pack_ids([5] * 40)
         and continued.sampling == victim.added[0].sampling
     )
-    # Whatever the dead one still says is heard by nobody.
+    # Messages of the dead replica have no effect.
     victim.say_tokens((0, 99), finished=[(0, FinishReason.LENGTH)])
     await turns()
     holder(channels, 0).say_tokens((0, 72), finished=[(0, FinishReason.LENGTH)])
@@ -138,7 +84,7 @@ async def test_a_request_that_waits_moves_and_one_that_has_streamed_goes_on(
     ]
     assert llm.is_running and not llm.errored
     assert [status.dead for status in llm.replicas].count(None) == 2
-    assert set(llm._replicas._router.loads.values()) == {0}  # type: ignore[union-attr]
+    assert set(router_of(llm).loads.values()) == {0}
 
 
 async def test_what_had_ended_or_was_aborted_does_not_move(
@@ -205,8 +151,9 @@ async def test_a_group_that_has_given_nothing_and_a_beam_search_move_as_they_are
 async def test_a_request_that_two_replicas_have_died_with_ends(
     llm: AsyncLLM, channels: list[FakeChannel]
 ) -> None:
-    """It may be the cause, and the third replica must not die of it too. One that only waited there
-    moves on.
+    """The request may be the cause, and must not kill the third replica too.
+
+    A request that only waited there moves on.
     """
     tasks = [asyncio.create_task(last(llm, [5] * 40)) for _ in range(2)]
     await turns()
@@ -237,182 +184,6 @@ async def test_when_all_have_died_everybody_is_told_of_each(
     assert str(await watcher) == str(llm.dead_error) == everything and not llm.is_running
     with pytest.raises(EngineDeadError, match="replica 0: cause 0"):
         await llm.check_health()
-
-
-def answer_calls(channels: list[FakeChannel], **results: list[float]) -> None:
-    """Each replica answers all that it has been asked, with its own of these figures."""
-    for number, channel in enumerate(channels):
-        for call in [m for m in channel.sent if isinstance(m, Call)]:
-            channel.sent.remove(call)
-            channel.say(
-                Answer(
-                    call_id=call.call_id,
-                    result={name: each[number] for name, each in results.items()},
-                )
-            )
-
-
-async def test_questions_go_to_all_that_live(llm: AsyncLLM, channels: list[FakeChannel]) -> None:
-    asking = asyncio.create_task(llm.get_stats())
-    await turns()
-    answer_calls(channels, num_running=[1, 2, 3], kv_cache_usage=[0.1, 0.2, 0.6])
-    assert await asking == {"num_running": 6, "kv_cache_usage": pytest.approx(0.3)}
-    resetting = asyncio.create_task(llm.reset_prefix_cache())
-    await turns()
-    kill(channels[1])  # one that dies while it is asked is left out
-    await turns()
-    answer_calls([channels[0], channels[2]], done=[1.0, 1.0])
-    assert await resetting
-    by_replica = asyncio.create_task(llm.get_stats_by_replica())
-    await turns()
-    answer_calls([channels[0], channels[2]], num_running=[4, 5])
-    assert await by_replica == {0: {"num_running": 4}, 2: {"num_running": 5}}
-
-
-async def test_an_engine_is_healthy_while_one_replica_makes_progress(
-    llm: AsyncLLM, channels: list[FakeChannel]
-) -> None:
-    asking = asyncio.create_task(llm.check_health(max_stall_s=30))
-    await turns()
-    answer_calls(channels, seconds_since_progress=[40, 0, 31])
-    await asking
-
-
-async def test_the_replicas_that_keep_an_engine_from_being_healthy_are_named(
-    llm: AsyncLLM, channels: list[FakeChannel]
-) -> None:
-    asking = asyncio.create_task(llm.check_health(max_stall_s=30, timeout_s=0.05))
-    await turns()
-    answer_calls(channels[:2], seconds_since_progress=[40, 31])
-    with pytest.raises(EngineStalledError) as caught:
-        await asking
-    assert str(caught.value) == (
-        "replica 0: the steps in flight have made no progress for 40.0 s; "
-        "replica 1: the steps in flight have made no progress for 31.0 s; "
-        "replica 2: the engine core has not answered for 0.05 s"
-    )
-
-
-async def test_nobody_waits_for_a_core_that_is_silent(
-    llm: AsyncLLM, channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core_questions, "_SPARE_S", 0.01)
-    asking = asyncio.create_task(llm.get_stats_by_replica())
-    await turns()
-    answer_calls(channels[:2], num_running=[1, 2])
-    assert await asking == {0: {"num_running": 1}, 1: {"num_running": 2}}
-
-
-@pytest.fixture
-def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the watch take its turns in quick succession, with many turns of the loop between
-    them.
-    """
-    monkeypatch.setattr(stall_watch, "TURN_S", 0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
-
-
-def stalled(llm: AsyncLLM) -> dict[int, str]:
-    return {status.number: status.stalled for status in llm.replicas if status.stalled is not None}
-
-
-@pytest.mark.parametrize("whole_core", [True, False])
-async def test_a_replica_without_progress_gets_nothing_until_it_goes_on(
-    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None, whole_core: bool
-) -> None:
-    """A stopped core does not answer. A core whose worker is stopped answers that it makes no
-    progress.
-    """
-    tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(3)]
-    await turns()
-    stuck = holder(channels, 0)
-    number, others = (
-        channels.index(stuck),
-        [channel for channel in channels if channel is not stuck],
-    )
-    progress = asyncio.create_task(keep_going(others, [] if whole_core else [stuck]))
-    await until(lambda: set(stalled(llm)) == {number})
-    assert stalled(llm)[number] == (
-        "the engine core does not answer" if whole_core else "the steps in flight make no progress"
-    )
-    before = len(stuck.added)
-    tasks += [asyncio.create_task(last(llm, [50 + i] * 40)) for i in range(6)]
-    await turns()
-    assert len(stuck.added) == before
-    progress.cancel()
-    progress = asyncio.create_task(keep_going(channels, []))
-    await until(lambda: not stalled(llm))
-    tasks += [asyncio.create_task(last(llm, [90 + i] * 40)) for i in range(9)]
-    await until(lambda: len(stuck.added) > before)
-    progress.cancel()
-    llm.shutdown()
-    await asyncio.gather(*tasks, progress, return_exceptions=True)
-
-
-async def test_a_replica_whose_steps_are_slow_is_given_more_time(
-    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
-) -> None:
-    task = asyncio.create_task(last(llm, [5] * 40))
-    await turns()
-    slow, number = holder(channels, 0), channels.index(holder(channels, 0))
-
-    async def steps_take(seconds: float, condition: Callable[[], bool]) -> None:
-        while not condition():
-            answer_calls([slow], seconds_since_progress=[seconds])
-            await asyncio.sleep(0)
-
-    await steps_take(3.0, lambda: number in stalled(llm))
-    await steps_take(0.1, lambda: not stalled(llm))
-    pings = 0
-
-    def has_answered_some() -> bool:
-        nonlocal pings
-        pings += any(isinstance(message, Call) for message in slow.sent)
-        return pings > 20
-
-    await steps_take(3.0, has_answered_some)
-    assert not stalled(llm)
-    await steps_take(5.0, lambda: number in stalled(llm))
-    llm.shutdown()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def keep_going(well: list[FakeChannel], without_progress: list[FakeChannel]) -> None:
-    while True:
-        answer_calls(well, seconds_since_progress=[0.0] * 3)
-        answer_calls(without_progress, seconds_since_progress=[9.0])
-        await asyncio.sleep(0)
-
-
-async def test_while_all_replicas_stall_requests_wait_for_any(
-    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
-) -> None:
-    tasks = [asyncio.create_task(last(llm, [5 + i] * 40)) for i in range(9)]
-    await until(lambda: len(stalled(llm)) == 3)
-    tasks.append(asyncio.create_task(last(llm, [99] * 40)))
-    await turns()
-    assert sum(len(channel.added) for channel in channels) == 10
-    llm.shutdown()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_an_engine_without_requests_is_asked_nothing(
-    llm: AsyncLLM, channels: list[FakeChannel], quick_turns: None
-) -> None:
-    task = asyncio.create_task(last(llm, [5] * 40))
-    await turns()
-    at = holder(channels, 0)
-    at.say_tokens((0, 70), finished=[(0, FinishReason.LENGTH)])
-    await task
-    await until(lambda: llm._replicas._watch._timer is None)
-    for channel in channels:
-        channel.sent.clear()
-    await asyncio.sleep(5 * stall_watch.TURN_S)
-    assert not any(channel.sent for channel in channels)
 
 
 async def test_the_flight_recorder_is_asked_of_one(
@@ -513,8 +284,8 @@ async def test_who_is_invited_while_a_replica_dies_is_invited_by_the_others(
 def test_the_router_is_what_the_options_say(
     options: dict[str, object], router: str, channels: list[FakeChannel]
 ) -> None:
-    args: dict[str, object] = {"device": "fake", "data_parallel_size": 3, **options}
-    config = EngineArgs(**args).create_engine_config()  # type: ignore[arg-type]
+    args: dict[str, Any] = {"device": "fake", "data_parallel_size": 3, **options}
+    config = EngineArgs(**args).create_engine_config()
     made = replicas_of(
         dict(enumerate(channels[: config.parallel.data_parallel_size])),
         OutputProcessor(lambda handles: None),
@@ -535,7 +306,7 @@ async def test_the_end_of_one_of_a_group_is_not_the_group_s(
         )
     )
     await turns()
-    loads = llm._replicas._router.loads  # type: ignore[union-attr]
+    loads = router_of(llm).loads
     assert sum(loads.values()) > 0 and len(llm._replicas._sent) == 1
     at.say(
         Outputs(

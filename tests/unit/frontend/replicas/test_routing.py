@@ -1,4 +1,4 @@
-"""Routers: what all of them keep to, and what the default one makes of conversations."""
+"""Routers: the rules that all of them keep, and the default one's treatment of conversations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +26,13 @@ BLOCK = 16
 Make = Callable[[int], Router]
 
 
-def routed(handle: int, tokens: list[int], **more: object) -> RoutedRequest:
-    return RoutedRequest(handle, pack_ids(tokens), **more)  # type: ignore[arg-type]
+def routed(handle: int, tokens: list[int], **more: Any) -> RoutedRequest:
+    return RoutedRequest(handle, pack_ids(tokens), **more)
 
 
 @pytest.fixture(params=sorted(registry.ROUTERS))
 def make(request: pytest.FixtureRequest) -> Make:
-    """Any router, for so many replicas."""
+    """Return a function that makes any router, for `n` replicas."""
 
     def make_router(count: int) -> Router:
         router: Router = registry.load(registry.ROUTERS[request.param])(
@@ -43,7 +44,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def test_each_router_keeps_its_books_and_its_replicas_even(make: Make) -> None:
-    """The conformance test: any order of requests, ends and deaths."""
+    """Test the conformance of a router to any order of requests, ends and deaths."""
     rng = random.Random(7)
     for trial in range(20):
         router, alive = make(4), [0, 1, 2, 3]
@@ -70,7 +71,7 @@ def test_each_router_keeps_its_books_and_its_replicas_even(make: Make) -> None:
             if len(alive) > 1 and rng.random() < 0.005:
                 gone = alive.pop(rng.randrange(len(alive)))
                 router.dead(gone)
-                # What was there goes elsewhere, under the same handles.
+                # The dead replica's requests go elsewhere, under the same handles.
                 for lost in [h for h, r in live.items() if r == gone]:
                     live[lost] = router.choose(routed(lost, [1, 2, 3]))
                     assert live[lost] in alive
@@ -120,7 +121,7 @@ def test_each_router_makes_the_same_choices_of_the_same_requests(make: Make) -> 
     assert choices() == choices()
 
 
-# What a replica has seen.
+# The blocks that a replica has seen.
 
 
 @given(
@@ -161,7 +162,7 @@ def test_a_conversation_stays_where_it_is_known() -> None:
 
 
 def test_another_salt_is_another_conversation() -> None:
-    """What one tenant has cached attracts no other's requests: they could not use it."""
+    """One tenant's cached blocks attract no other's requests: they could not use them."""
     router, prompt = PrefixRouter({0: 500, 1: 500}, BLOCK), list(range(2000))
     first = router.choose(routed(0, prompt, cache_salt="a"))
     assert router.choose(routed(1, prompt, cache_salt="b")) != first
@@ -186,8 +187,9 @@ def test_a_prefix_that_all_share_does_not_keep_all_at_one_replica() -> None:
 def test_conversations_are_cached_as_in_one_large_replica(
     num_replicas: int, num_frontends: int, share: float
 ) -> None:
-    """A simulation without an engine: 80 conversations of 10 turns, 32 requests at a time. With
-    several frontends each turn comes to any of them, and they do not know of each other.
+    """Simulate 80 conversations of 10 turns, 32 requests at a time, without an engine.
+
+    With several frontends each turn comes to any of them, and they do not know of each other.
     """
     rng = random.Random(num_replicas)
     tokens = [rng.randrange(500) for _ in range(64)]

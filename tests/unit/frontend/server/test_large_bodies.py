@@ -1,4 +1,4 @@
-"""The values of a large body are counted before they are made."""
+"""Large bodies: their values are counted before they are made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every parser of tool calls and of reasoning: what it finds, and that it finds the same however
-the text is cut.
+"""Every parser of tool calls and of reasoning.
+
+It finds the same calls and reasoning however the text is cut.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ HERMES = {
         [("call", "add", '{"a": 1, "b": [2, "}"]}')],
     ),
     "text, then calls": (
-        'Let me see.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"arguments": {"x": "\\"<"}, '
-        '"name": "g"}</tool_call>\n',
+        'Let me see.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n'
+        '<tool_call>{"arguments": {"x": "\\"<"}, "name": "g"}</tool_call>\n',
         [("text", "Let me see."), ("call", "f", "{}"), ("call", "g", '{"x": "\\"<"}')],
     ),
     "text alone": (
@@ -101,7 +102,7 @@ MISTRAL = {
 }
 TOOL_CASES = {"hermes": HERMES, "qwen3": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
 
-THINKING = {
+THINKING: dict[str, tuple[str, Found]] = {
     "both parts": (
         "<think>\nWell, a < b.\n</think>\n\nYes.",
         [("reasoning", "Well, a < b."), ("text", "Yes.")],
@@ -110,7 +111,7 @@ THINKING = {
     "nothing thought": ("<think>\n\n</think>\n\nYes. ", [("text", "Yes. ")]),
     "only thought": ("<think>a</think>", [("reasoning", "a")]),
 }
-INSIDE = {
+INSIDE: dict[str, tuple[str, Found]] = {
     "already inside": ("Hm.\n</think>\nYes.", [("reasoning", "Hm."), ("text", "Yes.")]),
     "cut": (" Hm. </thi", [("reasoning", "Hm. </thi")]),
 }
@@ -129,7 +130,7 @@ REASONING_CASES: dict[str, dict[str, tuple[str, str, Found]]] = {
 
 
 def joined(events: Iterable[Event]) -> Found:
-    """What the events say, without how they were cut."""
+    """Return the events joined, independent of how the text was cut."""
     found: list[list[str]] = []
     for event in events:
         kind = {Content: "text", Reasoning: "reasoning"}.get(type(event))
