@@ -9,7 +9,7 @@ used whose rows have the same bits for every number of rows that is tried. If no
 computed in padded blocks of one size, which is exact by construction.
 
 MKL computes the same bits for all numbers of rows in its strict mode (see
-ipc.config.library_environment), where the CPU has that mode.
+ipc.config.exact_products_environment), where the CPU has that mode.
 """
 
 from __future__ import annotations

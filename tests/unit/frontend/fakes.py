@@ -32,7 +32,7 @@ from sidestep.ipc.transport.messages import (
 
 
 class FakeChannel:
-    """A stand-in for ipc.channels.FrontendChannel."""
+    """A stand-in for ipc.transport.channels.FrontendChannel."""
 
     def __init__(self) -> None:
         self.address = ClientAddress("", "")
