@@ -191,6 +191,9 @@ def _text_of(file: Path, root: Path) -> str:
 
 if __name__ == "__main__":
     try:
-        {"copy": copy_docs, "check": check_site}[sys.argv[1]]()
+        if sys.argv[1] == "copy":
+            copy_docs()
+        else:
+            check_site()
     except BrokenDocs as error:
         sys.exit(str(error))
