@@ -124,7 +124,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1024,
         metavar="N",
-        help="at most so many requests at a time (default: 1024)",
+        help="at most this many requests at a time (default: 1024)",
     )
     _add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
 
@@ -388,7 +388,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="at most so many requests at a time; the next waits for one to end",
+        help="at most this many requests at a time; the next waits for one to end",
     )
     parser.add_argument(
         "--input-len",
