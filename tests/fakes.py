@@ -253,8 +253,8 @@ class Engine:
             "a source is a target"
         )
         assert len(set(step.copy_targets.tolist())) == len(step.copy_targets), "a target twice"
-        new = set(step.new_slots.tolist())
-        assert [slot for slot in slots if slot in new] == step.new_slots.tolist(), (
+        new = set(step.entering["slot"].tolist())
+        assert [slot for slot in slots if slot in new] == step.entering["slot"].tolist(), (
             "new columns follow their rows"
         )
 

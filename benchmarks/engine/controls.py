@@ -71,14 +71,14 @@ class ControlledSteps(Steps):
     def __next__(self) -> StepInput:
         """Return the next step."""
         step = super().__next__()
-        sizes = np.where(np.arange(len(step.new_slots)) < self._asking, len(self._asked), 0).astype(
-            np.int32
-        )
+        entering = step.entering.copy()
+        entering["num_control_bytes"][: self._asking] = len(self._asked)
+        asking = min(self._asking, len(entering))
         return dataclasses.replace(
             step,
-            new_control_sizes=sizes,
+            entering=entering,
             awaits_masks=self._awaits_masks,
-            new_controls=np.frombuffer(self._asked * int((sizes > 0).sum()), np.uint8),
+            new_controls=np.frombuffer(self._asked * asking, np.uint8),
         )
 
     def masks(self, step: StepInput) -> StepMasks:

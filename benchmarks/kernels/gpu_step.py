@@ -36,6 +36,7 @@ from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
+from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import StepInput
 
 
@@ -102,7 +103,19 @@ class Steps:
         self._next_block += needed * rows
         self._held += needed
         new = rows if first else 0
-        known = np.full(new, self._length, np.int32)
+        known = self._length
+        entering = empty_tables(new)
+        for name, values in {
+            "slot": np.arange(new),
+            "num_known": known,
+            "num_prompt": known,
+            "num_computed": known - 1,
+            "num_sent": known,
+            "max_total": known + 400,
+            "temperature": 0.6,
+            "seed": np.arange(new),
+        }.items():
+            entering[name] = values
         slots = np.arange(rows, dtype=np.int32)
         step = StepInput(
             step_id=self._count,
@@ -110,23 +123,11 @@ class Steps:
             num_tokens=np.ones(rows, np.int32),
             num_new_blocks=np.full(rows, needed, np.int32),
             block_ids=ids,
-            new_slots=slots[:new],
-            new_num_known=known,
-            new_num_prompt=known,
-            new_num_computed=known - 1,
-            new_num_sent=known,
+            entering=entering,
             new_token_ids=np.random.default_rng(0)
-            .integers(0, self._vocab, int(known.sum()))
+            .integers(0, self._vocab, new * known)
             .astype(np.int32),
-            new_temperature=np.full(new, 0.6, np.float32),
-            new_top_p=np.ones(new, np.float32),
-            new_min_p=np.zeros(new, np.float32),
-            new_top_k=np.zeros(new, np.int32),
-            new_seed=np.arange(new),
-            new_min_tokens=np.zeros(new, np.int32),
-            new_num_stop_ids=np.zeros(new, np.int32),
             new_stop_ids=np.empty(0, np.int32),
-            new_control_sizes=np.zeros(new, np.int32),
             new_controls=np.empty(0, np.uint8),
         )
         self._length += 1

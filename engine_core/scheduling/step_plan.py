@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sidestep.engine_core.requests.request import Request
+from sidestep.ipc.transport.slot_columns import ENTERING, record_of
 from sidestep.ipc.transport.step import StepInput
 
 
@@ -165,36 +166,35 @@ class StepBuilder:
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
-    """Return the `new_` columns of a StepInput."""
+    """Return what a StepInput says of the requests that enter."""
     # Cached tokens are left out: a hit may have a hundred thousand, and a beam forks in most steps.
     sent = [
         r.token_ids if r.has_past_sent else r.token_ids[cached:]
         for r, cached in zip(new, num_cached, strict=True)
     ]
     stops = [sorted(r.stop_ids) if r.sampling.min_tokens > 0 else [] for r in new]
+    records = [
+        record_of(
+            r.sampling,
+            slot=r.slot,
+            num_known=len(r.token_ids),
+            num_prompt=r.num_prompt,
+            num_computed=cached,
+            num_sent=len(tokens),
+            num_stop_ids=len(stop_ids),
+            num_control_bytes=len(r.controls),
+            max_total=r.max_total,
+        )
+        for r, cached, tokens, stop_ids in zip(new, num_cached, sent, stops, strict=True)
+    ]
     return {
-        "new_slots": np.array([r.slot for r in new], np.int32),
-        "new_num_known": np.array([len(r.token_ids) for r in new], np.int32),
-        "new_num_prompt": np.array([r.num_prompt for r in new], np.int32),
-        "new_num_computed": np.array(num_cached, np.int32),
-        "new_num_sent": np.array(list(map(len, sent)), np.int32),
+        "entering": np.array(records, ENTERING),
         "new_token_ids": np.fromiter(chain.from_iterable(sent), np.int32),
-        "new_temperature": np.array([r.sampling.temperature for r in new], np.float32),
-        "new_top_p": np.array([r.sampling.top_p for r in new], np.float32),
-        "new_min_p": np.array([r.sampling.min_p for r in new], np.float32),
-        "new_top_k": np.array([max(0, r.sampling.top_k) for r in new], np.int32),
-        "new_seed": np.array([r.sampling.seed or 0 for r in new], np.int64),
-        "new_min_tokens": np.array([r.sampling.min_tokens for r in new], np.int32),
-        "new_num_stop_ids": np.array([len(s) for s in stops], np.int32),
         "new_stop_ids": np.fromiter(chain.from_iterable(stops), np.int32),
-        "new_control_sizes": np.array([len(r.controls) for r in new], np.int32),
         "new_controls": np.frombuffer(b"".join(r.controls for r in new), np.uint8),
     }
 
 
 _NONE = np.empty(0, np.int32)
 _NOTHING_NEW = _new_columns([], [])
-"""The `new_` columns of a step that no request enters.
-
-Most steps are such steps, and fifteen empty arrays cost as much as the rest of a small step.
-"""
+"""What a StepInput says when no request enters, which is so for most steps."""

@@ -71,7 +71,7 @@ class StepPacker:
         words[at] = 0
         np.cumsum(step.num_new_blocks, out=words[at + 1 : at + 1 + rows])
         put("enters", np.zeros(rows, np.int32))
-        if len(step.new_slots):
+        if len(step.entering):
             self._put_entering(words, layout, batch, step)
         words[layout.token_ids : layout.token_ids + batch.total_tokens] = batch.token_ids
         end = layout.block_ids + len(step.block_ids)
@@ -91,14 +91,16 @@ class StepPacker:
         self, words: Int32, layout: StepLayout, batch: HostBatch, step: StepInput
     ) -> None:
         """Write the parameters of entering requests, which are in the order of their rows."""
-        rows = np.flatnonzero(np.isin(batch.slots, step.new_slots))
-        seeds = np.ascontiguousarray(step.new_seed).view(np.int32).reshape(-1, 2)
+        new = step.entering
+        rows = np.flatnonzero(np.isin(batch.slots, new["slot"]))
+        seeds = np.ascontiguousarray(new["seed"]).view(np.int32).reshape(-1, 2)
+        floats = {
+            name: np.ascontiguousarray(new[name]) for name in ("temperature", "top_p", "min_p")
+        }
         for name, values in (
             ("enters", np.ones(len(rows), np.int32)),
-            ("temperature", step.new_temperature.view(np.int32)),
-            ("top_p", step.new_top_p.view(np.int32)),
-            ("min_p", step.new_min_p.view(np.int32)),
-            ("top_k", step.new_top_k),
+            *((name, column.view(np.int32)) for name, column in floats.items()),
+            ("top_k", new["top_k"]),
             ("seed_low", seeds[:, 0]),
             ("seed_high", seeds[:, 1]),
         ):

@@ -211,7 +211,7 @@ class FakeRunner(Runner):
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
     def _enter(self, step: StepInput) -> None:
-        computed, seeds = step.new_num_computed.tolist(), step.new_seed.tolist()
+        computed, seeds = (step.entering[name].tolist() for name in ("num_computed", "seed"))
         for i, (slot, positions, tokens, _, controls) in enumerate(step.entering_rows()):
             self._num_computed[slot], self._seed[slot] = computed[i], seeds[i]
             self._known[slot] = [-1] * positions.start + step.new_token_ids[tokens].tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import StepInput
 
 
@@ -20,43 +21,36 @@ class HostTables:
         # Large but mostly untouched: memory is taken only for what requests fill.
         self.token_ids = np.zeros((num_slots, max_model_len), np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
-        self.num_known = np.zeros(num_slots, np.int32)
-        self.num_prompt = np.zeros(num_slots, np.int32)
-        self.num_computed = np.zeros(num_slots, np.int32)
+        self._records = empty_tables(num_slots)
+        self.num_known = self._records["num_known"]
+        self.num_prompt = self._records["num_prompt"]
+        self.num_computed = self._records["num_computed"]
+        self.temperature = self._records["temperature"]
+        self.top_p = self._records["top_p"]
+        self.min_p = self._records["min_p"]
+        self.top_k = self._records["top_k"]
+        self.seed = self._records["seed"]
+        self.min_tokens = self._records["min_tokens"]
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.entries = np.zeros(num_slots, np.int64)
         self._num_entries = 0
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.seed = np.zeros(num_slots, np.int64)
-        self.min_tokens = np.zeros(num_slots, np.int32)
         self.stop_ids: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = [
             np.empty(0, np.int32)
         ] * num_slots
 
     def apply(self, step: StepInput) -> None:
         """Enter new requests and append new blocks."""
-        if len(step.new_slots):
+        if len(step.entering):
             self._enter(step)
         if len(step.block_ids):
             self._append_blocks(step)
 
     def _enter(self, step: StepInput) -> None:
-        slots = step.new_slots
-        self.num_known[slots] = step.new_num_known
-        self.num_prompt[slots] = step.new_num_prompt
-        self.num_computed[slots] = step.new_num_computed
+        slots = step.entering["slot"]
+        self._records[slots] = step.entering
         self.num_blocks[slots] = 0
         self.entries[slots] = np.arange(len(slots)) + self._num_entries + 1
         self._num_entries += len(slots)
-        self.temperature[slots] = step.new_temperature
-        self.top_p[slots] = step.new_top_p
-        self.min_p[slots] = step.new_min_p
-        self.top_k[slots] = step.new_top_k
-        self.seed[slots] = step.new_seed
-        self.min_tokens[slots] = step.new_min_tokens
         for slot, positions, tokens, stops, _ in step.entering_rows():
             self.token_ids[slot, positions] = step.new_token_ids[tokens]
             # A copy: the step's columns are views over memory that is reused.

@@ -7,6 +7,7 @@ import numpy as np
 from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.params.ranges import MAX_LOGPROBS
+from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import StepInput
 
 ALL_CONTROLS = Controls(
@@ -36,27 +37,28 @@ def largest_step(
         left -= more
     blocks = -(-counts // block_size)
     asked = encode_controls(controls)
-    zeros, slots = np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32)
+    slots = np.arange(rows, dtype=np.int32)
+    entering = empty_tables(rows)
+    for name, values in {
+        "slot": slots,
+        "num_known": counts,
+        "num_prompt": counts,
+        "num_sent": counts,
+        "max_total": max_model_len,
+        "num_control_bytes": len(asked),
+        "temperature": 1,
+        "top_p": 0.9,
+        "top_k": 5,
+    }.items():
+        entering[name] = values
     return StepInput(
         step_id=0,
         slots=slots,
         num_tokens=counts,
         num_new_blocks=blocks,
         block_ids=np.zeros(blocks.sum(), np.int32),
-        new_slots=slots,
-        new_num_known=counts,
-        new_num_prompt=counts,
-        new_num_computed=zeros,
-        new_num_sent=counts,
+        entering=entering,
         new_token_ids=np.zeros(counts.sum(), np.int32),
-        new_temperature=np.ones(rows, np.float32),
-        new_top_p=np.full(rows, 0.9, np.float32),
-        new_min_p=np.zeros(rows, np.float32),
-        new_top_k=zeros + 5,
-        new_seed=np.zeros(rows, np.int64),
-        new_min_tokens=zeros,
-        new_num_stop_ids=zeros,
         new_stop_ids=np.empty(0, np.int32),
-        new_control_sizes=zeros + len(asked),
         new_controls=np.frombuffer(asked * rows, np.uint8),
     )

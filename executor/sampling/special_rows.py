@@ -146,7 +146,7 @@ class SpecialRows:
         """Take in the requests of a step, and forget those that had their slots before."""
         if not (self._count or len(step.new_controls)):
             return
-        prompts = step.new_num_prompt.tolist()
+        prompts = step.entering["num_prompt"].tolist()
         for entering, num_prompt in zip(step.entering_rows(), prompts, strict=True):
             slot, _, sent, _, controls = entering
             self._leave(slot)

@@ -30,6 +30,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sidestep.ipc.transport.slot_columns import ENTERING, Entering
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -41,6 +43,7 @@ _DTYPES: dict[str, np.dtype[Any] | None] = {
     "Int64": np.dtype(np.int64),
     "Float32": np.dtype(np.float32),
     "UInt8": np.dtype(np.uint8),
+    "Entering": ENTERING,
 }
 _PREFIX = struct.Struct("<I")
 
@@ -61,7 +64,7 @@ class Columns:
             column = np.ascontiguousarray(value, dtype)
             header.append(len(column))
             if len(column):
-                parts.append(column.data.cast("B"))
+                parts.append(column.view(np.uint8).data)
                 if pad := -column.nbytes % 8:
                     parts.append(bytes(pad))
         encoded = msgspec.msgpack.encode(header)
@@ -122,9 +125,9 @@ def _parts(sizes: Int32, column: Int32 | UInt8) -> Iterator[slice]:
 class StepInput(Columns):
     """One step.
 
-    Rows (R of them) are in batch order, those of one token first; entries of the `new_` columns (N
-    of them) follow the order of their rows. A preempted request enters again like a new one, with
-    the tokens it had produced as part of what is known.
+    Rows (R of them) are in batch order, those of one token first. The N records of `entering`, and
+    the `new_` columns, follow the order of their rows. A preempted request enters again like a new
+    one, with the tokens it had produced as part of what is known.
     """
 
     step_id: int
@@ -136,40 +139,18 @@ class StepInput(Columns):
     """[R] How many of `block_ids` are appended to each row's block table before the step runs."""
     block_ids: Int32
     """[sum(num_new_blocks)] Ids of the new blocks, row by row."""
-    new_slots: Int32
-    """[N] Slots whose row starts afresh with this step."""
-    new_num_known: Int32
-    """[N] Known tokens: the prompt and, after a preemption, the output so far."""
-    new_num_prompt: Int32
-    """[N] The prompt alone; `min_tokens` counts from here."""
-    new_num_computed: Int32
-    """[N] Tokens whose KV is already in the cache: a prefix hit, or another beam's tokens."""
-    new_num_sent: Int32
-    """[N] How many of the last known tokens are sent.
-
-    They are the tokens that are not in the cache. A request that has controls and is no beam sends
-    all, since controls may look at what came before.
-    """
+    entering: Entering
+    """[N] The records of requests that enter, in the order of their rows; their slots start afresh
+    with this step. See ipc/transport/slot_columns.py."""
     new_token_ids: Int32
-    """[sum(new_num_sent)] The tokens that are sent, request by request."""
-    new_temperature: Float32
-    new_top_p: Float32
-    new_min_p: Float32
-    new_top_k: Int32
-    """[N] Number of most probable tokens to sample from; 0 for all tokens."""
-    new_seed: Int64
-    new_min_tokens: Int32
-    new_num_stop_ids: Int32
-    """[N] How many of `new_stop_ids` belong to each entry; 0 where `new_min_tokens` is 0."""
+    """[sum(num_sent)] The tokens that are sent, request by request."""
     new_stop_ids: Int32
-    """[sum(new_num_stop_ids)] Tokens that must not be sampled before `min_tokens` outputs.
+    """[sum(num_stop_ids)] Tokens that must not be sampled before `min_tokens` outputs.
 
     They are end-of-sequence and stop tokens.
     """
-    new_control_sizes: Int32
-    """[N] How many of `new_controls` belong to each entry; 0 for a plain request."""
     new_controls: UInt8
-    """[sum(new_control_sizes)] What logits_controls.encode_controls made."""
+    """[sum(num_control_bytes)] What logits_controls.encode_controls made."""
     copy_sources: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     """[C] Blocks that are copied, in all layers, before the step writes any keys and values."""
     copy_targets: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
@@ -195,13 +176,14 @@ class StepInput(Columns):
 
         It yields plain tuples, since the step path has no time for more.
         """
-        known = self.new_num_known
+        new = self.entering
+        known, sent = new["num_known"], new["num_sent"]
         return zip(
-            self.new_slots.tolist(),
-            map(slice, (known - self.new_num_sent).tolist(), known.tolist()),
-            _parts(self.new_num_sent, self.new_token_ids),
-            _parts(self.new_num_stop_ids, self.new_stop_ids),
-            _parts(self.new_control_sizes, self.new_controls),
+            new["slot"].tolist(),
+            map(slice, (known - sent).tolist(), known.tolist()),
+            _parts(sent, self.new_token_ids),
+            _parts(new["num_stop_ids"], self.new_stop_ids),
+            _parts(new["num_control_bytes"], self.new_controls),
             strict=True,
         )
 

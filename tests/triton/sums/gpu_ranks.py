@@ -41,6 +41,7 @@ def group(number: int, stages: int) -> list[StepInput]:
     requests = mixed_requests()[number : number + 2]
     steps = []
     for turn, (step, _) in enumerate(schedule(requests, 12, 16)):
+        step.entering["slot"] += 2 * number
         beat = turn * stages + number
         steps.append(
             replace(
@@ -48,7 +49,6 @@ def group(number: int, stages: int) -> list[StepInput]:
                 step_id=beat,
                 beat=beat,
                 slots=step.slots + 2 * number,
-                new_slots=step.new_slots + 2 * number,
                 block_ids=step.block_ids + _BLOCKS * number,
             )
         )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
+from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import StepInput
 
 
@@ -37,46 +38,46 @@ class Request:
 
 def make_step(
     rows: Sequence[tuple[int, int, Sequence[int]]],
-    entering: dict[int, Request] | None = None,
+    new: dict[int, Request] | None = None,
     step_id: int = 0,
 ) -> StepInput:
     """Return a step.
 
-    rows: (slot, tokens to compute, new block ids), rows of one token first. entering: the new
-    requests among them.
+    rows: (slot, tokens to compute, new block ids), rows of one token first. new: the requests
+    among them that enter.
     """
-    new = entering or {}
-    entered = [(slot, new[slot]) for slot, _, _ in rows if slot in new]
+    entered = [(slot, new[slot]) for slot, _, _ in rows if new and slot in new]
 
     def column(values: Any, dtype: Any = np.int32) -> Any:
         return np.array(list(values), dtype)
 
     controls = [encode_controls(r.controls) for _, r in entered]
 
-    def of(name: str, dtype: Any = np.int32) -> Any:
-        return column((getattr(r, name) for _, r in entered), dtype)
-
+    entering = empty_tables(len(entered))
+    for record, (slot, r), asked in zip(entering, entered, controls, strict=True):
+        values = {
+            "slot": slot,
+            "num_known": len(r.prompt),
+            "num_prompt": len(r.prompt) - r.num_known_outputs,
+            "num_computed": r.num_computed,
+            "num_sent": len(r.prompt),
+            "max_total": len(r.prompt) - r.num_known_outputs + r.max_tokens,
+            "num_stop_ids": len(r.stop_ids),
+            "num_control_bytes": len(asked),
+        }
+        for name in ("temperature", "top_p", "min_p", "top_k", "seed", "min_tokens"):
+            values[name] = getattr(r, name)
+        for name, value in values.items():
+            record[name] = value
     return StepInput(
         step_id,
         column(slot for slot, _, _ in rows),
         column(n for _, n, _ in rows),
         column(len(b) for _, _, b in rows),
         column(i for _, _, blocks in rows for i in blocks),
-        column(slot for slot, _ in entered),
-        column(len(r.prompt) for _, r in entered),
-        column(len(r.prompt) - r.num_known_outputs for _, r in entered),
-        of("num_computed"),
-        column(len(r.prompt) for _, r in entered),
+        entering,
         column(t for _, r in entered for t in r.prompt),
-        of("temperature", np.float32),
-        of("top_p", np.float32),
-        of("min_p", np.float32),
-        of("top_k"),
-        of("seed", np.int64),
-        of("min_tokens"),
-        column(len(r.stop_ids) for _, r in entered),
         column(t for _, r in entered for t in r.stop_ids),
-        column(map(len, controls)),
         np.frombuffer(b"".join(controls), np.uint8),
     )
 

@@ -7,16 +7,27 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidestep.ipc.transport.slot_columns import ENTERING, empty_tables
 from sidestep.ipc.transport.step import StepInput, StepOutput
 
-DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32, "UInt8": np.uint8}
+DTYPES = {"Int32": np.int32, "Entering": ENTERING, "UInt8": np.uint8}
+
+
+def column(kind: str, rng: np.random.Generator, length: int) -> Any:
+    """Return a column of random values."""
+    if kind != "Entering":
+        return rng.integers(-99, 99, length).astype(DTYPES[kind])
+    records = np.zeros(length, ENTERING)
+    for name in ENTERING.names or ():
+        records[name] = rng.integers(-99, 99, length)
+    return records
 
 
 @given(st.lists(st.integers(0, 9), min_size=40, max_size=40), st.integers(0, 2**40))
 def test_round_trip(lengths: list[int], step_id: int) -> None:
     rng = np.random.default_rng(step_id)
     values: list[Any] = [
-        step_id if f.type == "int" else rng.integers(-99, 99, n).astype(DTYPES[str(f.type)])
+        step_id if f.type == "int" else column(str(f.type), rng, n)
         for f, n in zip(fields(StepInput), lengths, strict=False)
     ]
     data = b"".join(bytes(part) for part in StepInput(*values).encode())
@@ -43,20 +54,25 @@ def test_entering_rows_have_their_parts_of_the_columns(
 ) -> None:
     """Sizes of each request: tokens in the cache, and tokens, stop ids and controls sent."""
     cached, sent, stops, controls = (np.array([r[i] for r in requests], np.int32) for i in range(4))
-    values = {
+    entering = empty_tables(len(requests))
+    for name, values in {
+        "slot": np.arange(len(requests)),
+        "num_known": cached + sent,
+        "num_sent": sent,
+        "num_stop_ids": stops,
+        "num_control_bytes": controls,
+    }.items():
+        entering[name] = values
+    columns = {
         f.name: 0 if f.type == "int" else np.empty(0, DTYPES[str(f.type)])
         for f in fields(StepInput)
     } | {
-        "new_slots": np.arange(len(requests), dtype=np.int32),
-        "new_num_known": cached + sent,
-        "new_num_sent": sent,
+        "entering": entering,
         "new_token_ids": np.repeat(np.arange(len(requests), dtype=np.int32), sent),
-        "new_num_stop_ids": stops,
         "new_stop_ids": np.repeat(np.arange(len(requests), dtype=np.int32), stops),
-        "new_control_sizes": controls,
         "new_controls": np.repeat(np.arange(len(requests), dtype=np.uint8), controls),
     }
-    step = StepInput(**values)
+    step = StepInput(**columns)
     found = [
         (
             (positions.start, positions.stop - positions.start),

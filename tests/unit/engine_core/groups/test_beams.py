@@ -112,7 +112,7 @@ def test_a_beam_that_forks_brings_its_new_token_alone() -> None:
     engine = Engine(make_scheduler(num_blocks=200, block_size=16, budget=2000))
     engine.scheduler.add(make_beam_request(PROMPT, BeamSearchParams(beam_width=4, max_tokens=12)))
     engine.run()
-    first, *forks = (step.new_num_sent.tolist() for step in engine.steps)
+    first, *forks = (step.entering["num_sent"].tolist() for step in engine.steps)
     assert first == [1000] and max(map(len, forks)) > 1
     assert {count for counts in forks for count in counts} == {1}
 

@@ -158,7 +158,7 @@ def test_one_that_takes_long_holds_nobody_up(overlap: bool, grammars: Grammars) 
 
 def entries(run: Engine, slot: int) -> int:
     """Count how often a slot's row was brought anew."""
-    return sum(slot in step.new_slots.tolist() for step in run.steps)
+    return sum(slot in step.entering["slot"].tolist() for step in run.steps)
 
 
 def test_no_more_than_a_quarter_of_a_step_is_left_behind(
@@ -171,7 +171,7 @@ def test_no_more_than_a_quarter_of_a_step_is_left_behind(
     gate.shut(matcher_of(run, handle) for handle in range(4))
     first = len(run.steps)
     run.run()
-    assert 0 < max(len(step.new_slots) for step in run.steps[first:]) <= 1
+    assert 0 < max(len(step.entering["slot"]) for step in run.steps[first:]) <= 1
     assert all(finish.reason == FinishReason.LENGTH for finish in run.finished.values())
 
 

@@ -55,7 +55,7 @@ def test_stop_tokens_before_min_tokens_do_not_stop_and_the_worker_is_told_to_mas
     engine.scheduler.add(make_request([1, 2, 3], 6, min_tokens=4, stop_token_ids=[expected[0]]))
     engine.run()
     assert len(engine.tokens[0]) >= 4
-    assert engine.steps[0].new_min_tokens.tolist() == [4]
+    assert engine.steps[0].entering["min_tokens"].tolist() == [4]
     assert engine.steps[0].new_stop_ids.tolist() == sorted({expected[0], expected[1]})
 
 

@@ -118,11 +118,15 @@ def test_rows_of_one_token_come_first_also_those_that_enter() -> None:
     engine.run()
     step = engine.steps[1]
     assert step.num_tokens.tolist() == [1, 1, 7]
-    assert step.new_slots.tolist() == step.slots.tolist(), "new columns follow the order of rows"
-    assert step.new_num_computed.tolist() == [8, 0, 0]
-    assert step.new_num_known.tolist() == [9, 1, 7] and step.new_num_sent.tolist() == [1, 1, 7]
+    assert step.entering["slot"].tolist() == step.slots.tolist(), (
+        "new columns follow the order of rows"
+    )
+    assert step.entering["num_computed"].tolist() == [8, 0, 0]
+    assert step.entering["num_known"].tolist() == [9, 1, 7] and step.entering[
+        "num_sent"
+    ].tolist() == [1, 1, 7]
     assert step.new_token_ids.tolist() == [1, 3] + [2] * 7
-    assert step.new_num_stop_ids.tolist() == [1, 0, 0] and step.new_stop_ids.tolist() == [7]
+    assert step.entering["num_stop_ids"].tolist() == [1, 0, 0] and step.new_stop_ids.tolist() == [7]
     for handle, prompt in ((1, [2] * 7), (2, [1] * 9), (3, [3])):
         assert engine.tokens[handle] == expected_tokens(prompt, 2, handle, VOCAB_SIZE)
 
@@ -139,7 +143,11 @@ def test_tokens_in_the_cache_are_sent_to_controls_alone() -> None:
         engine.scheduler.add(again)
         engine.run()
     assert [
-        (step.new_num_computed.tolist(), step.new_num_sent.tolist(), step.new_token_ids.tolist())
+        (
+            step.entering["num_computed"].tolist(),
+            step.entering["num_sent"].tolist(),
+            step.new_token_ids.tolist(),
+        )
         for step in engine.steps[1:]
     ] == [([16], [4], [7] * 4), ([16], [20], [7] * 20)]
 
@@ -154,13 +162,17 @@ def test_a_preempted_request_is_sent_again_in_full_and_keeps_its_prompt_length()
         for step in engine.steps
         if any(
             k > p
-            for k, p in zip(step.new_num_known.tolist(), step.new_num_prompt.tolist(), strict=True)
+            for k, p in zip(
+                step.entering["num_known"].tolist(),
+                step.entering["num_prompt"].tolist(),
+                strict=True,
+            )
         )
     ]
     assert len(again) == engine.finished[1].num_preemptions > 0
     for step in again:
-        assert step.new_num_prompt.tolist() == [8]
-        known = int(step.new_num_known[0])
+        assert step.entering["num_prompt"].tolist() == [8]
+        known = int(step.entering["num_known"][0])
         assert step.new_token_ids.tolist() == ([6] * 8 + engine.tokens[1])[:known]
 
 

@@ -114,7 +114,7 @@ def test_a_preempted_request_counts_its_old_outputs() -> None:
     """
     state = HostTables(1, 64, 16)
     step = make_step([(0, 5, [0])], {0: Request([1, 2, 3, 4, 5], 9, min_tokens=2, stop_ids=[7])})
-    step.new_num_prompt[:] = 3
+    step.entering["num_prompt"][:] = 3
     state.apply(step)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 5.0
