@@ -20,6 +20,7 @@ from sidestep.ipc.common.registry import ATTENTION_BACKENDS, ROUTERS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.model.speculative_config import SpeculativeConfig
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 """Folder of the bundled model."""
@@ -174,6 +175,8 @@ class StepLimits:
     """
     max_steps_in_flight: int
     """Most steps in flight: each stage has one; with overlap, one more is queued."""
+    num_drafts: int = 0
+    """Most drafts of a row in a step; 0 without speculation."""
 
     @property
     def num_masks(self) -> int:
@@ -217,8 +220,15 @@ class SchedulerConfig(Options):
         "else 0.",
     )
 
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        "Draft tokens that the model then verifies, several in a step: a JSON object such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}. Outputs stay the same.',
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        SpeculativeConfig.of(self.speculative_config)  # raises for wrong values
         target = self.target_itl_ms
         require(
             target is None or 0 <= target < float("inf"),
@@ -233,6 +243,11 @@ class SchedulerConfig(Options):
             f"{tokens} is less than max_num_seqs ({seqs}): a decode step of all running requests "
             "would not fit; raise it or lower max_num_seqs",
         )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Who drafts tokens, and how many; None without speculation."""
+        return SpeculativeConfig.of(self.speculative_config)
 
     def limits(self, device: str, num_stages: int = 1) -> StepLimits:
         """Return the given values, filled up with the defaults of a device.
@@ -258,6 +273,7 @@ class SchedulerConfig(Options):
             target_itl_s=target / 1e3 / num_stages,
             num_stages=num_stages,
             max_steps_in_flight=steps,
+            num_drafts=0 if self.speculation is None else self.speculation.num_speculative_tokens,
         )
 
 

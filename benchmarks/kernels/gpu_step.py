@@ -145,10 +145,9 @@ class PromptSteps(Steps):
         self._count = self._next_block = self._held = 0
         step = super().__next__()
         self._length -= 1
-        lengths = step.new_num_known
-        return dataclasses.replace(
-            step, step_id=number, num_tokens=lengths, new_num_computed=np.zeros_like(lengths)
-        )
+        step.entering["num_computed"] = 0
+        lengths = step.entering["num_known"].astype(np.int32)
+        return dataclasses.replace(step, step_id=number, num_tokens=lengths)
 
 
 def step_time(runner: GpuRunner, steps: Steps, count: int = 40) -> float:

@@ -76,11 +76,21 @@ class Request:
     num_registered: int = 0
     """How many of its blocks the pool knows by hash."""
     num_computed: int = 0
-    """Tokens computed, or being computed by a step in flight."""
+    """Tokens computed, or being computed by a step in flight if it accepts all of its drafts."""
     num_placeholders: int = 0
-    """Tokens that steps in flight will add."""
+    """Tokens that steps in flight will add if they accept all of their drafts."""
+    num_sampling: int = 0
+    """Steps in flight that sample for it: each adds at least one token."""
     num_in_flight: int = 0
     """Steps in flight that touch its slot and blocks."""
+    max_drafts: int = 0
+    """Most drafts of a step."""
+    next_drafts: Sequence[int] = ()
+    """Drafts that the worker has for the next step; known only of a request with a grammar."""
+    num_verified: int = 0
+    """Drafts that have been verified."""
+    num_accepted: int = 0
+    """Drafts that have been accepted."""
     next_beat: int = 0
     """First beat of the pipeline in which the first stage has its token and can go on."""
     num_cached_tokens: int = 0
@@ -96,8 +106,11 @@ class Request:
     """Text of its grammar; requests with the same text have the same grammar."""
     matcher_group: int = 0
     """Requests of one group have matchers of one compilation."""
-    has_ended_grammar: bool = False
-    """Whether all that could follow its last token is the end."""
+    grammar_end: int = -1
+    """Index, among the tokens of the step that came last, of the one that ends its grammar.
+
+    -1 if the grammar goes on.
+    """
     mask_job: MaskJob | None = None
     """Job that computes its next mask; None between steps."""
     mask_row: int = 0
@@ -173,16 +186,58 @@ class Request:
         This is never true of a beam: it waits for the other beams of its search, which may be in
         steps to come.
         """
-        return len(self.token_ids) + self.num_placeholders >= self.max_total and not (
+        return len(self.token_ids) + self.num_sampling >= self.max_total and not (
             self.group is not None and self.group.parks_after_rows
         )
 
-    def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
-        """Append a sampled token; return why the request ends with it, or None."""
+    # Its rows.
+
+    def plan_row(self, num_tokens: int) -> bool:
+        """Note a row of known or sampled tokens in the next step; return whether it samples."""
+        self.num_computed += num_tokens
+        self.num_in_flight += 1
+        samples = self.num_computed >= len(self.token_ids)
+        if samples:
+            self.num_placeholders += 1
+            self.num_sampling += 1
+        return samples
+
+    def plan_drafts(self, num_drafts: int) -> None:
+        """Note that the row just planned may accept this many drafts."""
+        self.num_computed += num_drafts
+        self.num_placeholders += num_drafts
+
+    def take_sample(self, num_drafts: int, num_accepted: int) -> None:
+        """Note that the oldest step that samples is back.
+
+        num_drafts: drafts it was planned with. num_accepted: drafts that it has accepted.
+        """
+        self.num_sampling -= 1
+        self.num_placeholders -= 1 + num_drafts
+        self.num_computed -= num_drafts - num_accepted
+
+    def postpone_sample(self, num_drafts: int) -> None:
+        """Take a sample out of the newest step; the next step computes the token again.
+
+        For the workers it is as if the request entered in that next step, with all its known
+        tokens.
+        """
+        self.num_sampling -= 1
+        self.num_placeholders -= 1 + num_drafts
+        self.num_computed -= 1 + num_drafts
+        self.is_new = True
+
+    def finish_of(
+        self, token: int, *, ends_grammar: bool = False
+    ) -> tuple[FinishReason, int | None] | None:
+        """Append a sampled token; return why the request ends with it, or None.
+
+        ends_grammar: whether all that could follow the token in its grammar is the end.
+        """
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
-        if self.has_ended_grammar:
+        if ends_grammar:
             return FinishReason.STOP, None
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None

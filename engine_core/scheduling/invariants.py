@@ -32,10 +32,12 @@ def check_invariants(
     for request in roster.running:
         assert request.status is RequestStatus.RUNNING
         held_blocks = len(request.block_ids) + (request.copy_source >= 0)
-        assert request.num_computed <= held_blocks * kv.block_size, f"{request}: too few blocks"
-        assert len(request.token_ids) + request.num_placeholders <= request.max_total, (
+        written = min(request.num_computed, request.max_total)
+        assert written <= held_blocks * kv.block_size, f"{request}: too few blocks"
+        assert len(request.token_ids) + request.num_sampling <= request.max_total, (
             f"{request}: too long"
         )
+        assert request.num_sampling <= request.num_placeholders, f"{request}: placeholders"
     roster.forking.check_invariants()
     check_groups([*roster.requests.values(), *roster.running], roster.queue, roster.forking)
     for request in roster.leaving:

@@ -28,6 +28,7 @@ from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.admission import Admission
+from sidestep.engine_core.scheduling.draft_budget import DraftBudget
 from sidestep.engine_core.scheduling.flight_recorder import Situation
 from sidestep.engine_core.scheduling.invariants import check_invariants
 from sidestep.engine_core.scheduling.micro_batches import pick_due, share_prompts
@@ -105,6 +106,7 @@ class Scheduler:
         )
         self._results = StepResults(self._roster, kv, grammars, self._outboxes, clock)
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
+        self._drafts = DraftBudget(config.speculation)
         self._plans: deque[StepPlan] = deque()
         """Plans of the steps in flight, the oldest first."""
         self._followed: StepPlan | None = None
@@ -125,6 +127,10 @@ class Scheduler:
         """Take a request with all its choices. End it at once if it can never run."""
         if message.beam_search is None:
             requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
+            for request in requests:
+                request.max_drafts = self._limits.num_drafts
+                # Who drafts may look at all tokens, also at those in the cache.
+                request.has_past_sent |= bool(request.max_drafts)
         else:
             requests, field = (
                 make_beams(message, message.beam_search, self._max_model_len, self._eos, self.kv),
@@ -214,6 +220,15 @@ class Scheduler:
                 if roster.num_preemptions == num_preemptions
                 else "kv_cache"
             )
+        # 4. Rows that decode verify drafts, if the step has no prompt.
+        if self._limits.num_drafts and not step.is_empty and step.can_have_drafts:
+            self._add_drafts(step)
+
+    def _add_drafts(self, step: StepBuilder) -> None:
+        """Let the rows of a step verify as many drafts as pay, if tokens and blocks allow."""
+        most = self._limits.max_num_batched_tokens // step.num_rows - 1
+        if (num_drafts := self._drafts.choose(step.num_rows, most)) > 0:
+            step.add_drafts(num_drafts, self.kv)
 
     def _launch(self, step: StepBuilder, beat: int) -> StepInput:
         """Build the step's message, and keep its plan until the output comes."""
@@ -237,7 +252,7 @@ class Scheduler:
         live = [
             r
             for r in self._roster.running
-            if len(r.token_ids) + r.num_placeholders < r.max_total or r.parked
+            if len(r.token_ids) + r.num_sampling < r.max_total or r.parked
         ]
         due, waiting = pick_due(live, beat, self._limits.num_stages), self._roster.queue.num_tokens
         decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in due)
@@ -258,8 +273,10 @@ class Scheduler:
             if count <= 0:
                 continue
             blocks: list[int] | None = _NO_BLOCKS
-            if request.num_computed + count > len(request.block_ids) * block_size:
-                blocks = self._room.grow(request, request.num_computed + count)
+            # A row behind a run of drafts may turn out to lie behind the request's end.
+            end = min(request.num_computed + count, request.max_total)
+            if end > len(request.block_ids) * block_size:
+                blocks = self._room.grow(request, end)
             if blocks is None:
                 continue
             if request.is_new:
@@ -298,6 +315,7 @@ class Scheduler:
         self._prompt_budget.learn(
             plan.num_tokens - len(plan.rows), (output.end_ns - output.start_ns) / 1e9
         )
+        self._drafts.learn(plan, output)
         self._results.take(plan, output)
         return self.take_outputs()
 
@@ -367,14 +385,8 @@ class Scheduler:
         return max(_LONGEST_S, self._prompt_budget.decode_s / _LONGEST_SHARE)
 
     def _postpone(self, plan: StepPlan, request: Request) -> None:
-        """Take a request's sample out of the newest step; the next step computes the token again.
-
-        For the workers it is as if the request entered in that next step, with all its known
-        tokens.
-        """
-        request.num_placeholders -= 1
-        request.num_computed -= 1
-        request.is_new = True
+        """Take a request's sample out of the newest step."""
+        request.postpone_sample(plan.drafts_of(request))
         plan.late.add(request)
         self._num_postponed += 1
 
@@ -415,6 +427,7 @@ class Scheduler:
             "prefix_cache_queries": self.kv.num_queried_tokens,
             "prefix_cache_hits": self.kv.num_hit_tokens,
             **self._roster.waits.stats(),
+            **self._drafts.stats(),
         }
 
     def situation(self) -> Situation:

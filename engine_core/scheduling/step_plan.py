@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Request
 from sidestep.ipc.transport.slot_columns import ENTERING, record_of
 from sidestep.ipc.transport.step import StepInput
@@ -30,14 +31,20 @@ class StepPlan:
     """The rows whose token a grammar restricts: index in `rows`, and request."""
     late: set[Request] = field(default_factory=set)
     """The requests of `sampling` whose tokens do not count, because their masks came too late."""
+    num_drafts: int = 0
+    """Most drafts of each row."""
+
+    def drafts_of(self, request: Request) -> int:
+        """Return the number of drafts that a request's row was planned with."""
+        return min(self.num_drafts, request.max_drafts)
 
 
 @dataclass(slots=True)
 class _Rows:
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    num_blocks: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """New blocks of each row."""
     samples: list[bool] = field(default_factory=list)
     forced: list[tuple[int, int]] = field(default_factory=list)
     """(slot, token) of each row that computes a token it has not sampled."""
@@ -62,6 +69,7 @@ class StepBuilder:
         self._chunks = _Rows()
         self._copies: list[tuple[int, int]] = []
         self._has_grammars = False
+        self._num_drafts = 0
 
     @property
     def is_empty(self) -> bool:
@@ -71,18 +79,14 @@ class StepBuilder:
     def add(self, request: Request, num_tokens: int, blocks: list[int]) -> _Rows:
         """Add the row of a running request, with its new blocks. Advances the request's counts."""
         rows = self._single if num_tokens == 1 else self._chunks
-        request.num_computed += num_tokens
-        request.num_in_flight += 1
-        samples = request.num_computed >= len(request.token_ids)
+        samples = request.plan_row(num_tokens)
         if samples:
-            request.num_placeholders += 1
             request.next_beat = self._beat + self._num_stages
         if request.matcher is not None:
             self._has_grammars = True
         rows.requests.append(request)
         rows.num_tokens.append(num_tokens)
-        rows.num_blocks.append(len(blocks))
-        rows.block_ids += blocks
+        rows.blocks.append(blocks)
         rows.samples.append(samples)
         return rows
 
@@ -98,12 +102,46 @@ class StepBuilder:
                 (request.copy_source, request.block_ids[num_cached // self._block_size])
             )
             request.copy_source = -1
-        rows = self.add(request, num_tokens, request.block_ids)
+        rows = self.add(request, num_tokens, request.block_ids.copy())
         rows.entering.append(request)
         rows.num_cached.append(num_cached)
         request.is_new = False
         if request.group is not None and request.group.parks_after_rows:
             request.parked = request.num_placeholders > 0
+
+    @property
+    def can_have_drafts(self) -> bool:
+        """Whether every row has one token."""
+        return not self._chunks.requests
+
+    @property
+    def num_rows(self) -> int:
+        """Rows so far."""
+        return len(self._single.requests) + len(self._chunks.requests)
+
+    def add_drafts(self, num_drafts: int, kv: KVCacheManager) -> bool:
+        """Let each row verify up to this many drafts; `can_have_drafts` must be true.
+
+        Return False, and change nothing, if there are too few free blocks for all rows.
+        """
+        rows, size = self._single, self._block_size
+        ends = [
+            min(r.num_computed + min(num_drafts, r.max_drafts), r.max_total) for r in rows.requests
+        ]
+        growing = [
+            (i, r, end)
+            for i, (r, end) in enumerate(zip(rows.requests, ends, strict=True))
+            if end > len(r.block_ids) * size
+        ]
+        wanted = sum(kv.blocks_for(end) - len(r.block_ids) for _, r, end in growing)
+        if wanted > kv.pool.num_free:
+            return False
+        for i, request, end in growing:
+            rows.blocks[i] = rows.blocks[i] + (kv.grow(request, end) or [])
+        for request in rows.requests:
+            request.plan_drafts(min(num_drafts, request.max_drafts))
+        self._num_drafts = num_drafts
+        return True
 
     def force(self, request: Request) -> None:
         """Let the row added last compute the last known token, which it has not sampled.
@@ -138,12 +176,13 @@ class StepBuilder:
             if self._has_grammars
             else []
         )
+        blocks = first.blocks + then.blocks
         message = StepInput(
             step_id=self._step_id,
             slots=np.array([r.slot for r in rows], np.int32),
             num_tokens=np.array(first.num_tokens + then.num_tokens, np.int32),
-            num_new_blocks=np.array(first.num_blocks + then.num_blocks, np.int32),
-            block_ids=np.array(first.block_ids + then.block_ids, np.int32),
+            num_new_blocks=np.array(list(map(len, blocks)), np.int32),
+            block_ids=np.fromiter(chain.from_iterable(blocks), np.int32),
             copy_sources=np.array(self.copied, np.int32) if self._copies else _NONE,
             copy_targets=np.array([target for _, target in self._copies], np.int32)
             if self._copies
@@ -155,18 +194,27 @@ class StepBuilder:
             if first.forced
             else _NONE,
             awaits_masks=int(bool(masked)),
+            num_drafts=self._num_drafts,
             beat=self._beat,
             **(_new_columns(new, first.num_cached + then.num_cached) if new else _NOTHING_NEW),
         )
         num_tokens = len(first.requests) + sum(then.num_tokens)
         num_prompts = len(first.entering) + len(then.requests)
         return message, StepPlan(
-            self._step_id, self._beat, rows, sampling, num_tokens, len(new), num_prompts, masked
+            self._step_id,
+            self._beat,
+            rows,
+            sampling,
+            num_tokens,
+            len(new),
+            num_prompts,
+            masked,
+            num_drafts=self._num_drafts,
         )
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
-    """Return what a StepInput says of the requests that enter."""
+    """Return the parts of a StepInput that speak of entering requests."""
     # Cached tokens are left out: a hit may have a hundred thousand, and a beam forks in most steps.
     sent = [
         r.token_ids if r.has_past_sent else r.token_ids[cached:]
@@ -184,6 +232,7 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
             num_stop_ids=len(stop_ids),
             num_control_bytes=len(r.controls),
             max_total=r.max_total,
+            max_drafts=r.max_drafts,
         )
         for r, cached, tokens, stop_ids in zip(new, num_cached, sent, stops, strict=True)
     ]
@@ -197,4 +246,4 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
 
 _NONE = np.empty(0, np.int32)
 _NOTHING_NEW = _new_columns([], [])
-"""What a StepInput says when no request enters, which is so for most steps."""
+"""These parts when no request enters, which is so for most steps."""

@@ -16,7 +16,7 @@ from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
-from sidestep.engine_core.structured_outputs.grammars import Grammars, problem_of
+from sidestep.engine_core.structured_outputs.grammars import Grammars, follow, problem_of
 from sidestep.ipc.transport.messages import FinishReason
 from sidestep.ipc.transport.step import StepOutput
 
@@ -46,19 +46,22 @@ class StepResults:
 
         A matcher that cannot go on ends its request before the token is sent.
         """
-        tokens = zip(plan.sampling, output.token_ids.tolist(), strict=True)
         followed = [
-            (request, request.matcher, token)
-            for request, token in tokens
+            (request, request.matcher, tokens)
+            for request, tokens in zip(plan.sampling, output.by_row(), strict=True)
             if request.matcher is not None
             and request.status is not RequestStatus.FINISHED
             and request not in plan.late
         ]
-        self._grammars.advance([(matcher, token) for _, matcher, token in followed])
-        for request, matcher, _ in followed:
+        single = [(matcher, tokens[0]) for _, matcher, tokens in followed if len(tokens) == 1]
+        self._grammars.advance(single)
+        for request, matcher, tokens in followed:
+            request.grammar_end = follow(matcher, tokens)
             if (problem := problem_of(matcher)) is not None:
                 self._roster.fail(request, problem)
-            request.has_ended_grammar = matcher.is_stopped()
+        if len(output.next_sizes):
+            for request, drafts in zip(plan.sampling, output.next_by_row(), strict=True):
+                request.next_drafts = drafts
 
     def take(self, plan: StepPlan, output: StepOutput) -> None:
         """Take the output of a step that was planned as `plan`."""
@@ -70,29 +73,45 @@ class StepResults:
             candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         )
         # 1. Tokens replace placeholders. Tokens of requests that have ended are dropped.
-        for request, token in zip(plan.sampling, output.token_ids.tolist(), strict=True):
+        for request, tokens in zip(plan.sampling, output.by_row(), strict=True):
             if request in plan.late:
                 continue
-            request.num_placeholders -= 1
+            request.take_sample(plan.drafts_of(request), len(tokens) - 1)
             if request.status is RequestStatus.FINISHED:
                 continue
             if candidates and isinstance(request.group, BeamGroup):
                 self._take_candidates(request, request.group, candidates[request])
             else:
-                self._take_token(request, token)
+                self._take_tokens(request, tokens)
+        self._count_drafts(plan, output)
         # 2. Slots and blocks that no step in flight touches any more go back.
         for request in plan.rows:
             request.num_in_flight -= 1
             if request.num_in_flight == 0 and request.status is not RequestStatus.RUNNING:
                 self._roster.release(request)
 
-    def _take_token(self, request: Request, token: int) -> None:
+    def _count_drafts(self, plan: StepPlan, output: StepOutput) -> None:
+        """Add a step's drafts to the counts of their requests."""
+        if not len(output.num_drafts):
+            return
+        for request, drafts, size in zip(
+            plan.sampling, output.num_drafts.tolist(), output.sizes.tolist(), strict=True
+        ):
+            request.num_verified += drafts
+            request.num_accepted += size - 1
+
+    def _take_tokens(self, request: Request, tokens: list[int]) -> None:
+        """Take a row's tokens in their order, up to the one that ends the request."""
         outbox = self._outboxes.of(request.client)
-        outbox.handles.append(request.handle)
-        outbox.tokens.append(token)
         if request.first_token is None:
             request.first_token = self._clock()
-        finish = request.finish_of(token)
+        finish = None
+        for index, token in enumerate(tokens):
+            outbox.handles.append(request.handle)
+            outbox.tokens.append(token)
+            finish = request.finish_of(token, ends_grammar=index == request.grammar_end)
+            if finish is not None:
+                break
         # A block that has become full can be shared from now on.
         if (
             min(request.num_computed, len(request.token_ids)) // self._kv.block_size

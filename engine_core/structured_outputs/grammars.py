@@ -367,6 +367,19 @@ class Grammars:
         return None
 
 
+def follow(matcher: LLMatcher, tokens: Sequence[int]) -> int:
+    """Give a matcher a row's tokens; return the index of the one that ends its grammar.
+
+    Return -1 if the grammar goes on. A row of one token has been given by `Grammars.advance`.
+    """
+    for index, token in enumerate(tokens):
+        if len(tokens) > 1:
+            matcher.consume_token(token)
+        if matcher.is_stopped():
+            return index
+    return -1
+
+
 def problem_of(matcher: LLMatcher) -> str | None:
     """Return what went wrong while a matcher was followed, in one line; None for nothing."""
     if not matcher.is_error():

@@ -48,6 +48,8 @@ SLOT_COLUMNS = (
     SlotColumn("seed", np.int64, 0, lambda p: p.seed or 0, on_device=True),
     # Prompt plus the most outputs: no token at or behind this position is computed.
     SlotColumn("max_total", np.int32, on_device=True),
+    # Most drafts of a step; 0 for beams, whose tokens a search chooses.
+    SlotColumn("max_drafts", np.int32, on_device=True),
     SlotColumn("slot", np.int32),
     # Known tokens: the prompt and, after a preemption, the output so far.
     SlotColumn("num_known", np.int32),

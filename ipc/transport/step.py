@@ -9,9 +9,16 @@ of their numbers.
 
 A row samples when this step computes the last token that is known of it. Both sides derive this by
 themselves: the core by its own count, the worker because `num_computed[slot] + num_tokens >=
-prefill_len[slot]`. A sampled token never travels from core to worker: the next step takes it from
+num_known[slot]`. A sampled token never travels from core to worker: the next step takes it from
 the worker's own `last_sampled[slot]`. Only a beam gets its token from the core, since a search
 chose it (`forced_slots`).
+
+A row that decodes may have several tokens: behind the last sampled token, drafts that the worker
+has made for its slot. Every position is sampled as ever, and a draft is accepted while it is the
+token that was sampled in its place, so the row gives one token more than it accepts (verification
+by sampling). The core plans as if every draft were accepted, reserves blocks for that, and corrects
+its counts when the output comes. The worker keeps `num_computed`, `last_sampled` and the drafts of
+each slot where it computes, so that the next step can be launched before that.
 
 On the wire: a msgspec header with the counts, then each column as raw little-endian values; all
 padded to 8 bytes. Decoded columns are views over the received bytes: read-only, and valid only as
@@ -23,7 +30,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, Self
 
 import msgspec
@@ -164,6 +171,12 @@ class StepInput(Columns):
     """[F] The token that each of these rows computes."""
     awaits_masks: int = 0
     """1 if the step's tokens are sampled when its StepMasks has come, which is the next message."""
+    num_drafts: int = 0
+    """Most drafts that each row verifies, behind its token; not 0 only if every row has one token.
+
+    A row computes as many of the drafts that the worker has for its slot, and at most up to the
+    slot's `max_total`. So only the worker knows the row's length, until its output is there.
+    """
     beat: int = 0
     """Beat in which it enters the pipeline.
 
@@ -188,6 +201,17 @@ class StepInput(Columns):
         )
 
 
+def _no_bytes() -> UInt8:
+    return _NO_BYTES
+
+
+def _no_ids() -> Int32:
+    return _NO_IDS
+
+
+_NO_BYTES, _NO_IDS = np.empty(0, np.uint8), np.empty(0, np.int32)
+
+
 @dataclass(slots=True)
 class StepMasks(Columns):
     """The tokens that rows with a grammar may sample in a step that is under way.
@@ -206,12 +230,15 @@ class StepMasks(Columns):
     The token of a row with a grammar that is not here will be dropped.
     """
     mask_indices: Int32
-    """[M] Index in the table of each row's mask."""
+    """[sum(sizes)] Indices in the table of each row's masks: of its token, then behind each of its
+    drafts."""
     words: Int32
     """[new * ceil(vocab_size / 32)] New masks one after the other.
 
     Each has a bit for each token, the lowest first; 1 allows the token.
     """
+    sizes: Int32 = field(default_factory=_no_ids)
+    """[M] Masks of each row; empty if each row has one."""
 
 
 @dataclass(slots=True)
@@ -263,13 +290,6 @@ class LogprobColumns(Columns):
         )
 
 
-def _no_bytes() -> UInt8:
-    return _NO_BYTES
-
-
-_NO_BYTES = np.empty(0, np.uint8)
-
-
 @dataclass(slots=True)
 class StepOutput(Columns):
     """The output of a step."""
@@ -280,7 +300,7 @@ class StepOutput(Columns):
     end_ns: int
     """Time at which the device ended the step."""
     token_ids: Int32
-    """[rows that sampled] One token each, in row order."""
+    """[sum(sizes)] The tokens of the rows that sampled, row by row."""
     received_ns: int = 0
     """Time at which the rank that answers had the step's message."""
     launched_ns: int = 0
@@ -289,3 +309,34 @@ class StepOutput(Columns):
     """LogprobColumns of sampled tokens; empty if no row asks."""
     prompt_logprobs: UInt8 = field(default_factory=_no_bytes)
     """LogprobColumns of tokens of prompts."""
+    sizes: Int32 = field(default_factory=_no_ids)
+    """[rows that sampled] Tokens of each row, at least 1; empty if each row has one."""
+    num_drafts: Int32 = field(default_factory=_no_ids)
+    """[rows that sampled] Drafts that each row has verified; empty if none has."""
+    num_unverified: int = 0
+    """Rows that had a draft and did not verify it, because the step had fewer drafts."""
+    num_unverified_right: int = 0
+    """Rows among these that sampled the first such draft. It tells whether drafts would pay."""
+    next_sizes: Int32 = field(default_factory=_no_ids)
+    """[rows that sampled] Drafts that each row's slot has for the next step.
+
+    Empty if no row has a grammar: only the masks of these need to know.
+    """
+    next_drafts: Int32 = field(default_factory=_no_ids)
+    """[sum(next_sizes)] Those drafts."""
+
+    def by_row(self) -> Iterator[list[int]]:
+        """Return an iterator over the tokens of each row that sampled."""
+        return _by_row(self.token_ids, self.sizes)
+
+    def next_by_row(self) -> Iterator[list[int]]:
+        """Return an iterator over the next drafts of each row that sampled."""
+        return _by_row(self.next_drafts, self.next_sizes)
+
+
+def _by_row(column: Int32, sizes: Int32) -> Iterator[list[int]]:
+    values = column.tolist()
+    if not len(sizes):
+        return ([value] for value in values)
+    ends = list(accumulate(sizes.tolist(), initial=0))
+    return (values[begin:end] for begin, end in pairwise(ends))

@@ -170,7 +170,6 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     ),
     "use_v2_block_manager": Foreign(_BLOCKS, (True,), form="switch"),
     "num_lookahead_slots": Foreign(_NO_SPECULATION, (0,)),
-    "speculative_config": Foreign(_NO_SPECULATION),
     "speculative_model": Foreign(_NO_SPECULATION),
     "num_speculative_tokens": Foreign(_NO_SPECULATION),
     "compilation_config": Foreign(_COMPILER, ({},)),

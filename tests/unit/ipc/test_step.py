@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sidestep.ipc.transport.slot_columns import ENTERING, empty_tables
 from sidestep.ipc.transport.step import StepInput, StepOutput
 
-DTYPES = {"Int32": np.int32, "Entering": ENTERING, "UInt8": np.uint8}
+DTYPES: dict[str, Any] = {"Int32": np.int32, "Entering": ENTERING, "UInt8": np.uint8}
 
 
 def column(kind: str, rng: np.random.Generator, length: int) -> Any:

@@ -1,0 +1,195 @@
+"""How many drafts each row of a step verifies, chosen from measured times and acceptance.
+
+A step with drafts takes longer and gives more tokens. Both are learnt from the steps that come
+back: the time of a step for each number of drafts and each power of two of rows, and how often a
+draft is accepted at each position. The number with the most tokens a second wins. A few numbers
+are tried (a GPU has captured steps for these), another one only if it is clearly better, and no
+other one for some steps after that. So a batch for which drafts do not pay runs without any.
+
+Without drafts in the step, the worker still compares the first draft of each row with the token
+that the row samples. So acceptance is known while drafts are off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sidestep.engine_core.scheduling.step_plan import StepPlan
+from sidestep.ipc.model.speculative_config import SpeculativeConfig
+from sidestep.ipc.transport.step import StepOutput
+
+_WEIGHT = 0.1
+"""Weight of a new value in a running mean."""
+_TELLING = 32
+"""Rows that a step needs for its acceptance to have its full weight."""
+_BETTER = 1.05
+"""How many times as many tokens a second another number of drafts must promise."""
+_STAYS = 16
+"""Steps for which a choice stays."""
+_STALE = 1024
+"""Steps after which a time that has not been measured again is tried once more, if it is close."""
+_CLOSE = 0.7
+"""Share of the best promise that makes a stale number worth another try."""
+_OVERHEAD = 1.1
+"""How many times as long a step with drafts is assumed to take before one was measured."""
+
+
+def tiers_of(most: int) -> tuple[int, ...]:
+    """Return the numbers of drafts that steps may have: none, half of the most, and the most."""
+    return tuple(sorted({0, (most + 1) // 2, most}))
+
+
+@dataclass(slots=True)
+class _Time:
+    """The measured time of a step's kind."""
+
+    seconds: float = 0.0
+    measured: int = 0
+    """Times that it was measured."""
+    last: int = 0
+    """Number of the step that measured it last."""
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """How often a draft is accepted, given that the one before it was."""
+
+    rate: float
+    weight: float = 0.0
+
+    def learn(self, accepted: int, of: int) -> None:
+        """Take the accepted drafts of a step, and how many could have been accepted."""
+        if not of:
+            return
+        weight = max(_WEIGHT * min(1.0, of / _TELLING), 1 / (1 + self.weight))
+        self.weight = min(1 / _WEIGHT, self.weight + min(1.0, of / _TELLING))
+        self.rate += min(0.5, weight) * (accepted / of - self.rate)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts of drafts since the start."""
+
+    num_rows: int = 0
+    """Rows that verified a draft."""
+    num_drafts: int = 0
+    num_accepted: int = 0
+    by_position: list[int] = field(default_factory=list)
+    """Accepted drafts at each position of a row."""
+
+
+class DraftBudget:
+    """The choice of the number of drafts for one engine's steps."""
+
+    def __init__(self, config: SpeculativeConfig | None) -> None:
+        """Begin without measured times. config: None for an engine without speculation."""
+        self._most = 0 if config is None else config.num_speculative_tokens
+        self._is_fixed = config is not None and not config.adaptive
+        self._tiers = tiers_of(self._most)
+        # The first draft is rarely right in general, and a later one mostly is if those before are.
+        self._accepted = [_Acceptance(0.5), *(_Acceptance(0.8) for _ in range(1, self._most))]
+        self._times: dict[tuple[int, int], _Time] = {}
+        self._num_steps = 0
+        self._chosen: dict[int, tuple[int, int]] = {}
+        """By power of two of rows: the choice, and the number of the step from which on it may
+        change."""
+        self.counts = DraftCounts(by_position=[0] * self._most)
+
+    def __repr__(self) -> str:
+        return f"DraftBudget({self._most} at most, {self.counts.num_accepted} accepted)"
+
+    def choose(self, num_rows: int, most: int) -> int:
+        """Return the drafts of each row of the next step, of `num_rows` rows; at most `most`."""
+        if self._is_fixed:
+            return max(0, min(self._most, most))
+        kind = num_rows.bit_length()
+        chosen, until = self._chosen.get(kind, (-1, 0))
+        if self._num_steps >= until or chosen > most:
+            chosen = self._best(kind, chosen, most)
+            self._chosen[kind] = (chosen, self._num_steps + _STAYS)
+        return chosen
+
+    def _best(self, kind: int, chosen: int, most: int) -> int:
+        tiers = [tier for tier in self._tiers if tier <= max(0, most)]
+        promises = {tier: self._tokens(tier) / self._seconds(kind, tier) for tier in tiers}
+        best = max(tiers, key=lambda tier: promises[tier])
+        for tier in tiers:
+            time = self._times.get((kind, tier))
+            is_stale = time is not None and self._num_steps - time.last > _STALE
+            if is_stale and tier != chosen and promises[tier] > _CLOSE * promises[best]:
+                return tier
+        if chosen in promises and promises[best] < _BETTER * promises[chosen]:
+            return chosen
+        return best
+
+    def _tokens(self, tier: int) -> float:
+        """Return the tokens of a row that are expected with this many drafts."""
+        tokens, reached = 1.0, 1.0
+        for acceptance in self._accepted[:tier]:
+            reached *= acceptance.rate
+            tokens += reached
+        return tokens
+
+    def _seconds(self, kind: int, tier: int) -> float:
+        """Return the time of a step, measured or assumed."""
+        if (time := self._times.get((kind, tier))) is not None:
+            return time.seconds
+        known = [(k, t) for k, t in self._times if k == kind]
+        if not known:
+            return 1.0 + (_OVERHEAD - 1) * tier / max(1, self._most)
+        nearest = min(known, key=lambda key: abs(key[1] - tier))
+        longer = 1 + (_OVERHEAD - 1) * (tier - nearest[1]) / max(1, self._most)
+        return self._times[nearest].seconds * longer
+
+    def learn(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take a step that is back."""
+        if not self._most or not plan.sampling:
+            return
+        self._num_steps += 1
+        self._learn_acceptance(plan, output)
+        if plan.num_prompts == 0:
+            self._learn_time(plan, (output.end_ns - output.start_ns) / 1e9)
+
+    def _learn_time(self, plan: StepPlan, seconds: float) -> None:
+        time = self._times.setdefault((len(plan.rows).bit_length(), plan.num_drafts), _Time())
+        time.measured += 1
+        # The first steps of a kind may have waited for memory, code or clocks: the least counts.
+        if time.measured <= 3:
+            time.seconds = seconds if time.measured == 1 else min(time.seconds, seconds)
+        else:
+            time.seconds += _WEIGHT * (seconds - time.seconds)
+        time.seconds = max(time.seconds, 1e-9)
+        time.last = self._num_steps
+
+    def _learn_acceptance(self, plan: StepPlan, output: StepOutput) -> None:
+        rows = len(plan.sampling)
+        if not len(output.num_drafts):
+            if plan.num_prompts == 0:
+                self._accepted[0].learn(output.num_unverified_right, rows)
+            return
+        drafts, accepted = output.num_drafts, output.sizes - 1
+        counts = self.counts
+        counts.num_rows += int((drafts > 0).sum())
+        counts.num_drafts += int(drafts.sum())
+        counts.num_accepted += int(accepted.sum())
+        before = rows
+        for position in range(min(plan.num_drafts, self._most)):
+            here = int((accepted > position).sum())
+            counts.by_position[position] += here
+            self._accepted[position].learn(here, before)
+            before = here
+
+    def stats(self) -> dict[str, float]:
+        """Return counts for users and metrics; nothing without speculation."""
+        if not self._most:
+            return {}
+        counts = self.counts
+        return {
+            "spec_decode_num_drafts": counts.num_rows,
+            "spec_decode_num_draft_tokens": counts.num_drafts,
+            "spec_decode_num_accepted_tokens": counts.num_accepted,
+            **{
+                f"spec_decode_num_accepted_tokens_per_pos_{position}": number
+                for position, number in enumerate(counts.by_position)
+            },
+        }

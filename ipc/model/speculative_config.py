@@ -1,0 +1,81 @@
+"""The configuration of speculation: who drafts tokens, and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from sidestep.ipc.common.options import Options, option, require
+from sidestep.ipc.common.registry import PROPOSERS
+
+MOST_DRAFTS = 7
+"""Most drafts of a row in a step: kernels take at most 8 tokens of a row that decodes."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig(Options):
+    """Values of the option speculative_config, by the names that vLLM gave them."""
+
+    method: str = option("ngram", "Who drafts tokens.", choices=tuple(PROPOSERS))
+    num_speculative_tokens: int = option(4, "Most drafts of a row in a step.")
+    prompt_lookup_min: int | None = option(
+        None, "Method 'ngram': fewest tokens that must repeat. Default: 2, or prompt_lookup_max."
+    )
+    prompt_lookup_max: int | None = option(
+        None, "Method 'ngram': most tokens that are compared. Default: 5, or prompt_lookup_min."
+    )
+    adaptive: bool = option(
+        True,
+        "Verify fewer drafts, or none, where the measured times of steps say that it is faster.",
+    )
+    synthetic_acceptance_rate: float = option(
+        0.7, "Method 'synthetic': probability that a draft is the right token."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is None:
+            object.__setattr__(self, "prompt_lookup_min", 2 if most is None else min(2, most))
+        if most is None:
+            object.__setattr__(self, "prompt_lookup_max", 5 if least is None else max(5, least))
+        least, most = self.lookup
+        for holds, problem in (
+            (
+                1 <= self.num_speculative_tokens <= MOST_DRAFTS,
+                f"num_speculative_tokens must be from 1 to {MOST_DRAFTS}, "
+                f"not {self.num_speculative_tokens}",
+            ),
+            (least >= 1, f"prompt_lookup_min must be at least 1, not {least}"),
+            (most >= least, f"prompt_lookup_max ({most}) is less than prompt_lookup_min ({least})"),
+            (most <= 16, f"prompt_lookup_max must be at most 16, not {most}"),
+            (
+                0 <= self.synthetic_acceptance_rate <= 1,
+                "synthetic_acceptance_rate must be from 0 to 1, "
+                f"not {self.synthetic_acceptance_rate}",
+            ),
+        ):
+            require(holds, "speculative_config", problem)
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Fewest and most tokens of a match."""
+        return self.prompt_lookup_min or 0, self.prompt_lookup_max or 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> Self | None:
+        """Return the configuration that a user's dict gives; None without a dict.
+
+        Raises ValidationError for an unknown name or a wrong value.
+        """
+        if values is None:
+            return None
+        names = [f.name for f in fields(cls)]
+        for name in values:
+            require(
+                name in names,
+                "speculative_config",
+                f"has no field {name!r}; its fields are {', '.join(names)}",
+            )
+        return cls(**values)
