@@ -47,6 +47,12 @@ ATTENTION_BACKENDS: dict[str, str] = {
 }
 """Name -> implementation of paged attention."""
 
+PROPOSERS: dict[str, str] = {
+    "ngram": "sidestep.executor.speculation.ngram:NgramProposer",
+    "synthetic": "sidestep.executor.speculation.synthetic:SyntheticProposer",
+}
+"""Name -> what proposes drafts on the host, for speculation."""
+
 ROUTERS: dict[str, str] = {
     "prefix": "sidestep.frontend.routing.prefix:PrefixRouter",
     "least_loaded": "sidestep.frontend.routing.least_loaded:LeastLoadedRouter",
