@@ -51,7 +51,7 @@ PROPOSERS: dict[str, str] = {
     "ngram": "sidestep.executor.speculation.ngram:NgramProposer",
     "synthetic": "sidestep.executor.speculation.synthetic:SyntheticProposer",
 }
-"""Name -> who drafts tokens on a device whose runner computes on the host."""
+"""Name -> what proposes drafts on the host, for speculation."""
 
 ROUTERS: dict[str, str] = {
     "prefix": "sidestep.frontend.routing.prefix:PrefixRouter",

@@ -31,12 +31,14 @@ from sidestep.kernels import launch
 from sidestep.kernels.compiling import compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.speculation import AcceptedTokens, DraftTables
 from sidestep.kernels.products import (
     gated_gemm_triton,
     own_linear,
     skinny_linear_triton,
     streamed_config,
 )
+from sidestep.kernels.speculation import accept_triton, ngram_triton
 from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
 from sidestep.kernels.triton import (
     attention_plan_triton,
@@ -167,6 +169,40 @@ def launch_common(model: Model, page: int, window: int) -> None:
     )
     prepare_step_triton.prepare_step(
         i32(100_000), layout, tables, i32(TOKENS), i32(TOKENS), i32(TOKENS), i32(ROWS), page
+    )
+    launch_speculation(4)
+
+
+def launch_speculation(limit: int) -> None:
+    """Launch the kernels of slots that have up to `limit` drafts."""
+    slot, width, rows = i32(SLOTS), 1 + limit, i32(ROWS)
+    tables = DraftTables(
+        last_sampled=slot,
+        num_computed=slot,
+        drafts=i32(SLOTS, limit),
+        num_drafts=slot,
+        tokens=i32(SLOTS, 40_960),
+        draft_limit=slot,
+        max_total=slot,
+    )
+    accept_triton.accept(
+        i32(ROWS * width),
+        header=i32(16),
+        valid=rows,
+        slots=rows,
+        starts=rows,
+        marks=rows,
+        tables=tables,
+        out=AcceptedTokens(i32(8, ROWS * width), i32(8, ROWS), i32(8, ROWS), i32(8, ROWS)),
+    )
+    ngram_triton.look_up_drafts(
+        header=i32(16),
+        slots=rows,
+        marks=rows,
+        tables=tables,
+        scratch=torch.empty(SLOTS, dtype=torch.int64, device="meta"),
+        min_match=2,
+        max_match=4,
     )
 
 

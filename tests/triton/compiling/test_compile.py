@@ -31,6 +31,9 @@ COMMON = {
     "_prepare",
     "_score_tiles",
     "_choose_tokens",
+    "_accept",
+    "_match",
+    "_copy_drafts",
 }
 MEETINGS = {"_pushed": 0, "_one_shot": 1, "_two_shot": 2}
 ATTENTION = {"_qkv_rope", "_plan", "_decode", "_prefill"}
