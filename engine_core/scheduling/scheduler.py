@@ -129,7 +129,7 @@ class Scheduler:
             requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
             for request in requests:
                 request.max_drafts = self._limits.num_drafts
-                # Who drafts may look at all tokens, also at those in the cache.
+                # A proposer looks at all tokens, also at those in the cache.
                 request.has_past_sent |= bool(request.max_drafts)
         else:
             requests, field = (
@@ -287,7 +287,7 @@ class Scheduler:
                 step.add(request, count, blocks)
                 if isinstance(request.group, BeamGroup):
                     request.parked = request.num_placeholders > 0  # until the search has chosen
-                    if count == 1:
+                    if request.parked and count == 1:
                         step.force(request)
             budget -= count
             if count > 1:
