@@ -95,7 +95,8 @@ def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device
     )
     own = [make_processor(target, setup) for target in args.model.logits_processors or ()]
     processors = [AllowedTokens(setup), BadWords(setup), LogitBias(setup), *own, Penalties(setup)]
-    return SpecialRows(processors, GrammarMasks(setup, limits.num_masks), limits.num_slots, device)
+    masks = GrammarMasks(setup, limits.num_masks, limits.num_drafts)
+    return SpecialRows(processors, masks, limits.num_slots, device)
 
 
 def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
@@ -137,6 +138,8 @@ class SpecialRows:
         """Slots among those whose rows only wait for masks."""
         self._num_logprobs = np.full(num_slots, -1, np.int32)
         self._num_prompt_logprobs = np.full(num_slots, -1, np.int32)
+        self.without_drafts = np.zeros(num_slots, np.bool_)
+        """Slots among those that some processor takes no drafts of."""
         self._count = 0
 
     def __repr__(self) -> str:
@@ -189,7 +192,7 @@ class SpecialRows:
         logits: [R, V] of any type. logits_rows: the rows' indices in it.
         """
         logprobs = []
-        for part in self._parts(batch, rows, logits_rows):
+        for part in self.parts(batch, rows, logits_rows):
             wide = logits.index_select(0, part.logits_rows).float()
             self.before_sampling(wide, part)
             tokens = sample(wide, part)
@@ -198,8 +201,19 @@ class SpecialRows:
                 logprobs.append(found)
         return logprobs
 
-    def before_sampling(self, wide: Tensor, part: SpecialBatch) -> None:
-        """Change logits, float32 [n, V], in place."""
+    def most_queries(self, slots: Int32, queries: int) -> Int32:
+        """Return how many of a row's queries may count: no more than the row has masks.
+
+        queries: of each row in this step.
+        """
+        held = self._accepted[-1, slots]
+        return np.where(held, np.minimum(self.masks.sizes(slots), queries), queries).astype(
+            np.int32
+        )
+
+    def before_sampling(self, wide: Tensor, part: SpecialBatch, query: int = 0) -> None:
+        """Change logits, float32 [n, V], in place. query: index of the position in each row."""
+        self.masks.query = query
         for processor, indices, slots in part.shares:
             if indices is None:
                 processor.apply(wide, slots)
@@ -216,23 +230,46 @@ class SpecialRows:
         token_ids int64 [n]; logits [R, V] as the model gave them, where part.logits_rows are the
         rows meant.
         """
+        self.tell(token_ids, part)
+        return self.logprobs(
+            logits,
+            token_ids,
+            part,
+            part.logits_rows,
+            lambda asking: part.seq_lens[asking].astype(np.int64),
+        )
+
+    def tell(self, token_ids: Tensor, part: SpecialBatch) -> None:
+        """Tell the processors what was sampled; int64 [n], -1 where a token does not count."""
         for processor, indices, slots in part.shares:
             processor.sampled(
                 token_ids if indices is None else token_ids.index_select(0, indices), slots
             )
+
+    def logprobs(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        part: SpecialBatch,
+        logits_rows: Tensor,
+        positions: Callable[[Int64], Int64],
+    ) -> Logprobs | None:
+        """Return the log-probabilities that these rows ask for.
+
+        token_ids int64 [n]: sampled from the rows of `logits` at `logits_rows`. positions: returns
+        the tokens' positions in their requests, for some indices of rows in the part.
+        """
         numbers = self._num_logprobs[part.slots]
         asking = np.flatnonzero(numbers >= 0)
         if not len(asking):
             return None
-        logits_rows, numbers = part.logits_rows, numbers[asking]
+        numbers = numbers[asking]
         if len(asking) < len(part.slots):
             index = to_device(asking, self._device)
             logits_rows = logits_rows.index_select(0, index)
             token_ids = token_ids.index_select(0, index)
         packed = logprobs_of(logits.index_select(0, logits_rows), token_ids, int(numbers.max()))
-        return make_logprobs(
-            packed, part.samples[asking], part.seq_lens[asking].astype(np.int64), numbers
-        )
+        return make_logprobs(packed, part.samples[asking], positions(asking), numbers)
 
     def _enter(self, request: EnteringRequest) -> None:
         slot = request.slot
@@ -242,19 +279,25 @@ class SpecialRows:
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             accepted[slot] = not request.controls.is_beam and processor.enter(request)
         self._special[slot] = self._accepted[:-1, slot].any() or self._num_logprobs[slot] >= 0
+        self.without_drafts[slot] = any(
+            accepted[slot] and not processor.handles_drafts
+            for processor, accepted in zip(self._processors, self._accepted, strict=True)
+        )
         self._masked[slot] = self._accepted[-1, slot] and not self._special[slot]
 
     def _leave(self, slot: int) -> None:
         if not self._known[slot]:
             return
         self._known[slot] = self._special[slot] = self._masked[slot] = False
+        self.without_drafts[slot] = False
         self._num_logprobs[slot] = self._num_prompt_logprobs[slot] = -1
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             if accepted[slot]:
                 accepted[slot] = False
                 processor.leave(slot)
 
-    def _parts(self, batch: HostBatch, rows: Int64, logits_rows: Int64) -> Iterator[SpecialBatch]:
+    def parts(self, batch: HostBatch, rows: Int64, logits_rows: Int64) -> Iterator[SpecialBatch]:
+        """Yield the special rows in parts. logits_rows: the rows' indices among the logits."""
         for first in range(0, len(rows), MOST_ROWS):
             some = rows[first : first + MOST_ROWS]
             slots = batch.slots[some]
