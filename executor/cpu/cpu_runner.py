@@ -103,8 +103,8 @@ class ModelRunner(Runner):
         if len(step.copy_sources):
             self._attention.copy_blocks(step.copy_sources, step.copy_targets)
         # 2. The inputs of this rank's layers, and their outputs.
+        self._pipeline.begin_step(step.beat)
         if self._stage.is_first:
-            self._pipeline.begin_step(step.beat)
             inputs = self._input_ids(batch)
         else:
             inputs = self._pipeline.receive_stream(
