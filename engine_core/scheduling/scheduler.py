@@ -267,16 +267,17 @@ class Scheduler:
                 # mask takes too long for this step.
                 continue
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
+            # Drafts in flight may end it: a row would then lie behind its last token.
+            if request.num_computed + count >= request.max_total:
+                continue
             # One token is kept for each request after this one: prompts never starve decodes.
             if count > 1:
                 count = min(count, budget - later, prompts)
             if count <= 0:
                 continue
             blocks: list[int] | None = _NO_BLOCKS
-            # A row behind a run of drafts may turn out to lie behind the request's end.
-            end = min(request.num_computed + count, request.max_total)
-            if end > len(request.block_ids) * block_size:
-                blocks = self._room.grow(request, end)
+            if request.num_computed + count > len(request.block_ids) * block_size:
+                blocks = self._room.grow(request, request.num_computed + count)
             if blocks is None:
                 continue
             if request.is_new:

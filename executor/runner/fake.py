@@ -312,9 +312,8 @@ class FakeRunner(Runner):
     ) -> _Sampled | None:
         """Compute a row's tokens and drafts, and sample; None if the row does not sample."""
         first, tokens = self._num_computed[slot], self._tokens[slot]
-        if first >= self._records["max_total"][slot]:
-            return _Sampled(slot, [0], [0], 0, None)  # its request ends with the step before
         drafts, left = self._drafts[slot], self._records["max_total"][slot] - first - count
+        assert left >= 0, "a row behind the end of its request"
         num = min(step.num_drafts, len(drafts), left)
         if masks is not None:
             num = min(num, len(masks) - 1)
