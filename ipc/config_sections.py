@@ -181,7 +181,7 @@ class StepLimits:
     @property
     def num_masks(self) -> int:
         """Grammar masks that a worker keeps: the masks of some grammars, and of any two steps."""
-        return max(1024, 2 * self.max_num_seqs)
+        return max(1024, 2 * self.max_num_seqs * (1 + self.num_drafts))
 
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
