@@ -18,8 +18,8 @@ from sidestep.engine_core.groups.group import ForkingGroups, entering_with
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Group, Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
 from sidestep.engine_core.scheduling.queue_wait import QueueWait
-from sidestep.engine_core.scheduling.request_queue import RequestQueue
 from sidestep.ipc.transport.messages import Finished, FinishReason
 from sidestep.ipc.transport.records import RequestRecord
 
@@ -47,7 +47,7 @@ class Roster:
         self.compiling: dict[Request, None] = {}
         """Requests that wait for their grammar, outside of the queue: others pass them."""
         self.running: dict[Request, None] = {}
-        """Running requests, most important first: in the order of admission, or of priority."""
+        """Running requests, the most important first, in the order of the policy."""
         self.leaving: dict[Request, None] = {}
         self.free_slots = list(range(num_slots))
         self.forking = ForkingGroups()
