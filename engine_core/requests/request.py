@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from sidestep.engine_core.requests.mask_account import MaskAccount
 from sidestep.engine_core.requests.mask_job import MaskJob
 from sidestep.ipc.params.sampling_params import SamplingParams
-from sidestep.ipc.transport.messages import AddRequest, FinishReason, unpack_ids
+from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, unpack_ids
 from sidestep.ipc.transport.records import RequestRecord, WaitReason
 
 if TYPE_CHECKING:
@@ -268,8 +268,16 @@ class Group:
 
     @property
     def parks_after_rows(self) -> bool:
-        """Whether a member that has had its row is parked until the others have."""
+        """Whether a member that has had its row is parked until the others have.
+
+        Such a row computes a token that the group has chosen, which the member has not sampled.
+        """
         return False
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether log-probabilities of the members go to their frontend, not to the group."""
+        return True
 
     @property
     def waiting(self) -> list[Request]:
@@ -277,6 +285,17 @@ class Group:
         return [
             r for r in self.members if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ]
+
+    def ending_with(self, request: Request) -> list[Request]:
+        """Return a member and all that end with it, in the order in which they are stopped."""
+        return [request]
+
+    def result(self, eos_ids: frozenset[int]) -> list[Beam]:
+        """Return the beams that a search has found so far; none for other groups.
+
+        eos_ids: the model's own ends of sequence.
+        """
+        return []
 
     def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
         """Return the requests that get blocks from the first of those that enter together."""

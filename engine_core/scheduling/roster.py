@@ -13,8 +13,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from sidestep.engine_core.groups.beams import BeamGroup, found_by
-from sidestep.engine_core.groups.group import ForkingGroups, entering_with
+from sidestep.engine_core.groups.group import (
+    ForkingGroups,
+    ending_with,
+    entering_with,
+    found_by,
+)
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Group, Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.outbox import Outboxes
@@ -198,8 +202,7 @@ class Roster:
     def forget(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request in any state, without telling its frontend."""
         del self.requests[request.client, request.handle]
-        group = request.group
-        for one in reversed(group.members.copy()) if isinstance(group, BeamGroup) else [request]:
+        for one in ending_with(request):
             self._stop(one)
         self.ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
-from sidestep.engine_core.groups.beams import BeamGroup, make_beams
+from sidestep.engine_core.groups.beams import make_beams
 from sidestep.engine_core.groups.group import make_choices, why_never
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.mask_job import FOREVER
@@ -280,7 +280,7 @@ class Scheduler:
                 step.add(request, count, blocks)
             else:
                 step.add(request, count, blocks)
-                if isinstance(request.group, BeamGroup):
+                if request.group.parks_after_rows:
                     request.parked = request.num_placeholders > 0  # until the search has chosen
                     if request.parked and count == 1:
                         step.force(request)
