@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from sidestep.engine_core.requests.mask_account import MaskAccount
 from sidestep.engine_core.requests.mask_job import MaskJob
+from sidestep.engine_core.requests.timing import Timing
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, unpack_ids
 from sidestep.ipc.transport.records import RequestRecord, WaitReason
@@ -46,7 +47,7 @@ class Request:
     """Tokens that end it."""
     eos_ids: frozenset[int]
     """The ids of `stop_ids` that are the model's own end of sequence."""
-    arrival: float
+    timing: Timing
     priority: int = 0
     cache_salt: str | None = None
     num_public_tokens: int = 0
@@ -125,12 +126,6 @@ class Request:
     """Time of the masks of all requests with its grammar."""
     mask_index: int = 0
     """Mask index of its last mask; see engine_core/structured_outputs/mask_table.py."""
-    queued: float = 0.0
-    """When it came, on the scheduler's clock, in seconds like the next two."""
-    scheduled: float | None = None
-    """When it was first scheduled."""
-    first_token: float | None = None
-    """When it got its first token."""
 
     def __repr__(self) -> str:
         return (
@@ -159,7 +154,7 @@ class Request:
             max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()),
             eos_ids=eos,
-            arrival=message.arrival,
+            timing=Timing(message.arrival),
             priority=message.priority,
             cache_salt=message.cache_salt,
             num_public_tokens=message.num_public_tokens,
@@ -177,7 +172,7 @@ class Request:
     @property
     def must_tell_of_prompt(self) -> bool:
         """Whether its whole prompt must be computed, because it asks for prompt_logprobs."""
-        return self.sampling.prompt_logprobs is not None and self.first_token is None
+        return self.sampling.prompt_logprobs is not None and self.timing.first_token is None
 
     @property
     def will_be_complete(self) -> bool:
@@ -327,6 +322,7 @@ def make_record(
     def nanoseconds(time: float | None) -> int | None:
         return None if time is None else int(time * 1e9)
 
+    timing = request.timing
     return RequestRecord(
         request_id=request.request_id,
         client=request.client,
@@ -336,10 +332,10 @@ def make_record(
         num_cached_tokens=request.num_cached_tokens,
         num_output_tokens=request.num_outputs,
         num_preemptions=request.num_preemptions,
-        arrival_ns=int(request.arrival * 1e9),
-        queued_ns=int(request.queued * 1e9),
-        scheduled_ns=nanoseconds(request.scheduled),
-        first_token_ns=nanoseconds(request.first_token),
+        arrival_ns=int(timing.arrival * 1e9),
+        queued_ns=int(timing.queued * 1e9),
+        scheduled_ns=nanoseconds(timing.scheduled),
+        first_token_ns=nanoseconds(timing.first_token),
         finished_ns=nanoseconds(finished),
         finish_reason=reason,
     )

@@ -93,13 +93,10 @@ class Admission:
         return "max_num_batched_tokens"
 
     def _tell_started(self, request: Request, num_cached: int) -> None:
+        now = self._clock()
         request.was_started = True
         request.num_cached_tokens = num_cached
-        request.scheduled = self._clock()
+        request.timing.scheduled_at(now)
         self._outboxes.of(request.client).started.append(
-            Started(
-                handle=request.handle,
-                num_cached_tokens=request.num_cached_tokens,
-                scheduled=request.scheduled,
-            )
+            Started(handle=request.handle, num_cached_tokens=num_cached, scheduled=now)
         )

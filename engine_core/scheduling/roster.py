@@ -71,7 +71,7 @@ class Roster:
 
     def know(self, request: Request) -> None:
         """Register a new request, which its frontend may ask about from now on."""
-        request.queued = self._clock()
+        request.timing.queued_at(self._clock())
         self.requests[request.client, request.handle] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
@@ -102,7 +102,7 @@ class Roster:
                 self.fail(request, problem)
             else:
                 del self.compiling[request]
-                self.waits.waited("grammar", self._clock() - request.queued)
+                self.waits.waited("grammar", self._clock() - request.timing.queued)
                 self.join_queue(request)
 
     def elapse(self) -> None:

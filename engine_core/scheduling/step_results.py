@@ -103,8 +103,8 @@ class StepResults:
     def _take_tokens(self, request: Request, tokens: list[int]) -> None:
         """Take a row's tokens in their order, up to the one that ends the request."""
         outbox = self._outboxes.of(request.client)
-        if request.first_token is None:
-            request.first_token = self._clock()
+        if request.timing.first_token is None:
+            request.timing.first_token_at(self._clock())
         finish = None
         for index, token in enumerate(tokens):
             outbox.handles.append(request.handle)
@@ -130,8 +130,8 @@ class StepResults:
 
     def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
         """Take the candidates of a beam. After the last beam's, the search advances or ends."""
-        if request.first_token is None:
-            request.first_token = self._clock()
+        if request.timing.first_token is None:
+            request.timing.first_token_at(self._clock())
         if not group.take(request, candidates):
             return
         for beam in group.beams:

@@ -38,7 +38,7 @@ class PriorityPolicy(Policy):
 
 
 def _key(request: Request) -> tuple[int, float]:
-    return request.priority, request.arrival
+    return request.priority, request.timing.arrival
 
 
 class PriorityQueue(RequestQueue):
