@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from sidestep.engine_core.requests.mask_account import MaskAccount
-from sidestep.engine_core.requests.mask_job import MaskJob
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.timing import Timing
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, unpack_ids
 from sidestep.ipc.transport.records import RequestRecord, WaitReason
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 
 class RequestStatus(enum.IntEnum):
@@ -99,33 +95,8 @@ class Request:
     num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
-    grammar_field: str = ""
-    """Name of the field in which its user gave its grammar."""
-    matcher: LLMatcher | None = None
+    grammar: GrammarState | None = None
     """State of its output in its grammar, if it has one."""
-    grammar_text: str = ""
-    """Text of its grammar; requests with the same text have the same grammar."""
-    matcher_group: int = 0
-    """Requests of one group have matchers of one compilation."""
-    grammar_end: int = -1
-    """Index, among the tokens of the step that came last, of the one that ends its grammar.
-
-    -1 if the grammar goes on.
-    """
-    mask_job: MaskJob | None = None
-    """Job that computes its next mask; None between steps."""
-    mask_row: int = 0
-    """Row of its mask in `mask_job`."""
-    mask_s: float = 0.0
-    """Seconds of a processor that its last mask took."""
-    num_left_out: int = 0
-    """Steps that left the request out because its masks take long."""
-    mask_account: MaskAccount | None = None
-    """Time of the masks of all its choices."""
-    grammar_account: MaskAccount | None = None
-    """Time of the masks of all requests with its grammar."""
-    mask_index: int = 0
-    """Mask index of its last mask; see engine_core/structured_outputs/mask_table.py."""
 
     def __repr__(self) -> str:
         return (
@@ -161,13 +132,17 @@ class Request:
             deadline=message.deadline,
             controls=message.controls,
             has_past_sent=bool(message.controls),
-            grammar_field="" if message.grammar is None else message.grammar.field,
         )
 
     @property
     def num_outputs(self) -> int:
         """Known output tokens."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def lacks_matcher(self) -> bool:
+        """Whether it has a grammar that has not been compiled for it."""
+        return self.grammar is not None and self.grammar.matcher is None
 
     @property
     def must_tell_of_prompt(self) -> bool:
@@ -308,6 +283,11 @@ class Group:
         """Note that no member waits for the prompt any more."""
         self.source = None
         self.forks.clear()
+
+
+def grammars_of(requests: Iterable[Request]) -> list[GrammarState]:
+    """Return the grammar of each request; all of them have one."""
+    return [request.grammar for request in requests if request.grammar is not None]
 
 
 def make_record(

@@ -197,7 +197,8 @@ class Roster:
 
     def fail(self, request: Request, problem: str) -> None:
         """End a request whose grammar cannot be followed."""
-        self.end(request, FinishReason.ERROR, error=problem, field=request.grammar_field)
+        field = None if request.grammar is None else request.grammar.field
+        self.end(request, FinishReason.ERROR, error=problem, field=field)
 
     def forget(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request in any state, without telling its frontend."""

@@ -40,7 +40,7 @@ from sidestep.engine_core.scheduling.prompt_budget import PromptBudget
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepBuilder, StepPlan
 from sidestep.engine_core.scheduling.step_results import StepResults
-from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, share_masks
+from sidestep.engine_core.structured_outputs.grammar_costs import share_masks
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
 from sidestep.ipc.common.registry import POLICIES, load
@@ -139,11 +139,10 @@ class Scheduler:
         if message.grammar is not None:
             account = self.grammars.open_account()
             for request in requests:
-                request.mask_account = account
-                if (problem := self.grammars.start(request, message.grammar)) is not None:
-                    self._refuse(told, problem, request.grammar_field)
+                if (problem := self.grammars.start(request, message.grammar, account)) is not None:
+                    self._refuse(told, problem, message.grammar.field)
                     return
-            self._roster.compiling |= dict.fromkeys(r for r in requests if r.matcher is None)
+            self._roster.compiling |= dict.fromkeys(r for r in requests if r.lacks_matcher)
         for request in told:
             self._roster.know(request)
         if requests[0].group is not None:
@@ -363,10 +362,7 @@ class Scheduler:
         for request in requests:
             if request not in masks:
                 self._postpone(plan, request)
-            elif (
-                request.mask_s > COUNTED_S
-                and (problem := self.grammars.charge(request)) is not None
-            ):
+            elif (problem := self.grammars.charge(request)) is not None:
                 self._roster.fail(request, problem)
         return masks
 
