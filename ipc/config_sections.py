@@ -16,7 +16,7 @@ from sidestep.ipc.common.options import (
     require,
     require_positive,
 )
-from sidestep.ipc.common.registry import ATTENTION_BACKENDS, ROUTERS
+from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES, ROUTERS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
@@ -26,7 +26,6 @@ DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 """Folder of the bundled model."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-POLICIES = ("fcfs", "priority")
 DEVICES = ("auto", "cpu", "cuda", "fake")
 
 
@@ -209,7 +208,7 @@ class SchedulerConfig(Options):
     scheduling_policy: str = option(
         "fcfs",
         "Order of waiting requests; 'priority' takes the lowest number first.",
-        choices=POLICIES,
+        choices=tuple(POLICIES),
     )
     async_scheduling: bool = option(True, "Schedule step N+1 while step N runs.")
     target_itl_ms: float | None = option(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sidestep.engine_core.requests.request import Request
+from sidestep.engine_core.requests.request import Request, grammars_of
 from sidestep.ipc.transport.step import Int32, StepMasks
 
 
@@ -40,13 +40,14 @@ class MaskTable:
             self._masks.clear()
             self._indices.clear()
         first_new = len(self._masks)
-        for request, mask in zip(requests, masks, strict=True):
-            request.mask_index = self._index_of(mask.tobytes(), request.mask_index)
+        grammars = grammars_of(requests)
+        for grammar, mask in zip(grammars, masks, strict=True):
+            grammar.mask_index = self._index_of(mask.tobytes(), grammar.mask_index)
         return StepMasks(
             step_id,
             first_new,
             np.array(rows, np.int32),
-            np.array([request.mask_index for request in requests], np.int32),
+            np.array([grammar.mask_index for grammar in grammars], np.int32),
             np.frombuffer(b"".join(self._masks[first_new:]), np.int32),
         )
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sidestep.engine_core.requests.request import Request
 from sidestep.executor.runner.fake import expected_tokens
+from sidestep.ipc.common.registry import POLICIES
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.structured_outputs_params import Grammar
 from sidestep.ipc.transport.messages import unpack_ids
@@ -35,14 +36,15 @@ pytestmark = pytest.mark.timeout(600)
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, deadlines and steps over a small cache.
 
-    The cache is so small that preemption is common. The pipelines have one to three stages.
+    The cache is so small that preemption is common. The pipelines have one to three stages. The
+    requests come from three frontends, which any policy may treat as it likes.
     """
 
     @initialize(
         num_blocks=st.integers(7, 14),
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(5, 24),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(sorted(POLICIES)),
         overlap=st.booleans(),
         num_stages=st.integers(1, 3),
         caching=st.sampled_from([True, True, False]),
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.requests: dict[int, tuple[list[int], int]] = {}
         """Requests by handle; each choice of a group has its own."""
+        self.clients: dict[int, int] = {}
         self.seeds: dict[int, int] = {}
         self.searches: dict[int, BeamSearchParams] = {}
         self.forms: dict[int, Grammar] = {}
@@ -178,10 +181,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             beam_width=width, max_tokens=max_tokens, early_stopping=stopping, ignore_eos=ignore_eos
         )
         self.requests[handle] = (prompt, max_tokens)
+        self.clients[handle] = rest % 3
         self.searches[handle] = params
         self.engine.scheduler.add(
             make_beam_request(
-                prompt, params, handle=handle, priority=priority, arrival=self.clock.now
+                prompt,
+                params,
+                handle=handle,
+                client=rest % 3,
+                priority=priority,
+                arrival=self.clock.now,
             )
         )
 
@@ -202,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt,
             max_tokens,
             handle=handle,
+            client=rest % 3,
             priority=priority,
             cache_salt=salt,
             arrival=self.clock.now,
@@ -213,6 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if form is not None:
                 self.forms[handle + index] = form
             self.requests[handle + index] = (prompt, max_tokens)
+            self.clients[handle + index] = message.client
             self.seeds[handle + index] = message.sampling.for_choice(index).seed or 0
         if n == 1:
             self.alone.add(handle)
@@ -227,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 4))
     def abort(self, back: int) -> None:
         handle = max(0, len(self.requests) - 1 - back)
-        self.engine.scheduler.abort(0, [handle])
+        self.engine.scheduler.abort(self.clients[handle], [handle])
         if handle not in self.engine.finished:
             self.aborted.add(handle)
 
