@@ -339,13 +339,15 @@ class Scheduler:
             request for _, request in plan.masked if request.status is not RequestStatus.FINISHED
         ]
         masks = self._masks_in_time(plan, requests)
-        there = [(row, request) for row, request in plan.masked if request in masks]
-        return self._masks.message(
-            plan.step_id,
-            [row for row, _ in there],
-            [request for _, request in there],
-            [masks[request] for _, request in there],
+        rows = [row for row, request in plan.masked if request in masks]
+        there = [request for _, request in plan.masked if request in masks]
+        behind = (
+            self.grammars.masks_behind_drafts(there, list(map(plan.drafts_of, there)))
+            if plan.num_drafts
+            else ()
         )
+        found = [masks[request] for request in there]
+        return self._masks.message(plan.step_id, rows, there, found, behind)
 
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
         """Return the masks of the newest step that are in time; other requests do not sample."""

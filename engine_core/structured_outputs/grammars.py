@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.mask_account import MaskAccount
 from sidestep.engine_core.requests.request import Request, RequestStatus, grammars_of
+from sidestep.engine_core.structured_outputs.draft_masks import cheap_drafts, masks_behind
 from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, GRAMMAR_S, REQUEST_S
 from sidestep.engine_core.structured_outputs.mask_jobs import MaskJobs
 from sidestep.ipc.config import available_cores
@@ -353,6 +354,17 @@ class Grammars:
             return
         for matcher, token in tokens:
             matcher.consume_token(token)
+
+    def masks_behind_drafts(
+        self, requests: Sequence[Request], most: Sequence[int]
+    ) -> list[Sequence[Int32]]:
+        """Return the masks behind the drafts of each request that its row may accept.
+
+        most: drafts that each row may verify at most. Call it after `masks`, for requests whose
+        mask has been taken.
+        """
+        drafts = cheap_drafts(requests, most, self._num_workers)
+        return masks_behind(requests, drafts, -(-self._vocab_size // 32), self._executor)
 
     def masks(
         self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float

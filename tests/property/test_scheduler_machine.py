@@ -3,7 +3,7 @@
 Nothing leaks, nothing is lost, and no token changes.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given, settings
@@ -29,6 +29,19 @@ FORMS = [
     small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
 ]
 LENGTHS = st.integers(1, 9)
+SPECULATIVE = st.one_of(
+    st.none(),
+    st.fixed_dictionaries(
+        {
+            "method": st.sampled_from(["ngram", "synthetic"]),
+            "num_speculative_tokens": st.integers(1, 5),
+            "prompt_lookup_min": st.integers(1, 3),
+            "synthetic_acceptance_rate": st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+            "adaptive": st.booleans(),
+        }
+    ),
+)
+"""No drafts, looked up ones, and scripted ones: wrong ones, right ones and both."""
 pytestmark = pytest.mark.timeout(600)
 """Seconds for a test, which takes half a minute where nothing else runs."""
 
@@ -50,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         late_share=st.sampled_from([0.0, 0.3, 0.7]),
         mask_seconds=st.sampled_from([(0.0,), (1e-4, 0.015)]),
+        speculative=SPECULATIVE,
     )
     def start(
         self,
@@ -62,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         late_share: float,
         mask_seconds: tuple[float, ...],
+        speculative: dict[str, Any] | None,
     ) -> None:
         self.clock = Clock()
         self.grammars = SmallGrammars(self.clock)
@@ -78,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 overlap=overlap,
                 grammars=self.grammars,
                 num_stages=num_stages,
+                speculative=speculative,
             ),
             num_stages + overlap,
         )
@@ -356,8 +372,9 @@ TestSchedulerMachine = SchedulerMachine.TestCase
     num_stages=st.integers(1, 3),
     caching=st.booleans(),
     stagger=st.integers(0, 3),
+    speculative=SPECULATIVE,
 )
-def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_stages(
+def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_stages_or_drafts(
     requests: list[tuple[list[int], list[int], int]],
     budget: int,
     block_size: int,
@@ -366,6 +383,7 @@ def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_
     num_stages: int,
     caching: bool,
     stagger: int,
+    speculative: dict[str, Any] | None,
 ) -> None:
     num_blocks = -(-num_tokens // block_size)
     assume(all(len(a) + len(b) + n <= num_blocks * block_size for a, b, n in requests))
@@ -377,6 +395,7 @@ def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_
             prefix_caching=caching,
             overlap=overlap,
             num_stages=num_stages,
+            speculative=speculative,
         ),
         num_stages + overlap,
     )
