@@ -68,9 +68,7 @@ def masks_behind(
         executor.unsafe_compute_mask_ptr_with_draft_token(jobs, place, width, len(masks))
     else:
         for matcher, start, some in jobs:
-            matcher.unsafe_compute_mask_ptr_with_draft_token(
-                place + start * width, (1 + len(some)) * width, some
-            )
+            matcher.unsafe_compute_mask_ptr_with_draft_token(place + start * width, width, some)
     known = masks.any(1)
     found: list[Sequence[Int32]] = []
     for start, size in zip(starts, sizes, strict=True):
