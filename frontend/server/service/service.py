@@ -86,7 +86,12 @@ class Tally:
         return self
 
     def note(self, output: RequestOutput) -> None:
-        """Count an output of the choice."""
+        """Count an output of the choice.
+
+        Tokens that come together, from one step or to a slow reader, share the time since the
+        tokens before. So the histogram counts each token once, and its sum is the time that
+        passed, whether or not steps give several tokens.
+        """
         self._last, metrics = output, output.metrics
         if (now := metrics.last_token_ts) is not None:
             new = metrics.num_generation_tokens - self._told
