@@ -246,7 +246,7 @@ class SchedulerConfig(Options):
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """Who drafts tokens, and how many; None without speculation."""
+        """The proposer and the number of its drafts; None without speculation."""
         return SpeculativeConfig.of(self.speculative_config)
 
     def limits(self, device: str, num_stages: int = 1) -> StepLimits:

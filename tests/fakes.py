@@ -131,6 +131,7 @@ def make_scheduler(
     target_itl_ms: float | None = None,
     grammars: Grammars | None = None,
     num_stages: int = 1,
+    speculative: dict[str, Any] | None = None,
 ) -> Scheduler:
     """Return a scheduler over a small cache; its invariants are checked after the test."""
     clock = clock or Clock()
@@ -140,6 +141,7 @@ def make_scheduler(
         scheduling_policy=policy,
         async_scheduling=overlap,
         target_itl_ms=target_itl_ms,
+        speculative_config=speculative,
     )
     kv = KVCacheManager(num_blocks, block_size, prefix_caching)
     scheduler = Scheduler(
@@ -244,8 +246,10 @@ class Engine:
             step.slots.tolist(),
         )
         assert (
-            0 < sum(counts) <= limits.max_num_batched_tokens and len(counts) <= limits.max_num_seqs
+            0 < sum(counts) + len(counts) * step.num_drafts <= limits.max_num_batched_tokens
+            and len(counts) <= limits.max_num_seqs
         )
+        assert step.num_drafts == 0 or max(counts) == 1, "drafts beside prompts"
         assert min(counts) > 0 and len(set(slots)) == len(slots)
         first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"

@@ -129,7 +129,7 @@ class Scheduler:
             requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
             for request in requests:
                 request.max_drafts = self._limits.num_drafts
-                # Who drafts may look at all tokens, also at those in the cache.
+                # A proposer looks at all tokens, also at those in the cache.
                 request.has_past_sent |= bool(request.max_drafts)
         else:
             requests, field = (
@@ -267,16 +267,17 @@ class Scheduler:
                 # mask takes too long for this step.
                 continue
             count = len(request.token_ids) + request.num_placeholders - request.num_computed
+            # Drafts in flight may end it: a row would then lie behind its last token.
+            if request.num_computed + count >= request.max_total:
+                continue
             # One token is kept for each request after this one: prompts never starve decodes.
             if count > 1:
                 count = min(count, budget - later, prompts)
             if count <= 0:
                 continue
             blocks: list[int] | None = _NO_BLOCKS
-            # A row behind a run of drafts may turn out to lie behind the request's end.
-            end = min(request.num_computed + count, request.max_total)
-            if end > len(request.block_ids) * block_size:
-                blocks = self._room.grow(request, end)
+            if request.num_computed + count > len(request.block_ids) * block_size:
+                blocks = self._room.grow(request, request.num_computed + count)
             if blocks is None:
                 continue
             if request.is_new:
@@ -287,7 +288,7 @@ class Scheduler:
                 step.add(request, count, blocks)
                 if isinstance(request.group, BeamGroup):
                     request.parked = request.num_placeholders > 0  # until the search has chosen
-                    if count == 1:
+                    if request.parked and count == 1:
                         step.force(request)
             budget -= count
             if count > 1:

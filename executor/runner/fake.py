@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
-from sidestep.ipc.params.logits_controls import decode_controls
+from sidestep.executor.speculation.proposer import make_proposer
+from sidestep.ipc.params.logits_controls import Controls, decode_controls
+from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import (
+    Int32,
     Int64,
     LogprobColumns,
     StepInput,
@@ -77,8 +82,12 @@ class FakeMasks:
         self._num_words = -(-vocab_size // 32)
         self._table: dict[int, Int64] = {}
 
-    def take(self, step: StepInput, masks: StepMasks) -> dict[int, Int64]:
-        """Store new masks; return for each slot that has a mask the tokens that it may sample."""
+    def take(self, step: StepInput, masks: StepMasks) -> dict[int, list[Int64]]:
+        """Store new masks, and return them for each slot that has some.
+
+        A mask is the tokens that may be sampled. A slot's first mask is for its token, the others
+        are for the tokens behind its drafts.
+        """
         assert masks.step_id == step.step_id, (
             f"masks of step {masks.step_id} came for step {step.step_id}"
         )
@@ -86,11 +95,11 @@ class FakeMasks:
             self._table[index] = np.flatnonzero(
                 np.unpackbits(words.view(np.uint8), bitorder="little")
             )
+        indices = iter(masks.mask_indices.tolist())
+        sizes = masks.sizes.tolist() or [1] * len(masks.rows)
         return {
-            slot: self._table[index]
-            for slot, index in zip(
-                step.slots[masks.rows].tolist(), masks.mask_indices.tolist(), strict=True
-            )
+            slot: [self._table[index] for index in islice(indices, size)]
+            for slot, size in zip(step.slots[masks.rows].tolist(), sizes, strict=True)
         }
 
 
@@ -152,6 +161,19 @@ class TimedOutput(PendingOutput):
         return self._output
 
 
+class _Sampled(NamedTuple):
+    """A row that has sampled."""
+
+    slot: int
+    tokens: list[int]
+    states: list[int]
+    """Hash of the context of each token."""
+    num_drafts: int
+    """Drafts that it has verified."""
+    guess: int | None
+    """The first draft that it has not verified, if all before it were accepted."""
+
+
 class FakeRunner(Runner):
     """Keeps the same rows per slot as the real runner."""
 
@@ -164,15 +186,18 @@ class FakeRunner(Runner):
         self._instant = args.parallel.fake_step_ms == 0
         slots = args.scheduler.limits("fake", self._num_stages).num_slots
         self._cache = [[0] * self._block_size for _ in range(self._num_blocks)]
-        self._known: list[list[int]] = [[] for _ in range(slots)]
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        """Known and sampled tokens; -1 for tokens that are in the cache and were not sent."""
+        self._records = empty_tables(slots)
         self._blocks: list[list[int]] = [[] for _ in range(slots)]
         self._num_computed = [0] * slots
-        self._last_sampled = [0] * slots
         self._known_from = [0] * slots
-        """The beat from which on the first stage of a pipeline would know that token."""
-        self._seed = [0] * slots
-        self._num_logprobs = [0] * slots
+        """The beat from which on the first stage of a pipeline would know the last token."""
+        self._controls = [Controls()] * slots
         self._masks = FakeMasks(self._vocab_size)
+        self._drafts: list[list[int]] = [[] for _ in range(slots)]
+        self._speculation = args.scheduler.speculation
+        self._proposer = make_proposer(self._speculation, self._vocab_size, self._next_tokens)
 
     def load(self) -> WorkerReady:
         """Return the sizes that were asked for, or the defaults."""
@@ -195,60 +220,76 @@ class FakeRunner(Runner):
         for slot, token in zip(
             step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True
         ):
-            self._last_sampled[slot] = token
+            self._tokens[slot][self._num_computed[slot]] = token
             self._known_from[slot] = step.beat
         start, end = self._device.launch(step.beat)
-        allowed: dict[int, Int64] = {}
+        allowed: dict[int, list[Int64]] = {}
         if step.awaits_masks:
             assert receive_masks is not None, "nobody gives the masks"
             allowed = self._masks.take(step, receive_masks())
             end = self._device.sample_late()
-        states = self._run_rows(step, allowed)
-        tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
-        output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
-        if any(self._num_logprobs[slot] for slot in states):
-            output.logprobs = self._logprobs(states)
+        output = self._output(step, self._run_rows(step, allowed))
+        output.start_ns, output.end_ns = int(start * 1e9), int(end * 1e9)
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
+    def _output(self, step: StepInput, sampled: list[_Sampled]) -> StepOutput:
+        def column(values: Iterable[int]) -> Int32:
+            return np.fromiter(values, np.int32)
+
+        output = StepOutput(step.step_id, 0, 0, column(t for row in sampled for t in row.tokens))
+        if step.num_drafts:
+            output.sizes = column(len(row.tokens) for row in sampled)
+            output.num_drafts = column(row.num_drafts for row in sampled)
+        guesses = [(row.guess, row.tokens[-1]) for row in sampled if row.guess is not None]
+        output.num_unverified = len(guesses)
+        output.num_unverified_right = sum(guess == token for guess, token in guesses)
+        if self._proposer is not None and any(self._controls[r.slot].has_grammar for r in sampled):
+            output.next_sizes = column(len(self._drafts[row.slot]) for row in sampled)
+            output.next_drafts = column(t for row in sampled for t in self._drafts[row.slot])
+        if any(self._num_logprobs(row.slot) for row in sampled):
+            output.logprobs = self._logprobs(sampled)
+        return output
+
     def _enter(self, step: StepInput) -> None:
-        computed, seeds = (step.entering[name].tolist() for name in ("num_computed", "seed"))
-        for i, (slot, positions, tokens, _, controls) in enumerate(step.entering_rows()):
-            self._num_computed[slot], self._seed[slot] = computed[i], seeds[i]
-            self._known[slot] = [-1] * positions.start + step.new_token_ids[tokens].tolist()
-            control = step.new_controls[controls].tobytes()
-            self._num_logprobs[slot] = max(0, decode_controls(control).logprobs)
+        for record, (slot, positions, tokens, _, controls) in zip(
+            step.entering, step.entering_rows(), strict=True
+        ):
+            self._records[slot] = record
+            self._num_computed[slot] = int(record["num_computed"])
+            self._tokens[slot] = [-1] * positions.start + step.new_token_ids[tokens].tolist()
+            self._controls[slot] = decode_controls(step.new_controls[controls].tobytes())
             self._blocks[slot] = []
+            self._drafts[slot] = []
+            if self._proposer is not None:
+                self._proposer.begin(slot, np.array(self._tokens[slot], np.int32))
 
-    def _logprobs(self, states: dict[int, int]) -> UInt8:
-        """Return the logprobs of rows that ask for the most probable tokens.
+    def _num_logprobs(self, slot: int) -> int:
+        return max(0, self._controls[slot].logprobs)
 
-        states: slots that sample, and the hashes of their contexts.
-        """
-        rows = [
-            (
-                row,
-                self._last_sampled[slot],
-                candidates(state, self._num_logprobs[slot], self._vocab_size),
-            )
-            for row, (slot, state) in enumerate(states.items())
-            if self._num_logprobs[slot]
+    def _logprobs(self, sampled: list[_Sampled]) -> UInt8:
+        """Return the logprobs of rows that ask for the most probable tokens."""
+        found = [
+            (row, token, candidates(state, self._num_logprobs(one.slot), self._vocab_size))
+            for row, one in enumerate(sampled)
+            if self._num_logprobs(one.slot)
+            for token, state in zip(one.tokens, one.states, strict=True)
         ]
-        count = len(rows)
+        count = len(found)
         return LogprobColumns(
-            keys=np.array([row for row, _, _ in rows], np.int32),
+            keys=np.array([row for row, _, _ in found], np.int32),
             positions=np.zeros(count, np.int32),
-            sizes=np.array([1 + len(best) for _, _, best in rows], np.int32),
+            sizes=np.array([1 + len(best) for _, _, best in found], np.int32),
             ranks=np.ones(count, np.int32),
             token_ids=np.array(
-                [t for _, token, best in rows for t in (token, *(b for _, b in best))], np.int32
+                [t for _, token, best in found for t in (token, *(b for _, b in best))], np.int32
             ),
             logprobs=np.array(
-                [v for _, _, best in rows for v in (0.0, *(a for a, _ in best))], np.float32
+                [v for _, _, best in found for v in (0.0, *(a for a, _ in best))], np.float32
             ),
         ).pack()
 
-    def _run_rows(self, step: StepInput, allowed: dict[int, Int64]) -> dict[int, int]:
-        """Return, for each slot that samples, in the order of rows, the hash of its context."""
+    def _run_rows(self, step: StepInput, allowed: dict[int, list[Int64]]) -> list[_Sampled]:
+        """Compute the rows, and return those that sample, in their order."""
         slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used : used + new_blocks]
@@ -260,30 +301,77 @@ class FakeRunner(Runner):
             zip(slots, step.num_tokens.tolist(), strict=True),
             key=lambda row: self._num_computed[row[0]],
         )
-        sampled: dict[int, int] = {}
+        sampled: dict[int, _Sampled] = {}
         for slot, count in rows:
-            state = self._compute(slot, count, step.beat)
-            if self._num_computed[slot] >= len(self._known[slot]):
-                tokens = allowed.get(slot)
-                token = next_token(
-                    state, self._seed[slot], self._vocab_size if tokens is None else len(tokens)
-                )
-                self._last_sampled[slot] = token if tokens is None else int(tokens[token])
-                self._known_from[slot] = step.beat + self._num_stages
-                sampled[slot] = state
-        return {slot: sampled[slot] for slot in slots if slot in sampled}
+            if (found := self._run_row(step, slot, count, allowed.get(slot))) is not None:
+                sampled[slot] = found
+        return [sampled[slot] for slot in slots if slot in sampled]
 
-    def _compute(self, slot: int, count: int, beat: int) -> int:
-        """Compute `count` positions of a slot and return the hash at the last one."""
-        known, blocks, size = self._known[slot], self._blocks[slot], self._block_size
-        first = self._num_computed[slot]
-        state = self._cache[blocks[(first - 1) // size]][(first - 1) % size] if first else 0
-        for position in range(first, first + count):
-            assert position < len(known) or self._known_from[slot] <= beat, (
-                "the first stage has not got its token"
-            )
-            token = known[position] if position < len(known) else self._last_sampled[slot]
+    def _run_row(
+        self, step: StepInput, slot: int, count: int, masks: list[Int64] | None
+    ) -> _Sampled | None:
+        """Compute a row's tokens and drafts, and sample; None if the row does not sample."""
+        first, tokens = self._num_computed[slot], self._tokens[slot]
+        drafts, left = self._drafts[slot], self._records["max_total"][slot] - first - count
+        assert left >= 0, "a row behind the end of its request"
+        num = min(step.num_drafts, len(drafts), left)
+        if masks is not None:
+            num = min(num, len(masks) - 1)
+        states = self._compute(slot, [*tokens[first : first + count], *drafts[:num]], step.beat)
+        if first + count < self._records["num_known"][slot]:
+            self._num_computed[slot] = first + count
+            return None
+        # The token at each position is sampled as ever; a draft is accepted while it is the same.
+        states, new = states[count - 1 :], list[int]()
+        for index, state in enumerate(states):
+            new.append(self._sample(slot, state, None if masks is None else masks[index]))
+            if index == num or drafts[index] != new[-1]:
+                break
+        accepted = len(new) - 1
+        guess = drafts[num] if accepted == num < len(drafts) else None
+        self._num_computed[slot] = first + count + accepted
+        del tokens[first + count :]
+        tokens += new
+        self._known_from[slot] = step.beat + self._num_stages
+        self._propose(slot)
+        return _Sampled(slot, new, states[: len(new)], num, guess)
+
+    def _sample(self, slot: int, state: int, allowed: Int64 | None) -> int:
+        seed = int(self._records["seed"][slot])
+        token = next_token(state, seed, self._vocab_size if allowed is None else len(allowed))
+        return token if allowed is None else int(allowed[token])
+
+    def _propose(self, slot: int) -> None:
+        most = int(self._records["max_drafts"][slot])
+        if self._proposer is not None and most:
+            tokens = np.array(self._tokens[slot], np.int32)
+            self._drafts[slot] = self._proposer.propose(slot, tokens, most).tolist()
+
+    def _next_tokens(self, slot: int, count: int) -> Int32:
+        """Return the tokens that the device will sample for a slot without masks."""
+        state, tokens = self._state_before(slot), [self._tokens[slot][-1]]
+        for _ in range(count):
+            state = chain(state, tokens[-1])
+            tokens.append(self._sample(slot, state, None))
+        return np.array(tokens[1:], np.int32)
+
+    def _state_before(self, slot: int) -> int:
+        """Return the hash of all tokens that a slot has computed."""
+        first, size = self._num_computed[slot], self._block_size
+        if not first:
+            return 0
+        return self._cache[self._blocks[slot][(first - 1) // size]][(first - 1) % size]
+
+    def _compute(self, slot: int, tokens: list[int], beat: int) -> list[int]:
+        """Compute tokens behind those computed before, and return the hash at each of them."""
+        first, num_known = self._num_computed[slot], self._records["num_known"][slot]
+        blocks, size = self._blocks[slot], self._block_size
+        assert first + len(tokens) <= num_known or self._known_from[slot] <= beat, (
+            "the first stage has not got its token"
+        )
+        state, states = self._state_before(slot), []
+        for position, token in enumerate(tokens, first):
             state = chain(state, token)
             self._cache[blocks[position // size]][position % size] = state
-        self._num_computed[slot] = first + count
-        return state
+            states.append(state)
+        return states

@@ -9,6 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sidestep.ipc.common import registry
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.speculative_config import SpeculativeConfig
 from sidestep.ipc.transport.step import Int32
 
 Oracle = Callable[[int, int], Int32]
@@ -30,6 +33,31 @@ class ProposerSettings:
     """Seed of synthetic drafts."""
     oracle: Oracle | None = None
     """Source of the right tokens of synthetic drafts."""
+
+
+def make_proposer(
+    config: SpeculativeConfig | None, vocab_size: int, oracle: Oracle | None = None
+) -> Proposer | None:
+    """Return the proposer that a configuration names; None without speculation.
+
+    oracle: None on a device that cannot foretell its tokens. Raises EngineStartError where the
+    proposer cannot keep the configuration.
+    """
+    if config is None:
+        return None
+    least, most = config.lookup
+    settings = ProposerSettings(
+        vocab_size=vocab_size,
+        min_match=least,
+        max_match=most,
+        acceptance_rate=config.synthetic_acceptance_rate,
+        oracle=oracle,
+    )
+    try:
+        proposer: Proposer = registry.load(registry.PROPOSERS[config.method])(settings)
+    except ValueError as error:
+        raise EngineStartError(f"speculative_config: {error}") from None
+    return proposer
 
 
 class Proposer(ABC):
