@@ -156,7 +156,7 @@ class OutputProcessor:
     def _handle_tokens(self, outputs: Outputs, now: float) -> list[int]:
         """Return the handles of the requests that their text has ended.
 
-        A step may give a request several tokens. Those behind the one that has ended it are
+        A step may give a request several tokens. The tokens behind the one that has ended it are
         dropped.
         """
         handles: list[int] = unpack_ids(outputs.handles).tolist()

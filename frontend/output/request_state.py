@@ -178,6 +178,10 @@ class RequestState:
     def finished(self, message: Finished) -> None:
         """Note that the engine has ended the request."""
         self.metrics.num_preemptions = message.num_preemptions
+        if (drafts := message.drafts) is not None:
+            self.metrics.num_drafts = drafts.num_drafts
+            self.metrics.num_draft_tokens = drafts.num_draft_tokens
+            self.metrics.num_accepted_tokens = drafts.num_accepted_tokens
         if message.reason == FinishReason.ERROR:
             problem = message.error or "the request failed"
             self.fail(

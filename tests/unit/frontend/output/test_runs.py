@@ -10,7 +10,7 @@ from sidestep import RequestOutputKind
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.frontend.output.request_state import RequestState
-from sidestep.ipc.transport.messages import FinishReason
+from sidestep.ipc.transport.messages import FinishReason, VerifiedDrafts
 from tests.unit.frontend.desk import Desk
 
 LETTERS = "abcde"
@@ -210,3 +210,22 @@ async def test_tokens_of_several_requests_in_one_message_do_not_mix(desk: Desk) 
         [73, 74, 75],
         [70, 71],
     ]
+
+
+async def test_the_metrics_of_a_request_that_the_core_ends_tell_its_drafts(desk: Desk) -> None:
+    state = await desk.add(output_kind=RequestOutputKind.DELTA)
+    desk.say_run([70, 71])
+    metrics = (await state.next_output()).metrics
+    assert metrics.num_draft_tokens is None and metrics.acceptance_length is None
+    drafts = VerifiedDrafts(num_drafts=4, num_draft_tokens=12, num_accepted_tokens=6)
+    desk.say_run([72], reason=FinishReason.LENGTH, drafts=drafts)
+    metrics = (await state.next_output()).metrics
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (4, 12, 6)
+    assert metrics.acceptance_length == 2.5
+
+
+async def test_drafts_are_unknown_where_the_text_ends_a_request(desk: Desk) -> None:
+    state = await desk.add(stop="b")
+    desk.say_run(ids_of(desk.tokenizer, "abc"))
+    metrics = (await state.next_output()).metrics
+    assert metrics.num_draft_tokens is None and metrics.acceptance_length is None
