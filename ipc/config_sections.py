@@ -223,6 +223,7 @@ class SchedulerConfig(Options):
         None,
         "Draft tokens that the model then verifies, several in a step: a JSON object such as "
         '{"method": "ngram", "num_speculative_tokens": 4}. Outputs stay the same.',
+        parse=parse_mapping,
     )
 
     def __post_init__(self) -> None:

@@ -84,6 +84,8 @@ class Request:
     """Most drafts of a step."""
     next_drafts: Sequence[int] = ()
     """Drafts that the worker has for the next step; known only of a request with a grammar."""
+    num_verifying_steps: int = 0
+    """Steps that have verified drafts."""
     num_verified: int = 0
     """Drafts that have been verified."""
     num_accepted: int = 0

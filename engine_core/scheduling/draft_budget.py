@@ -93,6 +93,7 @@ class DraftBudget:
         self._chosen: dict[int, tuple[int, int]] = {}
         """By power of two of rows: the choice, and the number of the step from which on it may
         change."""
+        self._last_choice = 0
         self.counts = DraftCounts(by_position=[0] * self._most)
 
     def __repr__(self) -> str:
@@ -100,6 +101,10 @@ class DraftBudget:
 
     def choose(self, num_rows: int, most: int) -> int:
         """Return the drafts of each row of the next step, of `num_rows` rows; at most `most`."""
+        self._last_choice = self._choose(num_rows, most)
+        return self._last_choice
+
+    def _choose(self, num_rows: int, most: int) -> int:
         if self._is_fixed:
             return max(0, min(self._most, most))
         kind = num_rows.bit_length()
@@ -195,6 +200,7 @@ class DraftBudget:
             "spec_decode_num_drafts": counts.num_rows,
             "spec_decode_num_draft_tokens": counts.num_drafts,
             "spec_decode_num_accepted_tokens": counts.num_accepted,
+            "spec_decode_draft_length": self._last_choice,
             **{
                 f"spec_decode_num_accepted_tokens_per_pos_{position}": number
                 for position, number in enumerate(counts.by_position)

@@ -24,7 +24,7 @@ from sidestep.engine_core.requests.request import Group, Request, RequestStatus,
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
 from sidestep.engine_core.scheduling.queue_wait import QueueWait
-from sidestep.ipc.transport.messages import Finished, FinishReason
+from sidestep.ipc.transport.messages import Finished, FinishReason, VerifiedDrafts
 from sidestep.ipc.transport.records import RequestRecord
 
 _REMEMBERED = 4096
@@ -191,6 +191,7 @@ class Roster:
             num_preemptions=request.num_preemptions,
             completes_grammar=completes_grammar,
             beams=found_by(request),
+            drafts=_drafts_of(request) if request.max_drafts else None,
         )
         self.forget(request, reason)
         self._outboxes.of(request.client).finished.append(word)
@@ -269,3 +270,11 @@ class Roster:
         self.leaving[request] = None
         if request.num_in_flight == 0:
             self.release(request)
+
+
+def _drafts_of(request: Request) -> VerifiedDrafts:
+    return VerifiedDrafts(
+        num_drafts=request.num_verifying_steps,
+        num_draft_tokens=request.num_verified,
+        num_accepted_tokens=request.num_accepted,
+    )

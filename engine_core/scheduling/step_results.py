@@ -73,6 +73,7 @@ class StepResults:
         candidates = (
             candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         )
+        self._count_drafts(plan, output)
         # 1. Tokens replace placeholders. Tokens of requests that have ended are dropped.
         for request, tokens in zip(plan.sampling, output.by_row(), strict=True):
             if request in plan.late:
@@ -84,7 +85,6 @@ class StepResults:
                 self._take_candidates(request, request.group, candidates[request])
             else:
                 self._take_tokens(request, tokens)
-        self._count_drafts(plan, output)
         # 2. Slots and blocks that no step in flight touches any more go back.
         for request in plan.rows:
             request.num_in_flight -= 1
@@ -92,12 +92,13 @@ class StepResults:
                 self._roster.release(request)
 
     def _count_drafts(self, plan: StepPlan, output: StepOutput) -> None:
-        """Add a step's drafts to the counts of their requests."""
+        """Add a step's drafts to the counts of their requests, before the step ends any."""
         if not len(output.num_drafts):
             return
         for request, drafts, size in zip(
             plan.sampling, output.num_drafts.tolist(), output.sizes.tolist(), strict=True
         ):
+            request.num_verifying_steps += drafts > 0
             request.num_verified += drafts
             request.num_accepted += size - 1
 
