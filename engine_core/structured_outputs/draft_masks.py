@@ -9,7 +9,7 @@ every row its time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -67,13 +67,15 @@ def masks_behind(
     if executor is not None and jobs:
         executor.unsafe_compute_mask_ptr_with_draft_token(jobs, place, width, len(masks))
     else:
-        for matcher, start, some in jobs:
+        for job in jobs:
+            matcher: Any = job[0]  # the library's stubs lack the method
+            _, start, some = job
             matcher.unsafe_compute_mask_ptr_with_draft_token(place + start * width, width, some)
-    known = masks.any(1)
+    known = [bool(mask.any()) for mask in masks]
     found: list[Sequence[Int32]] = []
     for start, size in zip(starts, sizes, strict=True):
         number = 0
         while number + 1 < size and known[start + number + 1]:
             number += 1
-        found.append(masks[start + 1 : start + 1 + number])
+        found.append(list(masks[start + 1 : start + 1 + number]))
     return found

@@ -76,8 +76,7 @@ def outputs(llm: LLM, count: int) -> list[Any]:
                 one.text,
                 one.finish_reason,
                 one.stop_reason,
-                one.logprobs
-                and [{t: (e.rank, e.decoded_token) for t, e in d.items()} for d in one.logprobs],
+                [{t: (e.rank, e.decoded_token) for t, e in d.items()} for d in one.logprobs or ()],
             )
             for one in request.outputs
         ]
