@@ -71,6 +71,14 @@ class _Flying(NamedTuple):
 _NOT_IDLE = IdleTime(0, 0, 0, 0)
 
 
+def _samples(output: StepOutput) -> tuple[int, int, int]:
+    """Return the rows that sampled, the drafts that they verified, and how many they accepted."""
+    if not len(output.num_drafts):
+        return len(output.token_ids), 0, 0
+    rows = len(output.sizes)
+    return rows, int(output.num_drafts.sum()), len(output.token_ids) - rows
+
+
 class FlightRecorder:
     """Records each event that the core reports, in order."""
 
@@ -161,7 +169,7 @@ class FlightRecorder:
                     tokens,
                     entered,
                     prompts,
-                    len(output.token_ids),
+                    *_samples(output),
                     *around,
                     ready,
                     schedule,

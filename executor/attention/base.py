@@ -80,7 +80,7 @@ class DeviceRows:
     """Most other rows in a step of this kind; 0 if there are none."""
     queries: int = 1
     """Query tokens of each decode row in a step of this kind: its last token and the drafts behind
-    it. Those of decode row r are the tokens from r * queries on, and `seq_lens` counts them all."""
+    it. Decode row r has the tokens from r * queries on, and `seq_lens` counts them all."""
     valid_lens: Tensor | None = None
     """int32 [R] Tokens up to each decode row's last valid query, if fewer than `queries` may be
     valid; at least one is. The slot mapping of the others is -1, and nothing follows from what is

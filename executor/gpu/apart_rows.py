@@ -11,6 +11,7 @@ advances before the next step begins, since all is launched on one stream.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +26,14 @@ from sidestep.executor.runner.input_batch import Apart, HostBatch
 from sidestep.executor.runner.transfer import to_device, to_host
 from sidestep.executor.sampling.special_rows import SpecialBatch, SpecialRows
 from sidestep.executor.sampling.token_logprobs import Logprobs
+from sidestep.ipc.transport.slot_columns import device_word
 from sidestep.ipc.transport.step import Int32, Int64
-from sidestep.kernels.triton.prepare_step_triton import DRAFTS, SlotTables
+from sidestep.kernels.triton.prepare_step_triton import (
+    DRAFTS,
+    NUM_COMPUTED,
+    NUM_DRAFTS,
+    SlotTables,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class ApartRows:
         """Allocate the marks. num_queries: most queries of a step."""
         self._special = special
         self._sampler = sampler
-        self._progress = tables.progress
+        self._tables = tables
         self._device = tables.progress.device
         self._pinned_marks = pinned(rotation, num_queries, self._device)
         self._host_marks = self._pinned_marks.numpy()
@@ -81,16 +88,56 @@ class ApartRows:
         self._sampler.advance(rows, valid, marks)
         return logprobs
 
+    def force_drafts(self, forced: Mapping[int, Int32], rows: StepRows) -> None:
+        """Let rows that gave the first of their forced tokens have the next ones as drafts.
+
+        forced: by row, the tokens that its grammar alone decides, from the row's first one on.
+        """
+        if not forced:
+            return
+        tables, widest = self._tables, max(map(len, forced.values())) + 1
+        ids = np.full((len(forced), widest + tables.num_drafts), -1, np.int64)
+        for own, tokens in zip(ids, forced.values(), strict=True):
+            own[: len(tokens)] = tokens
+        wanted = to_device(ids, self._device)
+        index = to_device(np.array(list(forced), np.int64), self._device)
+        # 1. The tokens that each row gave are those that its slot has advanced past.
+        slots = rows.slots.index_select(0, index).long()
+        progress = tables.progress.index_select(0, slots)
+        first = rows.last_known.index_select(0, index).long() + 1
+        given = (progress[:, NUM_COMPUTED] + 1 - first)[:, None]
+        offsets = torch.arange(widest, device=self._device)
+        places = (first[:, None] + offsets).clamp(max=tables.tokens.shape[1] - 1)
+        told = tables.tokens.index_select(0, slots).gather(1, places)
+        follows = ((told == wanted[:, :widest]) | (offsets >= given)).all(1, keepdim=True)
+        # 2. The drafts are the forced tokens behind them, as many as the slot may have.
+        behind = torch.arange(tables.num_drafts, device=self._device)
+        drafts = wanted.gather(1, (given + behind).clamp(max=ids.shape[1] - 1))
+        limits = tables.parameters.index_select(0, slots)
+        room = torch.minimum(
+            limits[:, device_word("max_drafts")],
+            limits[:, tables.max_total] - progress[:, NUM_COMPUTED] - 1,
+        )
+        kept = follows & (drafts >= 0) & (behind < room[:, None])
+        count = kept.sum(1, keepdim=True)
+        made = torch.cat((count, drafts), 1).to(torch.int32)
+        changed = torch.where(count > 0, made, progress[:, NUM_DRAFTS:])
+        tables.progress.index_copy_(0, slots, torch.cat((progress[:, :NUM_DRAFTS], changed), 1))
+
     def _valid(self, batch: HostBatch, advancing: Int64, rows: StepRows) -> tuple[Tensor, Tensor]:
         """Return each row's queries that count, and a mark for rows that advance; int32 [R].
 
         A row with a grammar has no more of these queries than masks, and does not advance without
         any.
         """
-        columns = np.zeros((2, -(-len(rows.slots) // 4) * 4), np.int32)
+        columns, slots = (
+            np.zeros((2, -(-len(rows.slots) // 4) * 4), np.int32),
+            batch.slots[advancing],
+        )
+        held, masks = self._special.has_grammar(slots), self._special.masks
         most, marks = columns
-        most[advancing] = self._special.most_queries(batch.slots[advancing], rows.queries)
-        marks[advancing] = most[advancing] > 0
+        most[advancing] = np.where(held, 1 + masks.num_masked_drafts(slots), rows.queries)
+        marks[advancing] = ~held | (masks.marks(slots) > 0)
         limits, on_device = to_device(columns, self._device)[:, : len(rows.slots)]
         if rows.queries == 1:
             return rows.valid, on_device
@@ -147,7 +194,8 @@ class ApartRows:
         """
         index, number = part.logits_rows + query, len(part.slots)
         wide = logits.index_select(0, index).float()
-        self._special.before_sampling(wide, part, query)
+        self._special.masks.offset = query
+        self._special.before_sampling(wide, part)
         lens = rows.query_lens.index_select(0, index)
         masked_rows, *masked = masked_logits(state, part.slots, part.seq_lens)
         if len(masked_rows):
@@ -183,7 +231,7 @@ class ApartRows:
         counts: Tensor | None,
     ) -> Tensor:
         """Return whether the token behind a query's token counts too: its draft was right."""
-        drafts = self._progress[:, DRAFTS + query].index_select(0, part.slot_index)
+        drafts = self._tables.progress[:, DRAFTS + query].index_select(0, part.slot_index)
         there = valid.index_select(0, part.logits_rows // rows.queries) > query + 1
         right = (tokens == drafts) & there
         return right if counts is None else counts & right

@@ -259,9 +259,12 @@ class GpuRunner(StepKernels, Runner):
         #    while the masks are made.
         result: StepResult | None = None
         if self._stage.is_last:
-            if step.awaits_masks and receive_masks is not None:
-                self._special.masks.take(step, receive_masks())
-            result = self._sample_apart(step, batch, apart, position, layout, about_prompts)
+            masks = receive_masks() if step.awaits_masks and receive_masks is not None else None
+            if masks is not None:
+                self._special.masks.take(step, masks)
+            result = self._sample_apart(
+                batch, apart, masks, position, layout, about_prompts, 1 + step.num_drafts
+            )
         done.record()
         # 6. The stream to the stage after, and the slots' progress to the stages before.
         if not self._stage.is_last:
@@ -307,22 +310,24 @@ class GpuRunner(StepKernels, Runner):
 
     def _sample_apart(
         self,
-        step: StepInput,
         batch: HostBatch,
         apart: Apart | None,
+        masks: StepMasks | None,
         position: int,
         layout: StepLayout,
         about_prompts: list[Logprobs],
+        queries: int,
     ) -> StepResult:
         """Sample the rows that the step has left out; return where all of its results will be."""
-        queries, count = 1 + step.num_drafts, len(batch.slots)
+        count = len(batch.slots)
         rows = self._columns.step_rows(self._message, layout, count, queries)
         logprobs: list[QueryLogprobs] = []
         if apart is not None:
             logits = self._logits[: count * queries, : self._args.spec.vocab_size]
             logprobs = self._apart.run(logits, batch, apart, rows, position)
         drafts = None
-        if self._sampler.speculates and step.awaits_masks:  # the next masks depend on them
+        if self._sampler.speculates and masks is not None:  # the next masks depend on them
+            self._apart.force_drafts(masks.forced_by_row(), rows)
             progress = self._tables.progress.index_select(0, rows.slots)
             drafts = to_host(progress[:, NUM_DRAFTS:].contiguous())
         return StepResult(

@@ -31,6 +31,8 @@ class HostTables:
         self.top_k = self.records["top_k"]
         self.seed = self.records["seed"]
         self.min_tokens = self.records["min_tokens"]
+        self.max_total = self.records["max_total"]
+        self.max_drafts = self.records["max_drafts"]
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.entries = np.zeros(num_slots, np.int64)
         self._num_entries = 0

@@ -21,7 +21,7 @@ from sidestep.executor.sampling.logits_processor import (
     ProcessorSetup,
     Slots,
 )
-from sidestep.ipc.transport.step import Int32, Int64, StepInput, StepMasks
+from sidestep.ipc.transport.step import Int32, StepInput, StepMasks
 from sidestep.kernels.ops.token_masks import mask_tokens
 
 
@@ -30,15 +30,15 @@ class GrammarMasks(LogitsProcessor):
 
     handles_drafts = True
 
-    def __init__(self, setup: ProcessorSetup, num_masks: int, num_drafts: int = 0) -> None:
+    def __init__(self, setup: ProcessorSetup, num_masks: int, max_drafts: int = 0) -> None:
         super().__init__(setup)
         words = -(-setup.vocab_size // 32)
         self._table = torch.zeros(num_masks, words, dtype=torch.int32, device=setup.device)
-        self._marks = np.zeros((setup.num_slots, 1 + num_drafts), np.int32)
-        """By slot and query: 1 + the index of its mask in the step that is to be sampled, 0 if it
-        has none. A row's token is query 0, its drafts follow."""
-        self.query = 0
-        """The query that `apply` masks."""
+        self._marks = np.zeros((setup.num_slots, 1 + max_drafts), np.int32)
+        """By slot, for its token and then its drafts: 1 + the index of the mask in the step that is
+        to be sampled, 0 if there is none."""
+        self.offset = 0
+        """Number of drafts before the tokens whose logits `apply` masks."""
 
     def enter(self, request: EnteringRequest) -> bool:
         """Accept requests with a grammar."""
@@ -56,9 +56,9 @@ class GrammarMasks(LogitsProcessor):
         # computed again.
         self._marks.fill(0)
         sizes = masks.sizes if len(masks.sizes) else np.ones(len(masks.rows), np.int32)
-        slots = np.repeat(step.slots[masks.rows], sizes)
-        queries = np.arange(len(slots)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        self._marks[slots, queries] = masks.mask_indices + 1
+        starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        offsets = np.arange(len(starts)) - starts
+        self._marks[np.repeat(step.slots[masks.rows], sizes), offsets] = masks.mask_indices + 1
         if len(masks.words):
             num_words = self._table.shape[1]
             new = torch.empty(
@@ -70,13 +70,17 @@ class GrammarMasks(LogitsProcessor):
             new.numpy().reshape(-1)[:] = masks.words
             self._table[masks.first_new : masks.first_new + len(new)].copy_(new, non_blocking=True)
 
-    def marks(self, slots: Int32, query: int = 0) -> Int32:
-        """Return the marks, which `mask` takes, of one query of the requests in these slots."""
-        return self._marks[slots, query]
+    def marks(self, slots: Int32, offsets: Int32 | int = 0) -> Int32:
+        """Return the marks, which `mask` takes, of the requests in these slots.
 
-    def sizes(self, slots: Int32) -> Int64:
-        """Return the number of masks of each of these slots."""
-        return np.count_nonzero(self._marks[slots], axis=1)
+        offsets: number of drafts before each of the tokens meant.
+        """
+        marks: Int32 = self._marks[slots, offsets]
+        return marks
+
+    def num_masked_drafts(self, slots: Int32) -> Int32:
+        """Return how many drafts of each slot have a mask behind them."""
+        return np.maximum((self._marks[slots] > 0).sum(1) - 1, 0).astype(np.int32)
 
     def mask(self, logits: Tensor, marks: Tensor) -> None:
         """Set the logits to minus infinity that each row may not sample.
@@ -87,4 +91,5 @@ class GrammarMasks(LogitsProcessor):
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
         """Mask the logits of special rows."""
-        self.mask(logits, to_device(self._marks[list(slots), self.query], self.setup.device))
+        marks = self._marks[list(slots), self.offset]
+        self.mask(logits, to_device(marks, self.setup.device))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -139,7 +140,7 @@ class SpecialRows:
         self._num_logprobs = np.full(num_slots, -1, np.int32)
         self._num_prompt_logprobs = np.full(num_slots, -1, np.int32)
         self.without_drafts = np.zeros(num_slots, np.bool_)
-        """Slots among those that some processor takes no drafts of."""
+        """Slots among those of which some processor handles no drafts that wait to be accepted."""
         self._count = 0
 
     def __repr__(self) -> str:
@@ -175,6 +176,11 @@ class SpecialRows:
         )
         return Apart(special, masked) if len(special) or len(masked) else None
 
+    def has_grammar(self, slots: Int32) -> npt.NDArray[np.bool_]:
+        """Return which of these slots hold a request with a grammar."""
+        found: npt.NDArray[np.bool_] = self._accepted[-1, slots]
+        return found
+
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
         """Return this step's prompt tokens whose next token's log-probability is asked for.
 
@@ -185,14 +191,22 @@ class SpecialRows:
         return find_prompt_tokens(batch, self._num_prompt_logprobs)
 
     def run(
-        self, logits: Tensor, batch: HostBatch, rows: Int64, logits_rows: Int64, sample: Sample
+        self,
+        logits: Tensor,
+        batch: HostBatch,
+        rows: Int64,
+        logits_rows: Int64,
+        sample: Sample,
+        offset: int = 0,
     ) -> list[Logprobs]:
         """Sample these rows of a step, and return the log-probabilities that they ask for.
 
-        logits: [R, V] of any type. logits_rows: the rows' indices in it.
+        logits: [R, V] of any type. logits_rows: the rows' indices in it. offset: number of drafts
+        of the rows that have been accepted, whose processors thus know the tokens.
         """
         logprobs = []
-        for part in self.parts(batch, rows, logits_rows):
+        self.masks.offset = offset
+        for part in self.parts(batch, rows, logits_rows, offset):
             wide = logits.index_select(0, part.logits_rows).float()
             self.before_sampling(wide, part)
             tokens = sample(wide, part)
@@ -201,19 +215,8 @@ class SpecialRows:
                 logprobs.append(found)
         return logprobs
 
-    def most_queries(self, slots: Int32, queries: int) -> Int32:
-        """Return how many of a row's queries may count: no more than the row has masks.
-
-        queries: of each row in this step.
-        """
-        held = self._accepted[-1, slots]
-        return np.where(held, np.minimum(self.masks.sizes(slots), queries), queries).astype(
-            np.int32
-        )
-
-    def before_sampling(self, wide: Tensor, part: SpecialBatch, query: int = 0) -> None:
-        """Change logits, float32 [n, V], in place. query: index of the position in each row."""
-        self.masks.query = query
+    def before_sampling(self, wide: Tensor, part: SpecialBatch) -> None:
+        """Change logits, float32 [n, V], in place."""
         for processor, indices, slots in part.shares:
             if indices is None:
                 processor.apply(wide, slots)
@@ -279,11 +282,11 @@ class SpecialRows:
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             accepted[slot] = not request.controls.is_beam and processor.enter(request)
         self._special[slot] = self._accepted[:-1, slot].any() or self._num_logprobs[slot] >= 0
+        self._masked[slot] = self._accepted[-1, slot] and not self._special[slot]
         self.without_drafts[slot] = any(
             accepted[slot] and not processor.handles_drafts
             for processor, accepted in zip(self._processors, self._accepted, strict=True)
         )
-        self._masked[slot] = self._accepted[-1, slot] and not self._special[slot]
 
     def _leave(self, slot: int) -> None:
         if not self._known[slot]:
@@ -296,8 +299,10 @@ class SpecialRows:
                 accepted[slot] = False
                 processor.leave(slot)
 
-    def parts(self, batch: HostBatch, rows: Int64, logits_rows: Int64) -> Iterator[SpecialBatch]:
-        """Yield the special rows in parts. logits_rows: the rows' indices among the logits."""
+    def parts(
+        self, batch: HostBatch, rows: Int64, logits_rows: Int64, offset: int = 0
+    ) -> Iterator[SpecialBatch]:
+        """Yield special rows in parts; see `run`."""
         for first in range(0, len(rows), MOST_ROWS):
             some = rows[first : first + MOST_ROWS]
             slots = batch.slots[some]
@@ -310,7 +315,7 @@ class SpecialRows:
                 rows=some,
                 samples=np.searchsorted(batch.sampling_rows, some),
                 slots=slots,
-                seq_lens=batch.seq_lens[some],
+                seq_lens=_lengths_before_drafts(batch, some) + np.int32(offset),
                 logits_rows=logits_index,
                 slot_index=slot_index,
                 shares=list(self._shares(slots, slot_index)),
@@ -329,3 +334,9 @@ class SpecialRows:
                     index,
                     Slots.of(slots[own].tolist(), slot_index.index_select(0, index)),
                 )
+
+
+def _lengths_before_drafts(batch: HostBatch, rows: Int64) -> Int32:
+    """Return the lengths of some rows without the drafts at their end."""
+    lengths = batch.seq_lens[rows]
+    return lengths if batch.num_drafts is None else lengths - batch.num_drafts[rows]

@@ -17,6 +17,8 @@ from sidestep.ipc.transport.records import RequestRecord, StepRecord, unpack_req
 
 _ANSWER_S = 5.0
 """Seconds that a core may take to answer a question."""
+_MEANS = {"kv_cache_usage", "spec_decode_draft_length"}
+"""Statistics of which several replicas have a mean and no sum."""
 
 
 class EngineView:
@@ -69,8 +71,8 @@ class EngineView:
         """Return counts of the scheduler and the KV cache, and the device's busy and idle seconds.
 
         The idle seconds are by cause; see engine_core/scheduling/scheduler.py and
-        flight_recorder.py. With several replicas, return their sums, and the mean of the KV cache's
-        usage. Raises EngineStalledError if no core answers.
+        flight_recorder.py. With several replicas, return their sums, and the means of the KV
+        cache's usage and of the drafts of a row. Raises EngineStalledError if no core answers.
         """
         return sum_stats((await self.get_stats_by_replica()).values())
 
@@ -184,8 +186,9 @@ def _stalled_s(ping: Answer) -> float:
 
 
 def sum_stats(each: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the sums of the replicas' stats, and the mean of their KV caches' usage."""
+    """Return the sums of the replicas' stats, and the means of those that are no counts."""
     stats = list(each)
     total = {name: sum(one[name] for one in stats) for name in stats[0]}
-    total["kv_cache_usage"] /= len(stats)
+    for name in _MEANS & total.keys():
+        total[name] /= len(stats)
     return total

@@ -95,6 +95,8 @@ def _step_events(step: StepRecord, origin: int, tracks: int) -> Iterator[Event]:
         kind=step.kind,
         entered=step.num_entered,
         sampled=step.num_sampled,
+        drafted=step.num_draft_tokens,
+        accepted=step.num_accepted_tokens,
         idle_before_us={
             "no work": step.idle_no_work_ns / 1e3,
             "result": step.idle_result_ns / 1e3,

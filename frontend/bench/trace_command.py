@@ -57,8 +57,11 @@ def summary(steps: list[StepRecord]) -> dict[str, float | str]:
         "prepare": sum(s.idle_prepare_ns for s in steps),
     }
     total = max(1, busy + sum(idle.values()))
+    drafted = sum(step.num_draft_tokens for step in steps)
+    accepted = sum(step.num_accepted_tokens for step in steps)
     return {
         "steps": len(steps),
+        **({"draft_tokens": drafted, "accepted_draft_tokens": accepted} if drafted else {}),
         "device_busy_ms": busy / 1e6,
         **{f"device_idle_{cause}_ms": length / 1e6 for cause, length in idle.items()},
         "device_idle_share": sum(idle.values()) / total,

@@ -33,6 +33,7 @@ _ALIASES = {
     "pipeline_parallel_size": ["-pp"],
     "data_parallel_size": ["-dp"],
     "model": ["-m"],
+    "speculative_config": ["-sc"],
 }
 _SAMPLING_FLAGS = (
     "temperature",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from sidestep.frontend.input.input_processor import BestOf
@@ -97,4 +97,13 @@ def _sum(each: Sequence[RequestMetrics]) -> RequestMetrics:
         last_token_ts=max(ended, default=None),
         num_generation_tokens=sum(m.num_generation_tokens for m in each),
         num_preemptions=max(m.num_preemptions for m in each),
+        num_drafts=_sum_known(m.num_drafts for m in each),
+        num_draft_tokens=_sum_known(m.num_draft_tokens for m in each),
+        num_accepted_tokens=_sum_known(m.num_accepted_tokens for m in each),
     )
+
+
+def _sum_known(counts: Iterable[int | None]) -> int | None:
+    """Return the sum of the counts that are known; None if none is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None

@@ -9,12 +9,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from sidestep.frontend.output.request_state import RequestState
 from sidestep.ipc.common.errors import RequestError
-from sidestep.ipc.transport.messages import FinishReason, Outputs, Started, unpack_ids
+from sidestep.ipc.transport.messages import (
+    Finished,
+    FinishReason,
+    Outputs,
+    Started,
+    unpack_ids,
+)
 from sidestep.ipc.transport.step import LogprobColumns
 
 logger = logging.getLogger(__name__)
@@ -57,6 +64,22 @@ class Delivery(NamedTuple):
     start_ns: int
     end_ns: int
     num_tokens: int
+
+
+def _are_hidden(handles: Sequence[int], finished: Iterable[Finished]) -> list[bool]:
+    """Return for each token of a step whether it is a stop token, which is no part of a text.
+
+    The token that a request stops at comes in the same message as its end, behind the request's
+    other tokens. handles: the request of each token.
+    """
+    last = {handle: index for index, handle in enumerate(handles)}
+    hidden = [False] * len(handles)
+    for each in finished:
+        if each.reason == FinishReason.STOP and not each.completes_grammar:
+            index = last.get(each.handle)
+            if index is not None:
+                hidden[index] = True
+    return hidden
 
 
 class OutputProcessor:
@@ -131,28 +154,24 @@ class OutputProcessor:
                 state.started(started)
 
     def _handle_tokens(self, outputs: Outputs, now: float) -> list[int]:
-        """Return the handles of the requests that their text has ended."""
-        # The token that a request stops at comes in the same message as its end.
-        hidden = (
-            {
-                f.handle
-                for f in outputs.finished
-                if f.reason == FinishReason.STOP and not f.completes_grammar
-            }
-            if outputs.finished
-            else ()
-        )
+        """Return the handles of the requests that their text has ended.
+
+        A step may give a request several tokens. The tokens behind the one that has ended it are
+        dropped.
+        """
+        handles: list[int] = unpack_ids(outputs.handles).tolist()
         ended, states, news = list[int](), self._states, self._news
-        for handle, token in zip(
-            unpack_ids(outputs.handles).tolist(),
+        for handle, token, hidden in zip(
+            handles,
             unpack_ids(outputs.token_ids).tolist(),
-            strict=True,
+            _are_hidden(handles, outputs.finished) if outputs.finished else repeat(False),
+            strict=False,
         ):
             state = states.get(handle)
             if state is None:
                 continue
             try:
-                if not state.add_token(token, now, handle in hidden):
+                if not state.add_token(token, now, hidden):
                     continue
             except Exception as error:  # an error in one request's text must not stop the others
                 logger.exception("request %r could not be detokenised", state.request_id)

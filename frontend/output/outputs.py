@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """A request's times, in seconds of time.monotonic()."""
+    """A request's times, in seconds of time.monotonic(), and its counts.
+
+    The counts of drafts come from the engine core with the request's end. They are None before
+    that, without speculation, and for a request that its text or its caller has ended.
+    """
 
     arrival_time: float
     """Time of the call."""
@@ -19,11 +23,40 @@ class RequestMetrics:
     last_token_ts: float | None = None
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int | None = None
+    """Steps in which it verified drafts."""
+    num_draft_tokens: int | None = None
+    """Drafts that it verified."""
+    num_accepted_tokens: int | None = None
+    """Drafts that were accepted.
+
+    It may be more than was told, if the request ended within a step's tokens.
+    """
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens of a step that verified drafts, on average: the accepted ones and one more.
+
+        None without such a step.
+        """
+        if not self.num_drafts or self.num_accepted_tokens is None:
+            return None
+        return 1 + self.num_accepted_tokens / self.num_drafts
 
     @property
     def first_token_latency(self) -> float | None:
         """Seconds from the call to the first token's arrival in the frontend (TTFT)."""
         return None if self.first_token_ts is None else self.first_token_ts - self.arrival_time
+
+    def without_tokens(self) -> RequestMetrics:
+        """Return the same times with the counts of a request that gave no tokens."""
+        return replace(
+            self,
+            num_generation_tokens=0,
+            num_drafts=None,
+            num_draft_tokens=None,
+            num_accepted_tokens=None,
+        )
 
 
 @dataclass(slots=True)

@@ -178,6 +178,10 @@ class RequestState:
     def finished(self, message: Finished) -> None:
         """Note that the engine has ended the request."""
         self.metrics.num_preemptions = message.num_preemptions
+        if (drafts := message.drafts) is not None:
+            self.metrics.num_drafts = drafts.num_drafts
+            self.metrics.num_draft_tokens = drafts.num_draft_tokens
+            self.metrics.num_accepted_tokens = drafts.num_accepted_tokens
         if message.reason == FinishReason.ERROR:
             problem = message.error or "the request failed"
             self.fail(
@@ -206,9 +210,11 @@ class RequestState:
         self._wake_reader()
 
     def add_logprobs(self, rank: int, token_ids: list[int], values: list[float]) -> None:
-        """Add the logprobs of the token that comes next, which is the first of `token_ids`."""
+        """Add the logprobs of the token that comes next, which is the first of `token_ids`.
+
+        They come before the tokens of their step, and for tokens behind the request's end too.
+        """
         self._logprobs.append(self._make_logprobs(rank, token_ids, values))
-        self._cumulative_logprob += values[0]
 
     def add_prompt_logprobs(
         self, position: int, rank: int, token_ids: list[int], values: list[float]
@@ -293,10 +299,10 @@ class RequestState:
             self.index, new_text, new_tokens, self._finish_reason, self._stop_reason
         )
         if self._request.sampling.logprobs is not None:
-            completion.logprobs, completion.cumulative_logprob = (
-                self._logprobs[first:],
-                self._cumulative_logprob,
-            )
+            for i in range(self._taken_tokens, len(tokens)):
+                self._cumulative_logprob += self._logprobs[i][tokens[i]].logprob
+            completion.logprobs = self._logprobs[first : len(tokens)]
+            completion.cumulative_logprob = self._cumulative_logprob
         self._taken_tokens, self._taken_text = len(tokens), len(text)
         self._due_at = len(tokens) + self._interval
         return self.request_output([completion], is_first=not first)

@@ -144,10 +144,19 @@ class Beam(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """STOP if it ends with an end-of-sequence token, else LENGTH."""
 
 
+class VerifiedDrafts(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The drafts that a request has verified."""
+
+    num_drafts: int
+    """Steps in which it verified drafts."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The end of a request.
 
-    Its last token, if this step gave one, is in the same message's columns.
+    Its last tokens, if this step gave any, are in the same message's columns.
     """
 
     handle: int
@@ -165,13 +174,18 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
 
     Its last token is then text, and no stop token.
     """
+    drafts: VerifiedDrafts | None = None
+    """None for a request that has no drafts, as without speculation."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
     """The outputs of one step for one frontend's requests."""
 
     handles: bytes
-    """Handles, as int32, of the requests that got a token."""
+    """Handles, as int32, of the requests that got a token.
+
+    The handle of a request that got several tokens comes several times in a row.
+    """
     token_ids: bytes
     """Tokens as int32, one for each of `handles`."""
     started: list[Started] = []

@@ -32,12 +32,17 @@ class StepRecord:
     step_id: int
     num_rows: int
     num_tokens: int
+    """Tokens of its rows, without drafts."""
     num_entered: int
     """Requests that entered with this step."""
     num_prompts: int
     """Rows that compute a prompt, or a chunk of more than one token."""
     num_sampled: int
-    """Rows that sampled a token, or would have if their masks had come in time."""
+    """Rows that sampled, or would have if their masks had come in time."""
+    num_draft_tokens: int
+    """Drafts that its rows verified, beside its tokens."""
+    num_accepted_tokens: int
+    """Drafts that were accepted. The step gave this many tokens more than rows that sampled."""
     num_running: int
     """Requests that ran when the step had been scheduled."""
     num_waiting: int
@@ -75,6 +80,11 @@ class StepRecord:
     def kind(self) -> StepKind:
         """Kind of the step: decode, prompt or mixed."""
         return step_kind(self.num_rows, self.num_prompts)
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        """Drafts that were not accepted."""
+        return self.num_draft_tokens - self.num_accepted_tokens
 
     @property
     def idle_ns(self) -> int:

@@ -426,7 +426,7 @@ def decode_attention(
     if queries > 1:
         warps = config.num_warps_of(max(16, padded), wide)
         min_tiles = config.min_tiles_of_several
-        # As many elements a thread as with one query.
+        # A thread combines as many elements as with one query.
         elements = elements * warps // config.num_warps
         chunk = min(padded, elements // (2 * wide))
     combined = max(2, min(32, elements // (chunk * triton.next_power_of_2(dim))))

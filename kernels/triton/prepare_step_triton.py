@@ -95,6 +95,11 @@ class SlotTables:
     max_total: int
     """Index of the word in `parameters` that has the request's most tokens."""
 
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a slot."""
+        return self.progress.shape[1] - DRAFTS
+
 
 @dataclass(frozen=True)
 class StepInputs:

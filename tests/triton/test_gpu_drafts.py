@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -19,13 +20,17 @@ from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import Runner
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.messages import AddRequest, unpack_ids
 from sidestep.ipc.transport.slot_columns import device_word
+from sidestep.ipc.transport.step import LogprobColumns, StepInput, StepMasks, StepOutput
 from sidestep.kernels.triton.prepare_step_triton import DRAFTS, NUM_COMPUTED, NUM_DRAFTS
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
 from tests.triton.gpu_stand_in import InterpretedRunner, standing_in, worker_args
 from tests.triton.support import INTERPRETED, int32
+from tests.unit.executor.sampling.test_grammar_masks import words_of
+from tests.unit.executor.steps import Request, make_step
 from tests.unit.executor.test_model_runner import VOCAB, make_runner
 
 pytestmark = [
@@ -224,3 +229,53 @@ def test_a_method_that_a_gpu_does_not_have_is_refused(model: str) -> None:
     scheduler = replace(args.scheduler, speculative_config={"method": "synthetic"})
     with standing_in(), pytest.raises(EngineStartError, match="'synthetic' does not run on a GPU"):
         InterpretedRunner(replace(args, scheduler=scheduler)).load()
+
+
+def test_rows_with_masks_verify_the_drafts_that_have_masks(
+    drafting: tuple[GpuRunner, int], model: str
+) -> None:
+    """Compare steps with masks behind drafts, in the step's own logits and in copies."""
+    runner, drafts = drafting
+    if drafts < 3:
+        pytest.skip("it needs three drafts")
+    controls = [Controls(has_grammar=True), Controls(has_grammar=True, logprobs=1)]
+    held = {i: Request([3, 1, 4], 20, controls=c) for i, c in enumerate(controls)}
+    begin = make_step([(0, 3, [0]), (1, 3, [1])], held, 0)
+    begin.awaits_masks = 1
+    begin.entering["max_drafts"] = drafts
+
+    def masks(step_id: int, first_new: int, allowed: list[list[int]], **more: Any) -> StepMasks:
+        sizes = np.array([len(allowed) // 2] * 2, np.int32)
+        return StepMasks(
+            step_id,
+            first_new,
+            np.array([0, 1], np.int32),
+            np.arange(first_new, first_new + len(allowed), dtype=np.int32),
+            words_of(runner, allowed),
+            sizes,
+            **more,
+        )
+
+    def forced(*tokens: list[int]) -> dict[str, Any]:
+        return {
+            "forced_sizes": np.array([len(each) for each in tokens], np.int32),
+            "forced_ids": np.array([t for each in tokens for t in each], np.int32),
+        }
+
+    def run(step: StepInput, given: StepMasks) -> StepOutput:
+        with standing_in():
+            return runner.execute(step, lambda: given).wait()
+
+    # Both sample 7; only the first's forced tokens begin so, and it has the others as drafts.
+    first = run(begin, masks(0, 0, [[7], [7]], **forced([7, 8, 9, 10], [6, 8])))
+    assert first.token_ids.tolist() == [7, 7]
+    assert next(first.next_by_row()) == [8, 9, 10]
+    # With masks behind two of its three drafts, it verifies two.
+    step = make_step([(0, 1, []), (1, 1, [])], {}, 1)
+    step.awaits_masks, step.num_drafts = 1, drafts
+    second = run(step, masks(1, 2, [[8], [9], [10], [11], [12], [13]]))
+    assert list(second.by_row()) == [[8, 9, 10], [11]]
+    assert second.num_drafts.tolist() == [2, 0]
+    assert second.num_unverified == 1 and second.num_unverified_right == 1
+    columns = LogprobColumns.unpack(second.logprobs)
+    assert (columns.keys.tolist(), columns.positions.tolist()) == ([1], [4])

@@ -48,6 +48,13 @@ _ENGINE_COUNTERS = {
     "device_busy_seconds": ("device_busy_s", "Time in which the device computed."),
     "device_no_work_seconds": ("device_no_work_s", "Time in which there was nothing to compute."),
 }
+_SPECULATION = {
+    "spec_decode_num_drafts": "Rows of steps that verified drafts.",
+    "spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafts that were accepted.",
+}
+"""Counters of an engine with speculation, each by the name of its statistic."""
+_BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 _ENGINE = ("engine",)
 """Label with a replica's number."""
 Stats = Mapping[int, Mapping[str, float]]
@@ -126,6 +133,11 @@ class Exposition:
             },
             (*_ENGINE, "reason"),
         )
+        speculating = {
+            engine: stats for engine, stats in engines.items() if "spec_decode_num_drafts" in stats
+        }
+        if speculating:
+            yield from self._of_speculation(speculating)
         steps = SummaryMetricFamily(
             PREFIX + "step_time_seconds",
             "The device's time for a step, by what it did.",
@@ -139,6 +151,47 @@ class Exposition:
                     stats[f"{kind}_step_s"],
                 )
         yield steps
+
+    def _of_speculation(self, engines: Stats) -> Iterator[Metric]:
+        """Yield the metrics of engines that have drafts."""
+        for name, text in _SPECULATION.items():
+            yield self._counter(
+                name,
+                text,
+                {(str(engine),): stats[name] for engine, stats in engines.items()},
+                _ENGINE,
+            )
+        yield self._counter(
+            _BY_POSITION,
+            "Drafts that were accepted, by their position in a row, from 0.",
+            {
+                (str(engine), name.rpartition("_")[2]): value
+                for engine, stats in engines.items()
+                for name, value in stats.items()
+                if name.startswith(_BY_POSITION)
+            },
+            (*_ENGINE, "position"),
+        )
+        yield self._gauge(
+            "spec_decode_draft_length",
+            "Most drafts that each row of a step without prompts verifies now; 0 for none.",
+            {
+                (str(engine),): stats["spec_decode_draft_length"]
+                for engine, stats in engines.items()
+            },
+            _ENGINE,
+        )
+        yield self._gauge(
+            "spec_decode_acceptance_length",
+            "Mean tokens of a row that verified drafts, since the start.",
+            {
+                (str(engine),): 1
+                + stats["spec_decode_num_accepted_tokens"] / stats["spec_decode_num_drafts"]
+                for engine, stats in engines.items()
+                if stats["spec_decode_num_drafts"]
+            },
+            _ENGINE,
+        )
 
     def _of_server(self, figures: Figures) -> Iterator[Metric]:
         for name, text, count in (

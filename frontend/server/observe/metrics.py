@@ -42,7 +42,10 @@ _COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From the request's arrival to its first token.", _SECONDS),
-    "inter_token_latency_seconds": ("Between two tokens of a streamed request.", _SECONDS),
+    "inter_token_latency_seconds": (
+        "Between two tokens of a streamed request; tokens that come together share the time.",
+        _SECONDS,
+    ),
     "request_time_per_output_token_seconds": (
         "A request's time after its first token, by token.",
         _SECONDS,

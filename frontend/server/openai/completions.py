@@ -289,9 +289,7 @@ class CompletionAnswer(Answer):
         completion = replace(output.outputs[0], text="", token_ids=[], logprobs=None)
         if completion.finish_reason == "stop":  # the dropped token has ended the text
             completion = replace(completion, finish_reason="length", stop_reason=None)
-        return replace(
-            output, outputs=[completion], metrics=replace(output.metrics, num_generation_tokens=0)
-        )
+        return replace(output, outputs=[completion], metrics=output.metrics.without_tokens())
 
     def _writer(self, index: int) -> CompletionLogprobWriter | None:
         params = self.choices[index].params

@@ -45,6 +45,8 @@ class FlightIdle(msgspec.Struct):
 class FlightStep(msgspec.Struct):
     """One step of the engine.
 
+    Its rows gave `num_sampled + num_accepted_tokens` tokens.
+
     The core scheduled the step from `schedule_us` to `submit_us`. The worker prepared and launched
     it from `received_us` to `launched_us`, and the device ran it from `start_us` to `end_us`. The
     core received its output at `taken_us` and had its tokens ready for the frontend at `told_us`.
@@ -55,6 +57,8 @@ class FlightStep(msgspec.Struct):
     num_rows: int
     num_tokens: int
     num_sampled: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_running: int
     num_waiting: int
     num_free_blocks: int
@@ -205,6 +209,8 @@ def _step(record: StepRecord) -> FlightStep:
         record.num_rows,
         record.num_tokens,
         record.num_sampled,
+        record.num_draft_tokens,
+        record.num_accepted_tokens,
         record.num_running,
         record.num_waiting,
         record.num_free_blocks,

@@ -72,6 +72,13 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct):
+    """Counts of the drafts of an answer's tokens, by OpenAI's names for predicted tokens."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Number of tokens of all choices together; the prompt counts once."""
 
@@ -79,6 +86,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
+    """With speculation: the drafts of the choices that the engine has ended."""
 
 
 class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):

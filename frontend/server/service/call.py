@@ -163,7 +163,7 @@ def _choice_of(output: RequestOutput, index: int) -> RequestOutput:
     # A search that was aborted may have found fewer texts.
     ended = CompletionOutput(index, "", [], "abort")
     completion = output.outputs[index] if index < len(output.outputs) else ended
-    metrics = output.metrics if index == 0 else replace(output.metrics, num_generation_tokens=0)
+    metrics = output.metrics if index == 0 else output.metrics.without_tokens()
     return replace(output, outputs=[completion], metrics=metrics)
 
 

@@ -20,7 +20,7 @@ from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.frontend.server.observe.figures import Figures
 from sidestep.frontend.server.observe.metrics import ServerMetrics
 from sidestep.frontend.server.schemas.fields import ClientFields
-from sidestep.frontend.server.schemas.protocol import PromptDetails, Usage
+from sidestep.frontend.server.schemas.protocol import CompletionDetails, PromptDetails, Usage
 from sidestep.frontend.server.service.call import CallOptions, EngineCall, Reader, make_call
 from sidestep.frontend.server.service.public_prefixes import PublicPrefixes
 from sidestep.frontend.server.service.queue_events import Queue
@@ -86,7 +86,12 @@ class Tally:
         return self
 
     def note(self, output: RequestOutput) -> None:
-        """Count an output of the choice."""
+        """Count an output of the choice.
+
+        Tokens that come together, from one step or to a slow reader, share the time since the
+        tokens before. So the histogram counts each token once, and its sum is the time that
+        passed, whether or not steps give several tokens.
+        """
         self._last, metrics = output, output.metrics
         if (now := metrics.last_token_ts) is not None:
             new = metrics.num_generation_tokens - self._told
@@ -360,7 +365,20 @@ def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
     prompt = sum(len(output.prompt_token_ids) for output in outputs[::n])
     cached = sum(output.num_cached_tokens or 0 for output in outputs[::n])
     generated = sum(output.metrics.num_generation_tokens for output in outputs)
-    return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
+    return Usage(prompt, generated, prompt + generated, PromptDetails(cached), _details_of(outputs))
+
+
+def _details_of(outputs: Sequence[RequestOutput]) -> CompletionDetails | msgspec.UnsetType:
+    """Return the accepted and rejected drafts of the choices; UNSET if none are known."""
+    known = [
+        (metrics.num_draft_tokens, metrics.num_accepted_tokens)
+        for metrics in (output.metrics for output in outputs)
+        if metrics.num_draft_tokens is not None and metrics.num_accepted_tokens is not None
+    ]
+    if not known:
+        return msgspec.UNSET
+    accepted = sum(accepted for _, accepted in known)
+    return CompletionDetails(accepted, sum(drafted for drafted, _ in known) - accepted)
 
 
 def _deadline(http: Request, field: int | None) -> float | None:

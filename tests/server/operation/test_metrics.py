@@ -97,6 +97,44 @@ def test_requests_and_tokens_are_counted(make_server: Make) -> None:
     assert after["sidestep:num_requests_running"] == after["sidestep:kv_cache_usage_perc"] == 0
 
 
+SPECULATION = {
+    "method": "synthetic",
+    "num_speculative_tokens": 3,
+    "synthetic_acceptance_rate": 1.0,
+    "adaptive": False,
+}
+
+
+def test_drafts_are_counted_for_the_engine_and_for_each_answer(make_server: Make) -> None:
+    server = make_server("--speculative-config", json.dumps(SPECULATION))
+    # The prompt's step gives one token, and three steps give four tokens each.
+    body = {"prompt": "x" * 40, "max_tokens": 13, "ignore_eos": True}
+    usage = server.post("/v1/completions", body).json()["usage"]
+    assert usage["completion_tokens"] == 13
+    assert usage["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 9,
+        "rejected_prediction_tokens": 0,
+    }
+    found = server.metrics()
+    for name, value in (
+        ("num_drafts_total", 3),
+        ("num_draft_tokens_total", 9),
+        ("num_accepted_tokens_total", 9),
+        *((f'num_accepted_tokens_per_pos_total{{position="{i}"}}', 3) for i in range(3)),
+        ("draft_length", 3),
+        ("acceptance_length", 4),
+    ):
+        assert found[f"sidestep:spec_decode_{name}"] == value, name
+    (step,) = server.http.get("/v1/flight", params={"since": 1}).json()["steps"][:1]
+    assert (step["num_sampled"], step["num_draft_tokens"], step["num_accepted_tokens"]) == (1, 3, 3)
+
+
+def test_without_speculation_no_metric_and_no_answer_tells_of_drafts(fake: LiveServer) -> None:
+    usage = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).json()["usage"]
+    assert "completion_tokens_details" not in usage
+    assert not any("spec_decode" in name for name in fake.metrics())
+
+
 def test_buckets_are_cumulative(fake: LiveServer) -> None:
     fake.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
     prefix = "sidestep:time_to_first_token_seconds_bucket"

@@ -120,9 +120,9 @@ def check(batch: Batch, scratch: DecodeScratch, queries: int, window: int = 0) -
 def check_valid(
     batch: Batch, scratch: DecodeScratch, queries: int, valid: Sequence[int], window: int = 0
 ) -> None:
-    """Check the valid tokens of rows of which only `valid[row]` are.
+    """Check the valid tokens of rows, `valid[row]` of each.
 
-    What is of the others is poisoned: queries, keys and values, and blocks that hold no other keys.
+    The other tokens' queries, keys and values are poisoned, and the entries of their own blocks.
     """
     expected = [batch.expected(row, window) for row in range(batch.num_decode)]
     page, lengths = batch.shape.page, []

@@ -239,10 +239,8 @@ def launch_attention(model: Model, page: int, window: int) -> None:
         model.heads,
     )
     q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
-    cache, out = (
-        bf16(BLOCKS, 2 * model.kv_heads, page, model.dim),
-        bf16(TOKENS, model.heads * model.dim),
-    )
+    cache = bf16(BLOCKS, 2 * model.kv_heads, page, model.dim)
+    out = bf16(TOKENS, model.heads * model.dim)
     tables, rows, starts = i32(SLOTS, 600), i32(ROWS), i32(ROWS + 1)
     decode = decode_attention_triton.decode_config(model.dim, 2, model.heads)
     prefill = prefill_attention_triton.prefill_config(model.dim, 2)
@@ -263,7 +261,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
     rope = qkv_rope_triton.Rope(
         f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6
     )
-    for given, queries in ((rope, 1), (None, 1), (None, QUERIES)):
+    for given, queries, valid_lens in ((rope, 1, None), (None, 1, None), (None, QUERIES, rows)):
         decode_attention_triton.decode_attention(
             q,
             cache,
@@ -278,7 +276,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
             scale=0.1,
             rope=given,
             queries=queries,
-            valid_lens=rows if queries > 1 else None,
+            valid_lens=valid_lens,
         )
     prefill_attention_triton.prefill_attention(
         q,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +100,7 @@ def test_a_step_is_remembered_with_all_its_times() -> None:
         1,
         "prompt",
     )
+    assert (record.num_draft_tokens, record.num_accepted_tokens) == (0, 0)
     assert (record.num_running, record.num_waiting, record.num_free_blocks) == (4, 2, 3)
     assert (record.received_ns, record.launched_ns) == (7, 8)
     times = [
@@ -113,6 +115,22 @@ def test_a_step_is_remembered_with_all_its_times() -> None:
     assert times == [int(t * 1e9) for t in range(1, 8)]
     assert record.idle_ns == record.idle_no_work_ns == 0, (
         "before the first step there is nothing to compare with"
+    )
+
+
+def test_a_step_with_drafts_tells_rows_apart_from_tokens() -> None:
+    recorder = FlightRecorder(Clock())
+    recorder.submitted(Situation(3, 3, 0, 0, 3, 0, 9))
+    ids = np.arange(6, dtype=np.int32)
+    sizes, drafts = np.array([3, 1, 2], np.int32), np.array([2, 0, 3], np.int32)
+    recorder.output_taken(StepOutput(0, 1, 2, ids, sizes=sizes, num_drafts=drafts))
+    recorder.turn_ended()
+    (record,) = unpack_steps(recorder.records())
+    assert (record.num_rows, record.num_tokens, record.num_sampled) == (3, 3, 3)
+    assert (record.num_draft_tokens, record.num_accepted_tokens, record.num_rejected_tokens) == (
+        5,
+        3,
+        2,
     )
 
 

@@ -6,12 +6,19 @@ import pytest
 
 from sidestep import DEFAULT_MODEL, AsyncLLM
 from sidestep.frontend.input.tokenizer import Tokenizer
+from tests.unit.frontend.desk import Desk
 from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer(DEFAULT_MODEL)
+
+
+@pytest.fixture
+def desk(tokenizer: Tokenizer) -> Desk:
+    """Return a processor of outputs whose core is the test."""
+    return Desk(tokenizer)
 
 
 @pytest.fixture

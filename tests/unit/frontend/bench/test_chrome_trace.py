@@ -23,7 +23,7 @@ from sidestep.ipc.transport.records import RequestRecord, StepRecord
 def step(number: int, ready: int) -> StepRecord:
     """Return a step whose events come a microsecond after the other."""
     times = [ready + 1000 * i for i in range(9)]
-    values = [number, 4, 5, 1, 2, 3, 6, 7, 8, *times, 100, 200, 300, 400]
+    values = [number, 4, 5, 1, 2, 3, 12, 10, 6, 7, 8, *times, 100, 200, 300, 400]
     return StepRecord(*values)
 
 
@@ -95,11 +95,9 @@ def test_a_step_tells_why_the_device_stood_still_before_it() -> None:
         "schedule": 0.3,
         "prepare": 0.4,
     }
-    assert (device["args"]["rows"], device["args"]["tokens"], device["args"]["sampled"]) == (
-        4,
-        5,
-        3,
-    )
+    args = device["args"]
+    assert (args["rows"], args["tokens"], args["sampled"]) == (4, 5, 3)
+    assert (args["drafted"], args["accepted"]) == (12, 10)
 
 
 def life(record: RequestRecord) -> list[tuple[str, str, float]]:

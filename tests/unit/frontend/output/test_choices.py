@@ -11,7 +11,13 @@ import pytest
 from sidestep import AsyncLLM, RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.common.errors import QueueFullError
-from sidestep.ipc.transport.messages import Finished, FinishReason, Outputs, Started
+from sidestep.ipc.transport.messages import (
+    Finished,
+    FinishReason,
+    Outputs,
+    Started,
+    VerifiedDrafts,
+)
 from tests.unit.frontend.fakes import FakeChannel
 
 LENGTH = FinishReason.LENGTH
@@ -112,6 +118,27 @@ async def test_a_final_output_comes_when_all_have_ended(
     channel.say_tokens((0, 70), (1, 80), (2, 90), finished=[(0, LENGTH), (2, LENGTH)])
     channel.say_tokens((1, 81), finished=[(1, LENGTH)])
     assert seen(await task) == [(0, [70], "length"), (1, [80, 81], "length"), (2, [90], "length")]
+
+
+async def test_the_drafts_of_choices_are_added(llm: AsyncLLM, channel: FakeChannel) -> None:
+    task = await begin(stream(llm, RequestOutputKind.FINAL_ONLY))
+    drafts = [
+        VerifiedDrafts(num_drafts=i, num_draft_tokens=3 * i, num_accepted_tokens=2 * i)
+        for i in (1, 2, 0)
+    ]
+    channel.say(
+        Outputs(
+            handles=b"",
+            token_ids=b"",
+            finished=[
+                Finished(handle=handle, reason=LENGTH, drafts=each)
+                for handle, each in enumerate(drafts)
+            ],
+        )
+    )
+    metrics = (await task).metrics
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 9, 6)
+    assert metrics.acceptance_length == 3.0
 
 
 @pytest.mark.parametrize("ended", [[], [1], [0, 2]])

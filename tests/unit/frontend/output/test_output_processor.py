@@ -3,53 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
-from sidestep import EngineDeadError, RequestError, RequestOutputKind, SamplingParams
-from sidestep.frontend.input.tokenizer import Tokenizer
-from sidestep.frontend.output.output_processor import OutputProcessor
+from sidestep import EngineDeadError, RequestError, RequestOutputKind
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.frontend.output.request_state import RequestState
-from sidestep.ipc.transport.messages import Finished, FinishReason, Outputs, pack_ids
-from tests.unit.frontend.fakes import input_processor
-
-
-class Desk:
-    """A processor with requests 0, 1, ..., and the handles that it has aborted."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.aborted: list[int] = []
-        self.processor = OutputProcessor(self.aborted.extend)
-        self.tokenizer = tokenizer
-        self.states: list[RequestState] = []
-
-    async def add(self, stream_interval: int = 1, **params: Any) -> RequestState:
-        request = await input_processor(self.tokenizer).process(
-            [5, 6], SamplingParams(max_tokens=50, **params)
-        )
-        state = RequestState(
-            len(self.states), f"r{len(self.states)}", request, self.tokenizer, stream_interval
-        )
-        self.states.append(state)
-        self.processor.add(state)
-        return state
-
-    def say(self, *tokens: tuple[int, int], **finished: Any) -> None:
-        """Send one step: (handle, token) pairs; `finished` are the fields of request 0's end."""
-        self.processor.handle(
-            Outputs(
-                handles=pack_ids(h for h, _ in tokens),
-                token_ids=pack_ids(t for _, t in tokens),
-                finished=[Finished(handle=0, **finished)] if finished else [],
-            )
-        )
-
-
-@pytest.fixture
-def desk(tokenizer: Tokenizer) -> Desk:
-    return Desk(tokenizer)
+from sidestep.ipc.transport.messages import FinishReason, Outputs, pack_ids
+from tests.unit.frontend.desk import Desk
 
 
 class Wakes:
