@@ -13,8 +13,9 @@ from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign, t
 
 T = TypeVar("T")
 
-_NO_SPECULATION = (
-    "speculative decoding does not exist yet; leave it out, outputs are the same without it"
+_SPECULATION = (
+    "is a key of speculative_config, such as speculative_config={'method': 'ngram', "
+    "'num_speculative_tokens': 4}"
 )
 _NO_EXPERTS = "only dense models are served yet, and they have no experts; leave it out"
 _ONE_HOST = "all processes of an engine run on one host; leave it out"
@@ -169,9 +170,20 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "preempted requests are computed again; leave it out", ("recompute",)
     ),
     "use_v2_block_manager": Foreign(_BLOCKS, (True,), form="switch"),
-    "num_lookahead_slots": Foreign(_NO_SPECULATION, (0,)),
-    "speculative_model": Foreign(_NO_SPECULATION),
-    "num_speculative_tokens": Foreign(_NO_SPECULATION),
+    "num_lookahead_slots": Foreign(
+        "room for drafts is reserved as speculative_config asks; leave it out", (0,)
+    ),
+    "speculative_model": Foreign(
+        "drafts are looked up and no second model is loaded yet; give speculative_config="
+        "{'method': 'ngram'} instead"
+    ),
+    "num_speculative_tokens": Foreign(_SPECULATION),
+    "ngram_prompt_lookup_max": Foreign(
+        "is prompt_lookup_max in speculative_config, with {'method': 'ngram'}"
+    ),
+    "ngram_prompt_lookup_min": Foreign(
+        "is prompt_lookup_min in speculative_config, with {'method': 'ngram'}"
+    ),
     "compilation_config": Foreign(_COMPILER, ({},)),
     "optimization_level": Foreign(_COMPILER),
     "max_seq_len_to_capture": Foreign("graphs here hold for sequences of any length; leave it out"),
