@@ -16,7 +16,7 @@ from sidestep.ipc.common.options import (
     require,
     require_positive,
 )
-from sidestep.ipc.common.registry import ATTENTION_BACKENDS, ROUTERS
+from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES, ROUTERS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
@@ -26,7 +26,6 @@ DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 """Folder of the bundled model."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-POLICIES = ("fcfs", "priority")
 DEVICES = ("auto", "cpu", "cuda", "fake")
 
 
@@ -181,7 +180,7 @@ class StepLimits:
     @property
     def num_masks(self) -> int:
         """Grammar masks that a worker keeps: the masks of some grammars, and of any two steps."""
-        return max(1024, 2 * self.max_num_seqs)
+        return max(1024, 2 * self.max_num_seqs * (1 + self.num_drafts))
 
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
@@ -209,7 +208,7 @@ class SchedulerConfig(Options):
     scheduling_policy: str = option(
         "fcfs",
         "Order of waiting requests; 'priority' takes the lowest number first.",
-        choices=POLICIES,
+        choices=tuple(POLICIES),
     )
     async_scheduling: bool = option(True, "Schedule step N+1 while step N runs.")
     target_itl_ms: float | None = option(

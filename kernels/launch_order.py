@@ -44,7 +44,7 @@ def completes(*tables: str) -> Callable[[Kernel], Kernel]:
 def reads_early(*tables: str) -> Callable[[Kernel], Kernel]:
     """Return a decorator of a kernel that reads these tables before its `gdc_wait`.
 
-    tables: names of parameters.
+    tables: names of parameters. A launch may have None for one.
     """
     return _marker("early_tables", tables)
 
@@ -97,7 +97,8 @@ class LaunchOrder(TorchFunctionMode):
         """
         name = kernel.fn.__name__
         for table in getattr(kernel, "early_tables", ()):
-            self._check(name, table, self._completed.get(_storage(arguments[table])))
+            if arguments[table] is not None:
+                self._check(name, table, self._completed.get(_storage(arguments[table])))
         for table in getattr(kernel, "completed_tables", ()):
             tensor = arguments[table]
             self._completed[_storage(tensor)] = _Completed(self.num_launches, name, tensor)

@@ -21,6 +21,7 @@ from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import ModelSpec, RopeSpec
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import Grammar
 from sidestep.ipc.transport.messages import (
@@ -98,6 +99,7 @@ def make_request(
         num_public_tokens=num_public_tokens,
         deadline=deadline,
         grammar=grammar,
+        controls=b"" if grammar is None else encode_controls(Controls(has_grammar=True)),
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from sidestep.engine_core.requests.mask_job import FOREVER
-from sidestep.engine_core.requests.request import Request
+from sidestep.engine_core.requests.request import Request, grammars_of
 from sidestep.engine_core.structured_outputs.grammars import Grammars, _Compilation, _compile
 from sidestep.executor.runner.fake import chain, next_token
 from sidestep.frontend.input.output_form import make_grammar
@@ -96,8 +96,8 @@ class SmallGrammars(Grammars):
         found = super().masks(requests, most_late, patience_s, longest_s)
         if longest_s == FOREVER:
             return found
-        for request in requests:
-            request.mask_s = self.rng.choice(self.mask_seconds)
+        for grammar in grammars_of(requests):
+            grammar.mask_s = self.rng.choice(self.mask_seconds)
         return [None if self.rng.random() < self.late_share else mask for mask in found]
 
     def forget_all(self) -> None:
@@ -121,6 +121,12 @@ class SmallGrammars(Grammars):
             assert matcher.consume_token(tokens[-1])
             state = chain(state, tokens[-1])
         return tokens
+
+
+def matcher_of(request: Request) -> LLMatcher:
+    """Return the matcher of a request whose grammar has been compiled."""
+    assert request.grammar is not None and request.grammar.matcher is not None
+    return request.grammar.matcher
 
 
 def small_grammar(regex: str) -> Grammar:

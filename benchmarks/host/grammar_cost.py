@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.engine.structured_outputs import SCHEMA, unbounded, write_tokenizer
 from sidestep.engine_core.requests.mask_job import FOREVER
-from sidestep.engine_core.requests.request import Request
+from sidestep.engine_core.requests.request import Request, grammars_of
 from sidestep.engine_core.scheduling.step_plan import StepBuilder
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
@@ -118,7 +118,7 @@ def make_requests(count: int, grammar: Grammar, grammars: Grammars) -> list[Requ
     for request in requests:
         problem = grammars.start(request, grammar)
         assert problem is None, problem
-    while any(request.matcher is None for request in requests):
+    while any(request.lacks_matcher for request in requests):
         grammars.take_compiled()
         time.sleep(1e-3)
     return requests
@@ -142,13 +142,13 @@ def run(
             with watch("follow"):
                 grammars.advance(
                     [
-                        (r.matcher, token)
-                        for r, token in zip(requests, tokens, strict=True)
-                        if r.matcher
+                        (state.matcher, token)
+                        for state, token in zip(grammars_of(requests), tokens, strict=True)
+                        if state.matcher
                     ]
                 )
-        for i, request in enumerate(requests):
-            if request.matcher is not None and request.matcher.is_stopped():
+        for i, state in enumerate(grammars_of(requests)):
+            if state.matcher is not None and state.matcher.is_stopped():
                 requests[i] = make_requests(1, grammar, grammars)[0]
         with watch("masks"):
             masks = [mask for mask in grammars.masks(requests, 0, 0.0, FOREVER) if mask is not None]

@@ -39,8 +39,9 @@ class Paged:
         counts: Sequence[int],
         block_size: int,
         copies: int,
+        queries: int = 1,
     ) -> None:
-        self.model, self.block_size = model, block_size
+        self.model, self.block_size, self.queries = model, block_size, queries
         rows = len(lengths)
         blocks = [math.ceil(n / block_size) for n in lengths]
         order = torch.randperm(sum(blocks), dtype=torch.int32)
@@ -57,7 +58,7 @@ class Paged:
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
         starts = [0, *itertools.accumulate(counts)]
         self.query_starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-        decodes = rows if max(counts) == 1 else 0
+        decodes = rows if max(counts) == queries else 0
         self.header = torch.tensor([rows, decodes, starts[-1]], dtype=torch.int32, device=DEVICE)
         padded = 1 << (rows - 1).bit_length()
         self.decode_ends = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
@@ -76,6 +77,7 @@ class Paged:
             tile=tile,
             tokens=tokens,
             window=0,
+            queries=self.queries,
         )
         torch.cuda.synchronize()
 
@@ -109,20 +111,29 @@ class Paged:
 
 
 class Decode:
-    """Decode attention of one batch."""
+    """Decode attention of one batch, with as many query tokens in each row."""
 
     def __init__(
-        self, model: Model, lengths: Sequence[int], block_size: int = 64, copies: int = 0
+        self,
+        model: Model,
+        lengths: Sequence[int],
+        block_size: int = 64,
+        copies: int = 0,
+        queries: int = 1,
     ) -> None:
         self.bytes = sum(lengths) * 2 * model.kv_heads * model.head_dim * 2
         copies = copies or math.ceil(L2_BYTES / self.bytes)
-        self.batch = Paged(model, lengths, [1] * len(lengths), block_size, copies)
-        self.model = model
+        self.batch = Paged(model, lengths, [queries] * len(lengths), block_size, copies, queries)
+        self.model, self.queries = model, queries
 
     def calls(self, config: DecodeConfig) -> list[Call]:
         """Return one call for each copy of the cache."""
         m, b = self.model, self.batch
-        scratch = DecodeScratch(m.heads, m.kv_heads, m.head_dim, len(b.lengths), DEVICE, config)
+        scratch = DecodeScratch(
+            m.heads, m.kv_heads, m.head_dim, len(b.lengths), DEVICE, config, self.queries
+        )
+        # As with drafts, of which the host does not know how many are valid.
+        valid_lens = b.seq_lens if self.queries > 1 else None
         b.plan(config.tile, 16)
 
         def call(cache: Tensor) -> None:
@@ -138,6 +149,8 @@ class Decode:
                 num_heads=m.heads,
                 window=0,
                 scale=m.head_dim**-0.5,
+                queries=self.queries,
+                valid_lens=valid_lens,
             )
 
         return [lambda cache=cache: call(cache) for cache in b.caches]
@@ -155,10 +168,13 @@ class Decode:
         return microseconds(repeated(calls, 40 if self.bytes < 1 << 28 else 6))
 
     def library(self) -> float:
-        """Return the time of torch's attention over contiguous keys and values of equal lengths."""
+        """Return the time of torch's attention over contiguous keys and values of equal lengths.
+
+        It has no mask, which costs it nothing.
+        """
         m, rows, length = self.model, len(self.batch.lengths), self.batch.lengths[0]
         shape = (rows, m.kv_heads, length, m.head_dim)
-        q = self.batch.q.view(rows, m.heads, 1, m.head_dim)
+        q = self.batch.q.view(rows, self.queries, m.heads, m.head_dim).transpose(1, 2)
         copies = min(len(self.batch.caches), 40)
         pairs = [
             (

@@ -19,6 +19,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.gpu_attention import Decode, Prefill
 from benchmarks.kernels.gpu_configs import (
     GATED_ROWS,
+    SEVERAL_QUERIES,
     TUNED_ROWS,
     decode_configs,
     gated_configs,
@@ -52,8 +53,12 @@ def _compilations(sections: set[str]) -> Iterator[Call]:
     """Yield a call for each kernel that --tune will launch."""
     for model in MODELS:
         if "decode" in sections and model is MODELS[0]:
-            for config, rows in itertools.product(decode_configs(), (1, 8, 64, 256)):
-                yield lambda m=model, c=config, r=rows: Decode(m, [65] * r, copies=1).calls(c)[0]()
+            for config, rows, queries in itertools.product(
+                decode_configs(), (1, 8, 64, 256), (1, SEVERAL_QUERIES)
+            ):
+                yield lambda m=model, c=config, r=rows, q=queries: Decode(
+                    m, [65] * r, copies=1, queries=q
+                ).calls(c)[0]()
         if "prefill" in sections:
             for tiles in prefill_configs():
                 for lengths in ([8192], [512] * 16):

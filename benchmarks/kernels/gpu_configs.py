@@ -17,12 +17,15 @@ from sidestep.kernels.triton.prefill_attention_triton import PrefillConfig
 
 TUNED_ROWS = ROWS
 """One number of rows of each class that kernels/products/tuned_products.py tells apart."""
+SEVERAL_QUERIES = 5
+"""Query tokens of a decode row that verifies four drafts."""
 
 
 def decode_configs() -> Iterator[DecodeConfig]:
     """Yield configurations with tiles of 16, 32 and 64 keys."""
     for min_tiles in (1, 2, 4, 6):
-        yield DecodeConfig(min_tiles=min_tiles)
+        yield DecodeConfig(min_tiles=min_tiles, min_tiles_of_several=min_tiles)
+    yield DecodeConfig(num_warps=4, min_tiles=4)
     yield DecodeConfig(tile=16, num_warps=1, programs_per_processor=8, min_tiles=4)
     yield DecodeConfig(tile=64, num_warps=4, num_stages=2, programs_per_processor=3)
 

@@ -28,6 +28,7 @@ from benchmarks.kernels.gpu_attention import Decode, Paged, Prefill
 from benchmarks.kernels.gpu_compilation import compile_all
 from benchmarks.kernels.gpu_configs import (
     GATED_ROWS,
+    SEVERAL_QUERIES,
     TUNED_ROWS,
     decode_configs,
     gated_configs,
@@ -61,7 +62,7 @@ def ragged(rows: int) -> list[int]:
 
 
 def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
-    """Time decode attention, by batch and length."""
+    """Time decode attention, by batch, length and number of query tokens a row."""
     table.add("decode attention, us: floor, kernel (floor's share), torch")
     for model in MODELS[: 1 if tune else 2]:
         cases = {
@@ -74,10 +75,9 @@ def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             "256 ragged": ragged(256),
         }
         for name, lengths in cases.items():
-            for block_size in (
-                (16, 32, 64, 128) if name in ("64 x 1k", "1 x 768") and not tune else (64,)
-            ):
-                case = Decode(model, lengths, block_size)
+            sizes = (16, 32, 64, 128) if name in ("64 x 1k", "1 x 768") and not tune else (64,)
+            for block_size, queries in (*((size, 1) for size in sizes), (64, SEVERAL_QUERIES)):
+                case = Decode(model, lengths, block_size, queries=queries)
                 floor = ceilings.floor(case.bytes)
                 took = attempt(lambda case=case: case.time(decode_config(128, 2, case.model.heads)))
                 library = (
@@ -86,7 +86,7 @@ def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
                     else math.nan
                 )
                 table.add(
-                    f"  {model.name} {name} block {block_size}: {floor:.2f} "
+                    f"  {model.name} {name} block {block_size} queries {queries}: {floor:.2f} "
                     f"{took:.2f} ({floor / took:.0%}) {library:.2f}"
                 )
                 if tune:

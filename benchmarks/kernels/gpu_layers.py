@@ -21,11 +21,10 @@ from sidestep.kernels.products.own_linear import Config, add_own_linear, own_lin
 from sidestep.kernels.triton.decode_attention_triton import (
     DecodeConfig,
     DecodeScratch,
-    Rope,
     decode_attention,
     decode_config,
 )
-from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
+from sidestep.kernels.triton.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.triton.silu_mul_triton import silu_mul
 
 Configs = dict[str, Config | None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sidestep.engine_core.groups.beam_search import BeamSearch, Candidates, Ended
-from sidestep.engine_core.groups.group import join
+from sidestep.engine_core.groups.group import join, tells_logprobs
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Group, Request, RequestStatus
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
@@ -39,9 +39,18 @@ class BeamGroup(Group):
         return True
 
     @property
+    def tells_logprobs(self) -> bool:
+        """False: the search reads them."""
+        return False
+
+    @property
     def is_running(self) -> bool:
         """Whether none of them waits."""
         return all(r.status is RequestStatus.RUNNING for r in self.members)
+
+    def ending_with(self, request: Request) -> list[Request]:
+        """Return all members, the last one first: the first keeps the place in the queue."""
+        return self.members[::-1]
 
     def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
         """Return the beams that get blocks from the first, which alone computes the prompt."""
@@ -91,7 +100,7 @@ class BeamGroup(Group):
         return True
 
     def result(self, eos_ids: frozenset[int]) -> list[Beam]:
-        """Return what the frontend gets in the end, or if the search must stop here."""
+        """Return the beams that the frontend gets in the end, or if the search must stop here."""
         return [_told(ended, eos_ids) for ended in self.search.best(self._outputs())]
 
     def _outputs(self) -> list[list[int]]:
@@ -131,11 +140,6 @@ def make_beams(
     return requests
 
 
-def found_by(request: Request) -> list[Beam]:
-    """Return the beams that a search has found so far; none for a request that is not a search."""
-    return request.group.result(request.eos_ids) if isinstance(request.group, BeamGroup) else []
-
-
 def candidates_of_beams(column: UInt8, rows: Sequence[Request]) -> dict[Request, Candidates]:
     """Return the candidates of the beams among a step's rows that sampled.
 
@@ -151,5 +155,5 @@ def candidates_of_beams(column: UInt8, rows: Sequence[Request]) -> dict[Request,
             columns.logprobs[end - size + 1 : end].copy(),
         )
         for row, size, end in zip(columns.keys.tolist(), columns.sizes.tolist(), ends, strict=True)
-        if isinstance(rows[row].group, BeamGroup)
+        if not tells_logprobs(rows[row])
     }

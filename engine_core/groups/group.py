@@ -15,7 +15,7 @@ import msgspec
 
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Group, Request, RequestStatus
-from sidestep.ipc.transport.messages import AddRequest
+from sidestep.ipc.transport.messages import AddRequest, Beam
 
 
 class ForkingGroups:
@@ -160,6 +160,21 @@ def entering_with(request: Request) -> list[Request]:
         return [request]
     assert group.queued is not None
     return [group.queued, *(r for r in group.waiting if r is not group.queued)]
+
+
+def ending_with(request: Request) -> list[Request]:
+    """Return a request and all that end with it, in the order in which they are stopped."""
+    return [request] if request.group is None else request.group.ending_with(request)
+
+
+def found_by(request: Request) -> list[Beam]:
+    """Return the beams that a search has found so far; none for a request that is not a search."""
+    return [] if request.group is None else request.group.result(request.eos_ids)
+
+
+def tells_logprobs(request: Request) -> bool:
+    """Return whether a request's log-probabilities go to its frontend; a search reads its own."""
+    return request.group is None or request.group.tells_logprobs
 
 
 def sharing(together: Sequence[Request]) -> Sequence[Request]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from sidestep.engine_core.requests.mask_account import MaskAccount
-from sidestep.engine_core.requests.mask_job import MaskJob
+from sidestep.engine_core.requests.grammar_state import GrammarState
+from sidestep.engine_core.requests.timing import Timing
 from sidestep.ipc.params.sampling_params import SamplingParams
-from sidestep.ipc.transport.messages import AddRequest, FinishReason, unpack_ids
+from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, unpack_ids
 from sidestep.ipc.transport.records import RequestRecord, WaitReason
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 
 class RequestStatus(enum.IntEnum):
@@ -46,7 +43,7 @@ class Request:
     """Tokens that end it."""
     eos_ids: frozenset[int]
     """The ids of `stop_ids` that are the model's own end of sequence."""
-    arrival: float
+    timing: Timing
     priority: int = 0
     cache_salt: str | None = None
     num_public_tokens: int = 0
@@ -100,39 +97,8 @@ class Request:
     num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
-    grammar_field: str = ""
-    """Name of the field in which its user gave its grammar."""
-    matcher: LLMatcher | None = None
+    grammar: GrammarState | None = None
     """State of its output in its grammar, if it has one."""
-    grammar_text: str = ""
-    """Text of its grammar; requests with the same text have the same grammar."""
-    matcher_group: int = 0
-    """Requests of one group have matchers of one compilation."""
-    grammar_end: int = -1
-    """Index, among the tokens of the step that came last, of the one that ends its grammar.
-
-    -1 if the grammar goes on.
-    """
-    mask_job: MaskJob | None = None
-    """Job that computes its next mask; None between steps."""
-    mask_row: int = 0
-    """Row of its mask in `mask_job`."""
-    mask_s: float = 0.0
-    """Seconds of a processor that its last mask took."""
-    num_left_out: int = 0
-    """Steps that left the request out because its masks take long."""
-    mask_account: MaskAccount | None = None
-    """Time of the masks of all its choices."""
-    grammar_account: MaskAccount | None = None
-    """Time of the masks of all requests with its grammar."""
-    mask_index: int = 0
-    """Mask index of its last mask; see engine_core/structured_outputs/mask_table.py."""
-    queued: float = 0.0
-    """When it came, on the scheduler's clock, in seconds like the next two."""
-    scheduled: float | None = None
-    """When it was first scheduled."""
-    first_token: float | None = None
-    """When it got its first token."""
 
     def __repr__(self) -> str:
         return (
@@ -161,14 +127,13 @@ class Request:
             max_total=min(wanted, max_model_len),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()),
             eos_ids=eos,
-            arrival=message.arrival,
+            timing=Timing(message.arrival),
             priority=message.priority,
             cache_salt=message.cache_salt,
             num_public_tokens=message.num_public_tokens,
             deadline=message.deadline,
             controls=message.controls,
             has_past_sent=bool(message.controls),
-            grammar_field="" if message.grammar is None else message.grammar.field,
         )
 
     @property
@@ -177,9 +142,14 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def lacks_matcher(self) -> bool:
+        """Whether it has a grammar that has not been compiled for it."""
+        return self.grammar is not None and self.grammar.matcher is None
+
+    @property
     def must_tell_of_prompt(self) -> bool:
         """Whether its whole prompt must be computed, because it asks for prompt_logprobs."""
-        return self.sampling.prompt_logprobs is not None and self.first_token is None
+        return self.sampling.prompt_logprobs is not None and self.timing.first_token is None
 
     @property
     def will_be_complete(self) -> bool:
@@ -270,8 +240,16 @@ class Group:
 
     @property
     def parks_after_rows(self) -> bool:
-        """Whether a member that has had its row is parked until the others have."""
+        """Whether a member that has had its row is parked until the others have.
+
+        Such a row computes a token that the group has chosen, which the member has not sampled.
+        """
         return False
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether log-probabilities of the members go to their frontend, not to the group."""
+        return True
 
     @property
     def waiting(self) -> list[Request]:
@@ -279,6 +257,17 @@ class Group:
         return [
             r for r in self.members if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ]
+
+    def ending_with(self, request: Request) -> list[Request]:
+        """Return a member and all that end with it, in the order in which they are stopped."""
+        return [request]
+
+    def result(self, eos_ids: frozenset[int]) -> list[Beam]:
+        """Return the beams that a search has found so far; none for other groups.
+
+        eos_ids: the model's own ends of sequence.
+        """
+        return []
 
     def sharing(self, together: Sequence[Request]) -> Sequence[Request]:
         """Return the requests that get blocks from the first of those that enter together."""
@@ -298,6 +287,11 @@ class Group:
         self.forks.clear()
 
 
+def grammars_of(requests: Iterable[Request]) -> list[GrammarState]:
+    """Return the grammar of each request; all of them have one."""
+    return [request.grammar for request in requests if request.grammar is not None]
+
+
 def make_record(
     request: Request,
     *,
@@ -310,6 +304,7 @@ def make_record(
     def nanoseconds(time: float | None) -> int | None:
         return None if time is None else int(time * 1e9)
 
+    timing = request.timing
     return RequestRecord(
         request_id=request.request_id,
         client=request.client,
@@ -319,10 +314,10 @@ def make_record(
         num_cached_tokens=request.num_cached_tokens,
         num_output_tokens=request.num_outputs,
         num_preemptions=request.num_preemptions,
-        arrival_ns=int(request.arrival * 1e9),
-        queued_ns=int(request.queued * 1e9),
-        scheduled_ns=nanoseconds(request.scheduled),
-        first_token_ns=nanoseconds(request.first_token),
+        arrival_ns=int(timing.arrival * 1e9),
+        queued_ns=int(timing.queued * 1e9),
+        scheduled_ns=nanoseconds(timing.scheduled),
+        first_token_ns=nanoseconds(timing.first_token),
         finished_ns=nanoseconds(finished),
         finish_reason=reason,
     )

@@ -8,6 +8,7 @@ from sidestep.engine_core.groups.group import entering_with, sharing
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Request, RequestStatus
 from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepBuilder
 from sidestep.ipc.transport.messages import Started
@@ -20,19 +21,18 @@ class Admission:
     def __init__(
         self,
         roster: Roster,
+        policy: Policy,
         kv: KVCacheManager,
         max_num_seqs: int,
         outboxes: Outboxes,
         clock: Callable[[], float],
-        *,
-        by_priority: bool,
     ) -> None:
         self._roster = roster
+        self._policy = policy
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._outboxes = outboxes
         self._clock = clock
-        self._by_priority = by_priority
 
     def __repr__(self) -> str:
         return f"Admission({self._roster!r})"
@@ -65,13 +65,11 @@ class Admission:
                 roster.forking.enter(request.group, together)
             count = min(len(request.token_ids) - request.num_computed, budget)
             step.enter(request, count)
+            self._policy.charge(request, count)
             seats -= len(together)
             budget -= count
             self._kv.remember(request)
-        if self._by_priority:
-            roster.running = dict.fromkeys(
-                sorted(roster.running, key=lambda r: (r.priority, r.arrival))
-            )
+        roster.running = self._policy.ranked(roster.running)
         return reason or (
             "max_num_batched_tokens" if seats and roster.free_slots else "max_num_seqs"
         )
@@ -95,13 +93,10 @@ class Admission:
         return "max_num_batched_tokens"
 
     def _tell_started(self, request: Request, num_cached: int) -> None:
+        now = self._clock()
         request.was_started = True
         request.num_cached_tokens = num_cached
-        request.scheduled = self._clock()
+        request.timing.scheduled_at(now)
         self._outboxes.of(request.client).started.append(
-            Started(
-                handle=request.handle,
-                num_cached_tokens=request.num_cached_tokens,
-                scheduled=request.scheduled,
-            )
+            Started(handle=request.handle, num_cached_tokens=num_cached, scheduled=now)
         )

@@ -24,14 +24,14 @@ _TELLING = 32
 """Rows that a step needs for its acceptance to have its full weight."""
 _BETTER = 1.05
 """How many times as many tokens a second another number of drafts must promise."""
-_STAYS = 16
-"""Steps for which a choice stays."""
+_STAYS, _TRIES = 16, 4
+"""Steps for which a choice stays, and those for which a number is tried."""
 _STALE = 1024
 """Steps after which a time that has not been measured again is tried once more, if it is close."""
 _CLOSE = 0.7
 """Share of the best promise that makes a stale number worth another try."""
 _OVERHEAD = 1.1
-"""How many times as long a step with drafts is assumed to take before one was measured."""
+"""How many times as long a step with more drafts is assumed to take before one was measured."""
 
 
 def tiers_of(most: int) -> tuple[int, ...]:
@@ -110,11 +110,12 @@ class DraftBudget:
         kind = num_rows.bit_length()
         chosen, until = self._chosen.get(kind, (-1, 0))
         if self._num_steps >= until or chosen > most:
-            chosen = self._best(kind, chosen, most)
-            self._chosen[kind] = (chosen, self._num_steps + _STAYS)
+            chosen, stays = self._best(kind, chosen, most)
+            self._chosen[kind] = (chosen, self._num_steps + stays)
         return chosen
 
-    def _best(self, kind: int, chosen: int, most: int) -> int:
+    def _best(self, kind: int, chosen: int, most: int) -> tuple[int, int]:
+        """Return the next choice, and the number of steps for which it stays."""
         tiers = [tier for tier in self._tiers if tier <= max(0, most)]
         promises = {tier: self._tokens(tier) / self._seconds(kind, tier) for tier in tiers}
         best = max(tiers, key=lambda tier: promises[tier])
@@ -122,10 +123,12 @@ class DraftBudget:
             time = self._times.get((kind, tier))
             is_stale = time is not None and self._num_steps - time.last > _STALE
             if is_stale and tier != chosen and promises[tier] > _CLOSE * promises[best]:
-                return tier
+                return tier, _TRIES
+        if (kind, best) not in self._times:
+            return best, _TRIES
         if chosen in promises and promises[best] < _BETTER * promises[chosen]:
-            return chosen
-        return best
+            return chosen, _STAYS
+        return best, _STAYS
 
     def _tokens(self, tier: int) -> float:
         """Return the tokens of a row that are expected with this many drafts."""
@@ -136,15 +139,19 @@ class DraftBudget:
         return tokens
 
     def _seconds(self, kind: int, tier: int) -> float:
-        """Return the time of a step, measured or assumed."""
+        """Return the time of a step, measured or assumed.
+
+        What is assumed favours a number that has not been tried, so that it is: more drafts take
+        little longer, and fewer drafts are faster by as much as they are fewer.
+        """
         if (time := self._times.get((kind, tier))) is not None:
             return time.seconds
-        known = [(k, t) for k, t in self._times if k == kind]
+        known = [t for k, t in self._times if k == kind]
         if not known:
-            return 1.0 + (_OVERHEAD - 1) * tier / max(1, self._most)
-        nearest = min(known, key=lambda key: abs(key[1] - tier))
-        longer = 1 + (_OVERHEAD - 1) * (tier - nearest[1]) / max(1, self._most)
-        return self._times[nearest].seconds * longer
+            return 1.0 + (_OVERHEAD - 1) * tier / self._most
+        nearest = min(known, key=lambda other: abs(other - tier))
+        longer = (1 + tier) / (1 + nearest) if tier < nearest else _OVERHEAD
+        return self._times[kind, nearest].seconds * longer
 
     def learn(self, plan: StepPlan, output: StepOutput) -> None:
         """Take a step that is back."""

@@ -1,23 +1,29 @@
 """Preemption: which requests lose their slot when blocks or seats are short.
 
 A running request that needs a block takes it from the least important running request. A waiting
-request that is more urgent preempts less important ones. Blocks that steps in flight will give back
+request preempts the running ones that the policy names. Blocks that steps in flight will give back
 anyway are waited for instead, and only one request counts on each of them.
 """
 
 from __future__ import annotations
 
+from itertools import chain
+
 from sidestep.engine_core.groups.group import entering_with, sharing
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.roster import Roster
 
 
 class Room:
     """Makes room for requests, by preemption if need be."""
 
-    def __init__(self, roster: Roster, kv: KVCacheManager, max_num_seqs: int) -> None:
+    def __init__(
+        self, roster: Roster, policy: Policy, kv: KVCacheManager, max_num_seqs: int
+    ) -> None:
         self._roster = roster
+        self._policy = policy
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._num_coming: int | None = None
@@ -48,7 +54,8 @@ class Room:
             if wanted <= self._num_coming:
                 self._num_coming -= wanted
                 return None
-            victim = next(r for r in reversed(roster.running) if not r.will_be_complete)
+            victims = self._policy.victims(roster.running)
+            victim = next(r for r in victims if not r.will_be_complete)
             coming = roster.num_blocks_coming_back()
             roster.preempt(victim)
             if request.status is not RequestStatus.RUNNING:
@@ -57,25 +64,25 @@ class Room:
         return blocks
 
     def yield_to_urgent(self) -> None:
-        """Preempt as many less important requests as the first in the queue needs to enter.
+        """Preempt as many requests as the first in the queue needs, of those that it may preempt.
 
         Preempt none, if all of them were too few.
         """
         roster = self._roster
         urgent = roster.queue.peek()
-        if (
-            urgent is None
-            or not roster.running
-            or next(reversed(roster.running)).priority <= urgent.priority
-        ):
+        if urgent is None:
+            return
+        candidates = self._policy.victims(roster.running, urgent)
+        first = next(candidates, None)
+        if first is None:
             return
         together = entering_with(urgent)
         seats = self._max_num_seqs - roster.num_taken_seats - len(together)
         wanted = self._kv.num_blocks_to_enter(together[0], *sharing(together))
         room = self._kv.pool.num_free + roster.num_blocks_coming_back() - wanted
         victims: list[Request] = []
-        for request in reversed(roster.running):
-            if (seats >= 0 and room >= 0) or request.priority <= urgent.priority:
+        for request in chain((first,), candidates):
+            if seats >= 0 and room >= 0:
                 break
             if not request.will_be_complete:
                 victims.append(request)

@@ -13,13 +13,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from sidestep.engine_core.groups.beams import BeamGroup, found_by
-from sidestep.engine_core.groups.group import ForkingGroups, entering_with
+from sidestep.engine_core.groups.group import (
+    ForkingGroups,
+    ending_with,
+    entering_with,
+    found_by,
+)
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.request import Group, Request, RequestStatus, make_record
 from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
 from sidestep.engine_core.scheduling.queue_wait import QueueWait
-from sidestep.engine_core.scheduling.request_queue import RequestQueue
 from sidestep.ipc.transport.messages import Finished, FinishReason, VerifiedDrafts
 from sidestep.ipc.transport.records import RequestRecord
 
@@ -47,7 +51,7 @@ class Roster:
         self.compiling: dict[Request, None] = {}
         """Requests that wait for their grammar, outside of the queue: others pass them."""
         self.running: dict[Request, None] = {}
-        """Running requests, most important first: in the order of admission, or of priority."""
+        """Running requests, the most important first, in the order of the policy."""
         self.leaving: dict[Request, None] = {}
         self.free_slots = list(range(num_slots))
         self.forking = ForkingGroups()
@@ -67,7 +71,7 @@ class Roster:
 
     def know(self, request: Request) -> None:
         """Register a new request, which its frontend may ask about from now on."""
-        request.queued = self._clock()
+        request.timing.queued_at(self._clock())
         self.requests[request.client, request.handle] = request
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.client, request.handle))
@@ -98,7 +102,7 @@ class Roster:
                 self.fail(request, problem)
             else:
                 del self.compiling[request]
-                self.waits.waited("grammar", self._clock() - request.queued)
+                self.waits.waited("grammar", self._clock() - request.timing.queued)
                 self.join_queue(request)
 
     def elapse(self) -> None:
@@ -194,13 +198,13 @@ class Roster:
 
     def fail(self, request: Request, problem: str) -> None:
         """End a request whose grammar cannot be followed."""
-        self.end(request, FinishReason.ERROR, error=problem, field=request.grammar_field)
+        field = None if request.grammar is None else request.grammar.field
+        self.end(request, FinishReason.ERROR, error=problem, field=field)
 
     def forget(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request in any state, without telling its frontend."""
         del self.requests[request.client, request.handle]
-        group = request.group
-        for one in reversed(group.members.copy()) if isinstance(group, BeamGroup) else [request]:
+        for one in ending_with(request):
             self._stop(one)
         self.ended.append(make_record(request, finished=self._clock(), reason=str(reason)))
 

@@ -12,8 +12,9 @@ with overlap. A beat in which no request is due is left out (micro_batches.py).
 `schedule()` returns None only if nothing is left to run, or if a step in flight must come back
 first: the caller may sleep until then.
 
-Its parts: the state of each request (roster.py), admission (admission.py), preemption
-(preemption.py), the effects of an output (step_results.py). This file calls them in order.
+Its parts: the order of requests (policies/), the state of each request (roster.py), admission
+(admission.py), preemption (preemption.py), the effects of an output (step_results.py). This file
+calls them in order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
-from sidestep.engine_core.groups.beams import BeamGroup, make_beams
+from sidestep.engine_core.groups.beams import make_beams
 from sidestep.engine_core.groups.group import make_choices, why_never
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.mask_job import FOREVER
@@ -33,15 +34,16 @@ from sidestep.engine_core.scheduling.flight_recorder import Situation
 from sidestep.engine_core.scheduling.invariants import check_invariants
 from sidestep.engine_core.scheduling.micro_batches import pick_due, share_prompts
 from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.preemption import Room
 from sidestep.engine_core.scheduling.prompt_budget import PromptBudget
-from sidestep.engine_core.scheduling.request_queue import QUEUES
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepBuilder, StepPlan
 from sidestep.engine_core.scheduling.step_results import StepResults
-from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, share_masks
+from sidestep.engine_core.structured_outputs.grammar_costs import share_masks
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
+from sidestep.ipc.common.registry import POLICIES, load
 from sidestep.ipc.config_sections import SchedulerConfig, StepLimits
 from sidestep.ipc.transport.messages import AddRequest, Finished, FinishReason, Outputs
 from sidestep.ipc.transport.records import RequestRecord
@@ -90,19 +92,12 @@ class Scheduler:
         self.grammars = grammars
         self._clock = clock
         self._outboxes = Outboxes()
-        self._by_priority = config.scheduling_policy == "priority"
-        self._roster = Roster(
-            QUEUES[config.scheduling_policy](), limits.num_slots, kv, self._outboxes, clock
-        )
+        self._policy: Policy = load(POLICIES[config.scheduling_policy])()
+        self._roster = Roster(self._policy.queue, limits.num_slots, kv, self._outboxes, clock)
         self._requests = self._roster.requests
-        self._room = Room(self._roster, kv, limits.max_num_seqs)
+        self._room = Room(self._roster, self._policy, kv, limits.max_num_seqs)
         self._admission = Admission(
-            self._roster,
-            kv,
-            limits.max_num_seqs,
-            self._outboxes,
-            clock,
-            by_priority=self._by_priority,
+            self._roster, self._policy, kv, limits.max_num_seqs, self._outboxes, clock
         )
         self._results = StepResults(self._roster, kv, grammars, self._outboxes, clock)
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
@@ -144,11 +139,10 @@ class Scheduler:
         if message.grammar is not None:
             account = self.grammars.open_account()
             for request in requests:
-                request.mask_account = account
-                if (problem := self.grammars.start(request, message.grammar)) is not None:
-                    self._refuse(told, problem, request.grammar_field)
+                if (problem := self.grammars.start(request, message.grammar, account)) is not None:
+                    self._refuse(told, problem, message.grammar.field)
                     return
-            self._roster.compiling |= dict.fromkeys(r for r in requests if r.matcher is None)
+            self._roster.compiling |= dict.fromkeys(r for r in requests if r.lacks_matcher)
         for request in told:
             self._roster.know(request)
         if requests[0].group is not None:
@@ -207,9 +201,8 @@ class Scheduler:
         """Add a row for each request that can have one."""
         roster = self._roster
         self._room.begin_step()
-        # 1. A more urgent waiting request preempts the least important running ones.
-        if self._by_priority:
-            self._room.yield_to_urgent()
+        # 1. A waiting request preempts running ones, if the policy lets it.
+        self._room.yield_to_urgent()
         # 2. Running requests get one token each, or a chunk of prompt, most important first.
         num_preemptions = roster.num_preemptions
         budget, prompts, seats = self._schedule_running(step, beat)
@@ -286,10 +279,11 @@ class Scheduler:
                 step.add(request, count, blocks)
             else:
                 step.add(request, count, blocks)
-                if isinstance(request.group, BeamGroup):
+                if request.group.parks_after_rows:
                     request.parked = request.num_placeholders > 0  # until the search has chosen
                     if request.parked and count == 1:
                         step.force(request)
+            self._policy.charge(request, count)
             budget -= count
             if count > 1:
                 prompts -= count
@@ -345,13 +339,15 @@ class Scheduler:
             request for _, request in plan.masked if request.status is not RequestStatus.FINISHED
         ]
         masks = self._masks_in_time(plan, requests)
-        there = [(row, request) for row, request in plan.masked if request in masks]
-        return self._masks.message(
-            plan.step_id,
-            [row for row, _ in there],
-            [request for _, request in there],
-            [masks[request] for _, request in there],
+        rows = [row for row, request in plan.masked if request in masks]
+        there = [request for _, request in plan.masked if request in masks]
+        behind = (
+            self.grammars.masks_behind_drafts(there, list(map(plan.drafts_of, there)))
+            if plan.num_drafts
+            else ()
         )
+        found = [masks[request] for request in there]
+        return self._masks.message(plan.step_id, rows, there, found, behind)
 
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
         """Return the masks of the newest step that are in time; other requests do not sample."""
@@ -368,10 +364,7 @@ class Scheduler:
         for request in requests:
             if request not in masks:
                 self._postpone(plan, request)
-            elif (
-                request.mask_s > COUNTED_S
-                and (problem := self.grammars.charge(request)) is not None
-            ):
+            elif (problem := self.grammars.charge(request)) is not None:
                 self._roster.fail(request, problem)
         return masks
 

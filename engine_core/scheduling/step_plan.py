@@ -82,7 +82,7 @@ class StepBuilder:
         samples = request.plan_row(num_tokens)
         if samples:
             request.next_beat = self._beat + self._num_stages
-        if request.matcher is not None:
+        if request.grammar is not None:
             self._has_grammars = True
         rows.requests.append(request)
         rows.num_tokens.append(num_tokens)
@@ -171,7 +171,7 @@ class StepBuilder:
             [
                 (i, r)
                 for i, (r, yes) in enumerate(zip(rows, samples, strict=True))
-                if yes and r.matcher is not None
+                if yes and r.grammar is not None
             ]
             if self._has_grammars
             else []

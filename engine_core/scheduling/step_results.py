@@ -47,16 +47,17 @@ class StepResults:
         A matcher that cannot go on ends its request before the token is sent.
         """
         followed = [
-            (request, request.matcher, tokens)
+            (request, grammar, matcher, tokens)
             for request, tokens in zip(plan.sampling, output.by_row(), strict=True)
-            if request.matcher is not None
+            if (grammar := request.grammar) is not None
+            and (matcher := grammar.matcher) is not None
             and request.status is not RequestStatus.FINISHED
             and request not in plan.late
         ]
-        single = [(matcher, tokens[0]) for _, matcher, tokens in followed if len(tokens) == 1]
+        single = [(matcher, tokens[0]) for _, _, matcher, tokens in followed if len(tokens) == 1]
         self._grammars.advance(single)
-        for request, matcher, tokens in followed:
-            request.grammar_end = follow(matcher, tokens)
+        for request, grammar, matcher, tokens in followed:
+            grammar.followed(follow(matcher, tokens))
             if (problem := problem_of(matcher)) is not None:
                 self._roster.fail(request, problem)
         if len(output.next_sizes):
@@ -104,13 +105,13 @@ class StepResults:
     def _take_tokens(self, request: Request, tokens: list[int]) -> None:
         """Take a row's tokens in their order, up to the one that ends the request."""
         outbox = self._outboxes.of(request.client)
-        if request.first_token is None:
-            request.first_token = self._clock()
-        finish = None
+        if request.timing.first_token is None:
+            request.timing.first_token_at(self._clock())
+        finish, end = None, -1 if request.grammar is None else request.grammar.end
         for index, token in enumerate(tokens):
             outbox.handles.append(request.handle)
             outbox.tokens.append(token)
-            finish = request.finish_of(token, ends_grammar=index == request.grammar_end)
+            finish = request.finish_of(token, ends_grammar=index == end)
             if finish is not None:
                 break
         # A block that has become full can be shared from now on.
@@ -131,8 +132,8 @@ class StepResults:
 
     def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
         """Take the candidates of a beam. After the last beam's, the search advances or ends."""
-        if request.first_token is None:
-            request.first_token = self._clock()
+        if request.timing.first_token is None:
+            request.timing.first_token_at(self._clock())
         if not group.take(request, candidates):
             return
         for beam in group.beams:

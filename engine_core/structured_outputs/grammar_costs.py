@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.mask_account import TOKEN_S
 from sidestep.engine_core.requests.request import Request
 
@@ -29,18 +30,18 @@ def share_masks(due: Sequence[Request], budget_s: float) -> Collection[Request]:
     estimated from the last mask of each. Requests with cheap masks get their rows first. Among the
     expensive ones, at least the request that has been left out most often gets its row.
     """
-    held = [request for request in due if request.matcher is not None]
-    left = budget_s - sum(request.mask_s for request in held)
+    held = [(request, request.grammar) for request in due if request.grammar is not None]
+    left = budget_s - sum(grammar.mask_s for _, grammar in held)
     if left >= 0:
         return _NOBODY
-    held.sort(key=lambda request: -request.mask_s)
-    out = list[Request]()
-    for request in held:
+    held.sort(key=lambda one: -one[1].mask_s)
+    out = list[tuple[Request, GrammarState]]()
+    for request, grammar in held:
         if left >= 0:
             break
-        left += request.mask_s
-        out.append(request)
-    out.remove(max(out, key=lambda request: request.num_left_out))
-    for request in out:
-        request.num_left_out += 1
-    return set(out)
+        left += grammar.mask_s
+        out.append((request, grammar))
+    out.remove(max(out, key=lambda one: one[1].num_left_out))
+    for _, grammar in out:
+        grammar.leave_out()
+    return {request for request, _ in out}

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.mask_account import MaskAccount
-from sidestep.engine_core.requests.request import Request, RequestStatus
-from sidestep.engine_core.structured_outputs.grammar_costs import GRAMMAR_S, REQUEST_S
+from sidestep.engine_core.requests.request import Request, RequestStatus, grammars_of
+from sidestep.engine_core.structured_outputs.draft_masks import cheap_drafts, masks_behind
+from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, GRAMMAR_S, REQUEST_S
 from sidestep.engine_core.structured_outputs.mask_jobs import MaskJobs
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.params.structured_outputs_params import Grammar, first_line, grammar_limits
@@ -66,7 +68,7 @@ class _Waiting:
 
     @property
     def waits(self) -> bool:
-        return self.request.matcher is None and self.request.status is RequestStatus.WAITING
+        return self.request.lacks_matcher and self.request.status is RequestStatus.WAITING
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +89,7 @@ class _Compiled:
     text: str
     matcher: LLMatcher
     """Matcher at the beginning of the grammar; each request gets a copy."""
-    group: int
+    number: int
     """Number of the compilation."""
     is_cheap: bool
     mask_s: float
@@ -211,11 +213,15 @@ class Grammars:
         """Grammars that are being compiled, or wait for it."""
         return len(self._compiling)
 
-    def start(self, request: Request, grammar: Grammar) -> str | None:
+    def start(
+        self, request: Request, grammar: Grammar, account: MaskAccount | None = None
+    ) -> str | None:
         """Give the request its matcher, or have it compiled: then `take_compiled` will return it.
 
-        Return why it can have no matcher; None if it can.
+        account: the account that its masks are charged to, beside that of the grammar. Return why
+        it can have no matcher; None if it can.
         """
+        request.grammar = GrammarState(grammar.field, account)
         if self._tokenizer is None:
             return self._problem
         if (known := self._accounts.get(grammar.text)) is not None and (
@@ -278,11 +284,17 @@ class Grammars:
         least = min(known, key=lambda compiled: compiled.uses)
         if least.uses >= _SHARERS and least.is_cheap and len(known) < self._num_workers:
             return False
-        request.matcher, request.matcher_group = least.matcher.deep_copy(), least.group
-        request.grammar_text, request.mask_s = least.text, least.mask_s
-        request.grammar_account = self._account_of(text)
+        matcher = least.matcher.deep_copy()
         if request.num_outputs:  # outputs of a replica that has died
-            request.matcher.consume_tokens(request.token_ids[request.num_prompt :])
+            matcher.consume_tokens(request.token_ids[request.num_prompt :])
+        assert request.grammar is not None, f"{request} has not been started"
+        request.grammar.begin(
+            matcher,
+            text=least.text,
+            compilation=least.number,
+            mask_s=least.mask_s,
+            account=self._account_of(text),
+        )
         least.uses += 1
         self._cache.move_to_end(text)
         if least.uses >= _USES:
@@ -343,6 +355,17 @@ class Grammars:
         for matcher, token in tokens:
             matcher.consume_token(token)
 
+    def masks_behind_drafts(
+        self, requests: Sequence[Request], most: Sequence[int]
+    ) -> list[Sequence[Int32]]:
+        """Return the masks behind the drafts of each request that its row may accept.
+
+        most: drafts that each row may verify at most. Call it after `masks`, for requests whose
+        mask has been taken.
+        """
+        drafts = cheap_drafts(requests, most, self._num_workers)
+        return masks_behind(requests, drafts, -(-self._vocab_size // 32), self._executor)
+
     def masks(
         self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
     ) -> list[Int32 | None]:
@@ -352,19 +375,15 @@ class Grammars:
         computed in time; a later call returns it. At most `most_late` masks are late after
         `patience_s`, and any number after `longest_s`.
         """
-        return self._masks.compute(requests, most_late, patience_s, longest_s)
+        return self._masks.compute(grammars_of(requests), most_late, patience_s, longest_s)
 
     def charge(self, request: Request) -> str | None:
-        """Charge the time of the request's last mask to its accounts.
+        """Charge the time of the request's last mask to its accounts, if it is worth counting.
 
         Return why it may have no more masks; None if it may.
         """
-        for account in (request.mask_account, request.grammar_account):
-            if account is not None:
-                account.charge(request.mask_s)
-                if (problem := account.problem()) is not None:
-                    return problem
-        return None
+        grammar = request.grammar
+        return None if grammar is None or grammar.mask_s <= COUNTED_S else grammar.charge()
 
 
 def follow(matcher: LLMatcher, tokens: Sequence[int]) -> int:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.mask_job import FOREVER, MaskJob
-from sidestep.engine_core.requests.request import Request
 from sidestep.ipc.transport.step import Int32
 
 if TYPE_CHECKING:
@@ -58,18 +58,18 @@ class MaskJobs:
         return f"MaskJobs({len(self._awaited)} awaited)"
 
     def compute(
-        self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
+        self, grammars: Sequence[GrammarState], most_late: int, patience_s: float, longest_s: float
     ) -> list[Int32 | None]:
-        """Return the mask of each request, valid until the next call; None for a late mask.
+        """Return the mask of each grammar, valid until the next call; None for a late mask.
 
-        A later call returns the late ones. Until `patience_s` is over wait for all masks, then
-        until at most `most_late` are late, and no longer than `longest_s`. Raise what the library
-        raises.
+        Each grammar is one request's. A later call returns the late masks. Until `patience_s` is
+        over wait for all masks, then until at most `most_late` are late, and no longer than
+        `longest_s`. Raise what the library raises.
         """
         start = time.monotonic()
         self._free, self._taken = self._taken, []
         own = []
-        for job in self._make([request for request in requests if request.mask_job is None]):
+        for job in self._make([grammar for grammar in grammars if grammar.job is None]):
             if self._executor is None or job.num_left > most_late:
                 own.append(job)
             else:
@@ -80,18 +80,18 @@ class MaskJobs:
             if i == 0 or time.monotonic() < start + longest_s:
                 job.run(self._executor, self._num_threads, start + longest_s)
             job.is_done = True
-        self._wait(requests, most_late, start + patience_s, start + longest_s)
-        return [self._take(request) for request in requests]
+        self._wait(grammars, most_late, start + patience_s, start + longest_s)
+        return [self._take(grammar) for grammar in grammars]
 
-    def _make(self, requests: Sequence[Request]) -> list[MaskJob]:
+    def _make(self, asking: Sequence[GrammarState]) -> list[MaskJob]:
         """Return a job for each grammar, or for several grammars where there are many.
 
         Jobs of cheap masks come first.
         """
-        grammars: dict[str, list[Request]] = {}
-        for request in requests:
-            grammars.setdefault(request.grammar_text, []).append(request)
-        parts = list(grammars.values())
+        by_text: dict[str, list[GrammarState]] = {}
+        for grammar in asking:
+            by_text.setdefault(grammar.text, []).append(grammar)
+        parts = list(by_text.values())
         if len(parts) > 1:
             parts.sort(key=lambda part: part[0].mask_s)
         jobs = []
@@ -100,14 +100,14 @@ class MaskJobs:
             for i in range(min(_MOST_JOBS, len(parts)))
         ):
             # Requests that share a compilation stand side by side: most often one thread has them.
-            members = sorted(part, key=lambda request: request.matcher_group)
+            members = sorted(part, key=lambda grammar: grammar.compilation)
             job = MaskJob(
-                [(r.matcher, i) for i, r in enumerate(members) if r.matcher is not None],
+                [(g.matcher, i) for i, g in enumerate(members) if g.matcher is not None],
                 self._memory(len(members)),
                 len(members),
             )
-            for i, request in enumerate(members):
-                request.mask_job, request.mask_row = job, i
+            for i, grammar in enumerate(members):
+                grammar.ask(job, i)
             jobs.append(job)
         return jobs
 
@@ -118,13 +118,13 @@ class MaskJobs:
         return np.empty((count, self._num_words), np.int32)
 
     def _wait(
-        self, requests: Sequence[Request], most_late: int, until: float, at_most_until: float
+        self, grammars: Sequence[GrammarState], most_late: int, until: float, at_most_until: float
     ) -> None:
         """Wait until all masks are computed; after `until`, until all but `most_late` are.
 
         Do not wait beyond `at_most_until`. Both are times of the monotonic clock.
         """
-        jobs = [request.mask_job for request in requests]
+        jobs = [grammar.job for grammar in grammars]
         with self._ended:
             self._awaited = {job for job in jobs if job is not None and not job.is_done}
             self._is_impatient = False
@@ -135,24 +135,17 @@ class MaskJobs:
                     lambda: sum(job in self._awaited for job in jobs) <= most_late, left
                 )
 
-    def _take(self, request: Request) -> Int32 | None:
-        job = request.mask_job
-        assert job is not None, f"{request}: nobody computes its mask"
+    def _take(self, grammar: GrammarState) -> Int32 | None:
+        job = grammar.job
+        assert job is not None, f"{grammar}: nobody computes its mask"
         if not job.is_done:
             return None
         if job.error is not None:
             raise job.error
-        request.mask_job = None
         job.num_left -= 1
         if not job.num_left:
             self._taken.append(job.masks)
-        # A row that was not begun in time will take as long as the others.
-        if request.mask_row >= len(job.seconds):
-            request.mask_s = max(request.mask_s, sum(job.seconds) / max(1, len(job.seconds)))
-            return None
-        request.mask_s = job.seconds[request.mask_row]
-        mask: Int32 = job.masks[request.mask_row]
-        return mask
+        return grammar.take_mask()
 
     def _start_threads(self) -> None:
         if not self._has_threads:

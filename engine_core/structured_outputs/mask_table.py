@@ -32,22 +32,36 @@ class MaskTable:
         return f"MaskTable({len(self._masks)} of {self._num_masks} masks)"
 
     def message(
-        self, step_id: int, rows: Sequence[int], requests: Sequence[Request], masks: Sequence[Int32]
+        self,
+        step_id: int,
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        masks: Sequence[Int32],
+        behind: Sequence[Sequence[Int32]] = (),
     ) -> StepMasks:
-        """Return the message with a step's masks, [words] each, of the requests in these rows."""
+        """Return the message with a step's masks, [words] each, of the requests in these rows.
+
+        behind: each request's masks behind its drafts; empty if none has any.
+        """
+        drafts = behind or [()] * len(requests)
         # Nothing that this step needs may be overwritten.
-        if len(self._masks) + len(requests) > self._num_masks:
+        if len(self._masks) + len(requests) + sum(map(len, drafts)) > self._num_masks:
             self._masks.clear()
             self._indices.clear()
-        first_new = len(self._masks)
-        for request, mask in zip(requests, masks, strict=True):
-            request.mask_index = self._index_of(mask.tobytes(), request.mask_index)
+        first_new, indices = len(self._masks), list[int]()
+        for request, mask, more in zip(requests, masks, drafts, strict=True):
+            assert request.grammar is not None
+            index = self._index_of(mask.tobytes(), request.grammar.mask_index)
+            request.grammar.mask_index = index
+            indices.append(index)
+            indices += [self._index_of(other.tobytes(), index) for other in more]
         return StepMasks(
             step_id,
             first_new,
             np.array(rows, np.int32),
-            np.array([request.mask_index for request in requests], np.int32),
+            np.array(indices, np.int32),
             np.frombuffer(b"".join(self._masks[first_new:]), np.int32),
+            np.array([1 + len(more) for more in behind], np.int32),
         )
 
     def _index_of(self, mask: bytes, guess: int) -> int:

@@ -53,6 +53,8 @@ class AttentionSetup:
     norm_eps: float
     max_rows: int
     """Most rows of a step."""
+    max_queries: int = 1
+    """Most query tokens of a decode row, see `DeviceRows.queries`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,13 @@ class DeviceRows:
     """Most decode rows in a step of this kind; 0 if there are none."""
     max_prompt_rows: int
     """Most other rows in a step of this kind; 0 if there are none."""
+    queries: int = 1
+    """Query tokens of each decode row in a step of this kind: its last token and the drafts behind
+    it. Decode row r has the tokens from r * queries on, and `seq_lens` counts them all."""
+    valid_lens: Tensor | None = None
+    """int32 [R] Tokens up to each decode row's last valid query, if fewer than `queries` may be
+    valid; at least one is. The slot mapping of the others is -1, and nothing follows from what is
+    computed for them. Ready as early as `seq_lens`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,17 +15,16 @@ from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.triton.attention_plan_triton import plan_attention
 from sidestep.kernels.triton.decode_attention_triton import (
     DecodeScratch,
-    Rope,
     decode_attention,
     decode_config,
 )
 from sidestep.kernels.triton.prefill_attention_triton import prefill_attention, prefill_config
-from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
+from sidestep.kernels.triton.qkv_rope_triton import Rope, qkv_rope
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
-number. Decode attention itself norms and rotates up to this many rows; for more rows, a kernel
-before it does."""
+number. Decode attention itself norms and rotates up to this many rows of one query each; else a
+kernel before it does."""
 
 
 class TritonAttention(AttentionBackend):
@@ -66,6 +65,7 @@ class TritonAttention(AttentionBackend):
             setup.max_rows,
             setup.device,
             decode_config(shape.head_dim, setup.dtype.itemsize, shape.num_heads),
+            setup.max_queries,
         )
         many = triton.next_power_of_2(max(_FEW_ROWS, setup.max_rows))
         self._plans = {
@@ -98,6 +98,7 @@ class TritonAttention(AttentionBackend):
                 tile=self._scratch.config.tile,
                 tokens=self._tokens,
                 window=window,
+                queries=batch.rows.queries,
             )
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
@@ -105,7 +106,8 @@ class TritonAttention(AttentionBackend):
         shape, rows, setup = self._shape, self._rows, self._setup
         rope = Rope(setup.rotary.cos, setup.rotary.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
-        if rows.max_prompt_rows == 0 and qkv.shape[0] <= _FEW_ROWS:
+        # Several queries of a row attend to one another's keys, so all keys are written before.
+        if rows.max_prompt_rows == 0 and rows.queries == 1 and qkv.shape[0] <= _FEW_ROWS:
             self._attend_decodes(layer, qkv, out, rope)
             return out
         qkv_rope(
@@ -158,6 +160,8 @@ class TritonAttention(AttentionBackend):
             window=window,
             scale=self._scale,
             rope=rope,
+            queries=rows.queries,
+            valid_lens=rows.valid_lens,
         )
 
     def _attend_prompts(self, layer: int, qkv: Tensor, out: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionSetup, StepBatch
 from sidestep.executor.base import WorkerReady
+from sidestep.executor.cpu.drafted_rows import DraftedRows
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,
@@ -27,13 +28,15 @@ from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.slot_state import SlotState
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_prompt_tokens
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.sampling.token_logprobs import Logprobs, encode_logprobs
+from sidestep.executor.speculation.proposer import make_proposer
 from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
-from sidestep.ipc.transport.step import Int64, StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.step import Int32, Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.ops.rms_norm import Stream
 
 _CPU = torch.device("cpu")
@@ -79,11 +82,14 @@ class ModelRunner(Runner):
             )
         )
         self._state = HostTables(self._limits.num_slots, args.max_model_len, self._block_size)
-        self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
-        self._pipeline = Pipeline(args, self._last_sampled, self._limits.max_steps_in_flight)
+        slots = SlotState(self._limits.num_slots, self._limits.num_drafts)
+        self._pipeline = Pipeline(args, slots.table, self._limits.max_steps_in_flight)
+        proposer = None
         if self._stage.is_last:
             self._sampler = Sampler(self._state)
             self._special = make_special_rows(args, self._limits, _CPU)
+            proposer = make_proposer(args.scheduler.speculation, args.spec.vocab_size)
+        self._drafted = DraftedRows(self._state, slots, proposer)
         return WorkerReady(
             num_kv_blocks=num_blocks,
             block_size=self._block_size,
@@ -97,15 +103,17 @@ class ModelRunner(Runner):
     ) -> PendingOutput:
         """Compute a step, and return its output."""
         start = time.monotonic_ns()
-        # 1. Apply the differences and lay this step's tokens out.
+        # 1. Apply the differences, and what the last stage has sent of earlier steps; lay this
+        #    step's tokens out.
         self._state.apply(step)
-        batch = make_batch(self._state, step, self._block_size)
+        self._pipeline.begin_step(step.beat)
+        self._drafted.enter(step)
+        batch = make_batch(self._state, step, self._block_size, self._drafted.count(step))
         if len(step.copy_sources):
             self._attention.copy_blocks(step.copy_sources, step.copy_targets)
         # 2. The inputs of this rank's layers, and their outputs.
         if self._stage.is_first:
-            self._pipeline.begin_step(step.beat)
-            inputs = self._input_ids(batch)
+            inputs = torch.from_numpy(self._drafted.input_ids(batch))
         else:
             inputs = self._pipeline.receive_stream(
                 torch.empty(batch.total_tokens, self._args.spec.hidden_size, dtype=self._dtype)
@@ -116,7 +124,7 @@ class ModelRunner(Runner):
         else:
             self._pipeline.send_stream(self._forward(inputs, batch, None).hidden)
             output = StepOutput(step.step_id, start, time.monotonic_ns(), np.empty(0, np.int32))
-        # 3. The ids that later steps' inputs are taken from in the first stage.
+        # 3. The slots' values that later steps of other stages begin from.
         self._pipeline.end_step(step.beat, torch.from_numpy(step.slots.astype(np.int64)))
         return DoneOutput(output)
 
@@ -140,58 +148,89 @@ class ModelRunner(Runner):
         about_prompts = (
             [] if prompts is None else prompt_logprobs(self._model, stream, num_sampled, prompts)
         )
-        token_ids, logprobs = np.empty(0, np.int32), list[Logprobs]()
+        output = StepOutput(step.step_id, start, 0, np.empty(0, np.int32))
         if num_sampled:
-            # 2. Sample the next step's inputs: plain rows first, then the others.
-            apart, sampling = self._special.find(batch), batch.sampling_rows
-            self._sample(
-                logits,
-                batch,
-                sampling if apart is None else np.setdiff1d(sampling, np.concatenate(apart)),
-            )
-            if step.awaits_masks and receive_masks is not None:
-                self._special.masks.take(step, receive_masks())
-            if apart is not None:
-                self._sample(logits, batch, apart.masked, self._special.masks)
-                logprobs = self._special.run(
-                    logits,
-                    batch,
-                    apart.special,
-                    np.searchsorted(sampling, apart.special),
-                    self._sample_special,
-                )
-            token_ids = self._last_sampled.numpy()[batch.slots[batch.sampling_rows]].astype(
-                np.int32
-            )
-        return StepOutput(
-            step.step_id,
-            start,
-            time.monotonic_ns(),
-            token_ids,
-            logprobs=encode_logprobs(logprobs),
-            prompt_logprobs=encode_logprobs(about_prompts),
-        )
+            # 2. Sample the next step's inputs, and draft what may follow them.
+            logprobs = self._sample(logits, batch, step, output, receive_masks)
+            output.logprobs = encode_logprobs(logprobs)
+        output.prompt_logprobs = encode_logprobs(about_prompts)
+        output.end_ns = time.monotonic_ns()
+        return output
 
     def _sample(
-        self, logits: Tensor, batch: HostBatch, rows: Int64, masks: GrammarMasks | None = None
-    ) -> None:
-        """Sample some of the rows that sample; `logits` has one row for each of them all."""
-        if not len(rows):
-            return
-        slots = batch.slots[rows]
-        if len(rows) < len(logits):
-            logits = logits.index_select(
-                0, torch.from_numpy(np.searchsorted(batch.sampling_rows, rows))
-            )
-        if masks is not None:
-            masks.mask(logits, torch.from_numpy(masks.marks(slots)))
-        tokens = self._sampler(logits, slots, batch.seq_lens[rows])
-        self._last_sampled.index_copy_(0, torch.from_numpy(slots).long(), tokens)
+        self,
+        logits: Tensor,
+        batch: HostBatch,
+        step: StepInput,
+        output: StepOutput,
+        receive_masks: Callable[[], StepMasks] | None,
+    ) -> list[Logprobs]:
+        """Sample from the logits of batch.logits_tokens; return the logprobs asked for."""
+        apart, rows = self._special.find(batch), batch.logits_rows
+        sampled = np.full(len(rows), -1, np.int32)
+        valid = batch.sampled_sizes
+        # 1. Plain rows, before any masks are awaited.
+        is_plain = np.ones(len(rows), np.bool_) if apart is None else ~np.isin(rows, apart.all)
+        self._sample_tokens(logits, batch, np.flatnonzero(is_plain), sampled)
+        # 2. Rows with masks, which verify only the drafts that have a mask behind them.
+        if step.awaits_masks and receive_masks is not None:
+            self._special.masks.take(step, receive_masks())
+        slots, logprobs = batch.slots[batch.sampling_rows], list[Logprobs]()
+        held = self._special.has_grammar(slots)
+        if held.any() and batch.num_drafts is not None:
+            most = 1 + self._special.masks.num_masked_drafts(slots)
+            valid = np.where(held, np.minimum(valid, most), valid)
+        if apart is not None:
+            masked = np.flatnonzero(np.isin(rows, apart.masked))
+            self._sample_tokens(logits, batch, masked, sampled, self._special.masks)
+            logprobs = self._sample_special(logits, batch, apart.special, valid, sampled)
+        # 3. Accept drafts, and make the next ones.
+        accepted = self._drafted.accept(batch, sampled, valid)
+        self._drafted.propose(batch, accepted)
+        output.token_ids = accepted.token_ids
+        self._drafted.describe(output, step, accepted, slots if held.any() else None)
+        return logprobs
 
-    def _sample_special(self, logits: Tensor, part: SpecialBatch) -> Tensor:
-        tokens = self._sampler(logits, part.slots, part.seq_lens)
-        self._last_sampled.index_copy_(0, part.slot_index, tokens)
-        return tokens
+    def _sample_tokens(
+        self,
+        logits: Tensor,
+        batch: HostBatch,
+        which: Int64,
+        sampled: Int32,
+        masks: GrammarMasks | None = None,
+    ) -> None:
+        """Write to `sampled` the tokens of some of the logits' rows, which are sampled at once."""
+        if not len(which):
+            return
+        slots = batch.slots[batch.logits_rows[which]]
+        if len(which) < len(logits):
+            logits = logits.index_select(0, torch.from_numpy(which))
+        if masks is not None:
+            offsets = which - np.searchsorted(batch.logits_rows, batch.logits_rows[which])
+            masks.mask(logits, torch.from_numpy(masks.marks(slots, offsets)))
+        sampled[which] = self._sampler(logits, slots, batch.logits_lens[which]).numpy()
+
+    def _sample_special(
+        self, logits: Tensor, batch: HostBatch, rows: Int64, valid: Int64, sampled: Int32
+    ) -> list[Logprobs]:
+        """Sample special rows: first each row's token, then behind drafts as they are accepted."""
+        logprobs, offset = list[Logprobs](), 0
+        while len(rows):
+            which = np.searchsorted(batch.logits_rows, rows) + offset
+
+            def sample(wide: Tensor, part: SpecialBatch, which: Int64 = which) -> Tensor:
+                tokens = self._sampler(wide, part.slots, part.seq_lens)
+                sampled[which[part.first : part.first + len(part.rows)]] = tokens.numpy()
+                return tokens
+
+            logprobs += self._special.run(logits, batch, rows, which, sample, offset)
+            left = valid[np.searchsorted(batch.sampling_rows, rows)] > offset + 1
+            rows, which = rows[left], which[left]
+            if len(rows):
+                drafts = self._drafted.draft_at(batch.slots[rows], offset)
+                rows = rows[sampled[which] == drafts]
+            offset += 1
+        return logprobs
 
     def _forward(self, inputs: Tensor, batch: HostBatch, rows: Tensor | None) -> Stream:
         """Return what this rank's last layer gives for the tokens at `rows`, or for all."""
@@ -204,16 +243,6 @@ class ModelRunner(Runner):
             )
         )
         return self._model.states(inputs, self._attention, rows)
-
-    def _input_ids(self, batch: HostBatch) -> Tensor:
-        """Return known ids from the host, and sampled ids from steps before."""
-        token_ids = torch.from_numpy(batch.token_ids)
-        if len(batch.unknown):
-            sampled = self._last_sampled.index_select(
-                0, torch.from_numpy(batch.row_slots[batch.unknown])
-            )
-            token_ids.index_copy_(0, torch.from_numpy(batch.unknown), sampled.int())
-        return token_ids
 
     def _describe(self) -> str:
         return f"cpu ({torch.get_num_threads()} threads, {str(self._dtype).removeprefix('torch.')})"

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from sidestep.executor.runner.runner import WorkerArgs
@@ -98,9 +97,7 @@ class Pipeline:
             self._receive_ids(self._coming.popleft())
 
     def _receive_ids(self, coming: _Coming) -> None:
-        ids = torch.empty(
-            len(coming.slots), dtype=self._last_sampled.dtype, device=self._last_sampled.device
-        )
+        ids = self._last_sampled.new_empty((len(coming.slots), *self._last_sampled.shape[1:]))
         self._dist.recv(ids, self._last, self._ids_group)
         self._last_sampled.index_copy_(0, coming.slots, ids)
 

@@ -31,6 +31,8 @@ class HostTables:
         self.top_k = self._records["top_k"]
         self.seed = self._records["seed"]
         self.min_tokens = self._records["min_tokens"]
+        self.max_total = self._records["max_total"]
+        self.max_drafts = self._records["max_drafts"]
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.entries = np.zeros(num_slots, np.int64)
         self._num_entries = 0

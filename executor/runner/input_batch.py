@@ -41,6 +41,8 @@ class HostBatch:
     """[T] -1 where the id is on the device: `last_sampled` of the token's slot."""
     samples: npt.NDArray[np.bool_]
     """[R] Whether this step computes the last known token of a row, so that it samples."""
+    num_drafts: Int32 | None = None
+    """[R] Drafts among each row's tokens, its last ones; None if no row has any."""
 
     @property
     def total_tokens(self) -> int:
@@ -80,9 +82,33 @@ class HostBatch:
         return np.flatnonzero(self.samples)
 
     @cached_property
+    def sampled_sizes(self) -> Int64:
+        """For each row that samples, the number of its tokens that sample: one, and its drafts."""
+        rows = self.sampling_rows
+        ones = np.ones(len(rows), np.int64)
+        return ones if self.num_drafts is None else ones + self.num_drafts[rows]
+
+    @cached_property
     def logits_tokens(self) -> Int64:
-        """For each row that samples, the index in T of its last token."""
-        return self.query_starts[1:][self.sampling_rows] - 1
+        """Indices in T of the tokens that sample, row by row."""
+        ends = self.query_starts[1:][self.sampling_rows]
+        if self.num_drafts is None:
+            return ends - 1
+        sizes = self.sampled_sizes
+        return np.repeat(ends - np.cumsum(sizes), sizes) + np.arange(sizes.sum())
+
+    @cached_property
+    def logits_rows(self) -> Int64:
+        """Index in R of each token that samples."""
+        rows = self.sampling_rows
+        return rows if self.num_drafts is None else np.repeat(rows, self.sampled_sizes)
+
+    @cached_property
+    def logits_lens(self) -> Int32:
+        """Tokens up to each token that samples: the position of the token that follows it."""
+        if self.num_drafts is None:
+            return self.seq_lens[self.sampling_rows]
+        return (self.positions[self.logits_tokens] + 1).astype(np.int32)
 
     @cached_property
     def token_ranges(self) -> list[tuple[int, int]]:
@@ -99,10 +125,22 @@ class Apart(NamedTuple):
     masked: Int64
     """Rows that are sampled as plain rows are, when their masks have come."""
 
+    @property
+    def all(self) -> Int64:
+        """All of these rows."""
+        return np.concatenate(self)
 
-def make_batch(state: HostTables, step: StepInput, block_size: int) -> HostBatch:
-    """Lay a step out and advance the rows' counts. Its differences must have been applied."""
+
+def make_batch(
+    state: HostTables, step: StepInput, block_size: int, num_drafts: Int32 | None = None
+) -> HostBatch:
+    """Lay a step out and advance the rows' counts. Its differences must have been applied.
+
+    num_drafts: [R] drafts that each row has behind its token; None for none.
+    """
     slots, counts = step.slots, step.num_tokens
+    if num_drafts is not None:
+        counts = counts + num_drafts
     first = state.num_computed[slots]
     seq_lens = first + counts
     starts = np.zeros(len(slots) + 1, np.int64)
@@ -133,4 +171,5 @@ def make_batch(state: HostTables, step: StepInput, block_size: int) -> HostBatch
         positions=positions,
         token_ids=token_ids,
         samples=seq_lens >= state.num_known[slots],
+        num_drafts=num_drafts,
     )

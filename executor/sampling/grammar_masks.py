@@ -28,13 +28,15 @@ from sidestep.kernels.ops.token_masks import mask_tokens
 class GrammarMasks(LogitsProcessor):
     """The processor of grammars. It comes last, so that no other brings back a forbidden token."""
 
-    def __init__(self, setup: ProcessorSetup, num_masks: int) -> None:
+    def __init__(self, setup: ProcessorSetup, num_masks: int, max_drafts: int = 0) -> None:
         super().__init__(setup)
         words = -(-setup.vocab_size // 32)
         self._table = torch.zeros(num_masks, words, dtype=torch.int32, device=setup.device)
-        self._marks = np.zeros(setup.num_slots, np.int32)
-        """By slot: 1 + the index of its mask in the step that is to be sampled, 0 if it has
-        none."""
+        self._marks = np.zeros((setup.num_slots, 1 + max_drafts), np.int32)
+        """By slot, for its token and then its drafts: 1 + the index of the mask in the step that is
+        to be sampled, 0 if there is none."""
+        self.offset = 0
+        """Number of drafts before the tokens whose logits `apply` masks."""
 
     def enter(self, request: EnteringRequest) -> bool:
         """Accept requests with a grammar."""
@@ -51,7 +53,10 @@ class GrammarMasks(LogitsProcessor):
         # The token of a row that gets no mask will be dropped: its request has ended, or will be
         # computed again.
         self._marks.fill(0)
-        self._marks[step.slots[masks.rows]] = masks.mask_indices + 1
+        sizes = masks.sizes if len(masks.sizes) else np.ones(len(masks.rows), np.int32)
+        starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        offsets = np.arange(len(starts)) - starts
+        self._marks[np.repeat(step.slots[masks.rows], sizes), offsets] = masks.mask_indices + 1
         if len(masks.words):
             num_words = self._table.shape[1]
             new = torch.empty(
@@ -63,9 +68,17 @@ class GrammarMasks(LogitsProcessor):
             new.numpy().reshape(-1)[:] = masks.words
             self._table[masks.first_new : masks.first_new + len(new)].copy_(new, non_blocking=True)
 
-    def marks(self, slots: Int32) -> Int32:
-        """Return the marks, which `mask` takes, of the requests in these slots."""
-        return self._marks[slots]
+    def marks(self, slots: Int32, offsets: Int32 | int = 0) -> Int32:
+        """Return the marks, which `mask` takes, of the requests in these slots.
+
+        offsets: number of drafts before each of the tokens meant.
+        """
+        marks: Int32 = self._marks[slots, offsets]
+        return marks
+
+    def num_masked_drafts(self, slots: Int32) -> Int32:
+        """Return how many drafts of each slot have a mask behind them."""
+        return np.maximum((self._marks[slots] > 0).sum(1) - 1, 0).astype(np.int32)
 
     def mask(self, logits: Tensor, marks: Tensor) -> None:
         """Set the logits to minus infinity that each row may not sample.
@@ -76,4 +89,5 @@ class GrammarMasks(LogitsProcessor):
 
     def apply(self, logits: Tensor, slots: Slots) -> None:
         """Mask the logits of special rows."""
-        self.mask(logits, to_device(self._marks[list(slots)], self.setup.device))
+        marks = self._marks[list(slots), self.offset]
+        self.mask(logits, to_device(marks, self.setup.device))

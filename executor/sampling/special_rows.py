@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -95,7 +96,8 @@ def make_special_rows(args: WorkerArgs, limits: StepLimits, device: torch.device
     )
     own = [make_processor(target, setup) for target in args.model.logits_processors or ()]
     processors = [AllowedTokens(setup), BadWords(setup), LogitBias(setup), *own, Penalties(setup)]
-    return SpecialRows(processors, GrammarMasks(setup, limits.num_masks), limits.num_slots, device)
+    masks = GrammarMasks(setup, limits.num_masks, limits.num_drafts)
+    return SpecialRows(processors, masks, limits.num_slots, device)
 
 
 def make_processor(target: str, setup: ProcessorSetup) -> LogitsProcessor:
@@ -172,6 +174,11 @@ class SpecialRows:
         )
         return Apart(special, masked) if len(special) or len(masked) else None
 
+    def has_grammar(self, slots: Int32) -> npt.NDArray[np.bool_]:
+        """Return which of these slots hold a request with a grammar."""
+        found: npt.NDArray[np.bool_] = self._accepted[-1, slots]
+        return found
+
     def find_prompts(self, batch: HostBatch) -> PromptTokens | None:
         """Return this step's prompt tokens whose next token's log-probability is asked for.
 
@@ -182,14 +189,22 @@ class SpecialRows:
         return find_prompt_tokens(batch, self._num_prompt_logprobs)
 
     def run(
-        self, logits: Tensor, batch: HostBatch, rows: Int64, logits_rows: Int64, sample: Sample
+        self,
+        logits: Tensor,
+        batch: HostBatch,
+        rows: Int64,
+        logits_rows: Int64,
+        sample: Sample,
+        offset: int = 0,
     ) -> list[Logprobs]:
         """Sample these rows of a step, and return the log-probabilities that they ask for.
 
-        logits: [R, V] of any type. logits_rows: the rows' indices in it.
+        logits: [R, V] of any type. logits_rows: the rows' indices in it. offset: number of drafts
+        of the rows that have been accepted, whose processors thus know the tokens.
         """
         logprobs = []
-        for part in self._parts(batch, rows, logits_rows):
+        self.masks.offset = offset
+        for part in self._parts(batch, rows, logits_rows, offset):
             wide = logits.index_select(0, part.logits_rows).float()
             self.before_sampling(wide, part)
             tokens = sample(wide, part)
@@ -254,7 +269,9 @@ class SpecialRows:
                 accepted[slot] = False
                 processor.leave(slot)
 
-    def _parts(self, batch: HostBatch, rows: Int64, logits_rows: Int64) -> Iterator[SpecialBatch]:
+    def _parts(
+        self, batch: HostBatch, rows: Int64, logits_rows: Int64, offset: int
+    ) -> Iterator[SpecialBatch]:
         for first in range(0, len(rows), MOST_ROWS):
             some = rows[first : first + MOST_ROWS]
             slots = batch.slots[some]
@@ -267,7 +284,7 @@ class SpecialRows:
                 rows=some,
                 samples=np.searchsorted(batch.sampling_rows, some),
                 slots=slots,
-                seq_lens=batch.seq_lens[some],
+                seq_lens=_lengths_before_drafts(batch, some) + np.int32(offset),
                 logits_rows=logits_index,
                 slot_index=slot_index,
                 shares=list(self._shares(slots, slot_index)),
@@ -286,3 +303,9 @@ class SpecialRows:
                     index,
                     Slots.of(slots[own].tolist(), slot_index.index_select(0, index)),
                 )
+
+
+def _lengths_before_drafts(batch: HostBatch, rows: Int64) -> Int32:
+    """Return the lengths of some rows without the drafts at their end."""
+    lengths = batch.seq_lens[rows]
+    return lengths if batch.num_drafts is None else lengths - batch.num_drafts[rows]

@@ -53,6 +53,12 @@ PROPOSERS: dict[str, str] = {
 }
 """Name -> what proposes drafts on the host, for speculation."""
 
+POLICIES: dict[str, str] = {
+    "fcfs": "sidestep.engine_core.scheduling.policies.fcfs:FcfsPolicy",
+    "priority": "sidestep.engine_core.scheduling.policies.priority:PriorityPolicy",
+}
+"""Name -> scheduling policy, which orders requests and chooses who is preempted."""
+
 ROUTERS: dict[str, str] = {
     "prefix": "sidestep.frontend.routing.prefix:PrefixRouter",
     "least_loaded": "sidestep.frontend.routing.least_loaded:LeastLoadedRouter",

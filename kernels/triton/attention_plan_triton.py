@@ -21,6 +21,7 @@ def _plan(
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    Q: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -34,7 +35,8 @@ def _plan(
     length = tl.load(seq_lens + rows, mask=decodes, other=0)
     tiles = tl.cdiv(length, TILE)
     if WINDOW:
-        tiles -= tl.maximum(length - WINDOW, 0) // TILE
+        # The first of a row's queries sees the first key.
+        tiles -= tl.maximum(length - (Q - 1) - WINDOW, 0) // TILE
     tl.store(decode_ends + rows, tl.cumsum(tl.where(decodes, tiles, 0), 0))
     prefills = (rows >= num_decode) & (rows < num_rows)
     start = tl.load(query_starts + rows, mask=prefills, other=0)
@@ -54,6 +56,7 @@ def plan_attention(
     tile: int,
     tokens: int,
     window: int,
+    queries: int = 1,
 ) -> None:
     """Store, cumulatively by row, the numbers of tiles of both kinds of rows.
 
@@ -61,7 +64,7 @@ def plan_attention(
 
     seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] is the number of rows,
     header[1] of them are decode rows and come first; decode_ends, prefill_ends int32, written:
-    their size is a power of two, at least R.
+    their size is a power of two, at least R. queries: query tokens of each decode row.
     """
     _plan[(1,)](
         seq_lens,
@@ -72,6 +75,7 @@ def plan_attention(
         tile,
         tokens,
         window,
+        queries,
         decode_ends.shape[0],
         num_warps=4,
         **pdl(seq_lens),

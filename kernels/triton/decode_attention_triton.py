@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache: one query token a row, rows of any length, in one launch.
+"""Decode attention over the paged cache: few query tokens a row, rows of any length, in one launch.
 
 All rows' keys are cut into tiles, and the tiles are dealt out evenly, row after row. Each program
 of a head takes the same number of consecutive tiles, whichever rows they belong to (stream-K, Osama
@@ -10,6 +10,9 @@ last program to arrive combines them (the softmax of parts: Dao et al. 2022).
 With a `Rope` the launch takes the projections unchanged: each program normalises and rotates the
 queries it needs. The program that has the end of a row begins with the row's new key and value and
 writes them to the cache.
+
+A row may have several query tokens, its last ones, as where drafts are verified. Their heads lie
+beside one another in the rows of the products, so keys and values are read once for all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from sidestep.kernels.launch import num_processors, pdl
 from sidestep.kernels.launch_order import reads_early
+from sidestep.kernels.triton.qkv_rope_triton import Rope, begin_with_new, turned
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,16 @@ class DecodeConfig:
     programs_per_processor: int = 4
     min_tiles: int = 2
     combined: int = 4096
+    min_tiles_of_several: int = 4
+    """The least number of tiles of a program where rows have several query tokens: their parts are
+    larger, and so take longer to combine."""
+
+    def num_warps_of(self, query_rows: int, dim: int) -> int:
+        """Return the warps of a program for these rows of queries, of `dim` padded dimensions.
+
+        A thread accumulates 64 numbers at most, up to 8 warps.
+        """
+        return min(8, max(self.num_warps, query_rows * dim // 2048))
 
 
 def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
@@ -48,8 +62,17 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
     return DecodeConfig(min_tiles=4 if num_heads * head_dim >= 4096 else 2)
 
 
+LOWEST = tl.constexpr(-3.0e38)
+"""A number below all scores."""
+MOST_QUERIES = 8
+"""The most query tokens of a row."""
+
+
 class DecodeScratch:
-    """Scratch memory of a launch; the counters are zero between launches."""
+    """Scratch memory of a launch; the counters are zero between launches.
+
+    queries: the most query tokens of a row in any launch. Launches of fewer share the memory.
+    """
 
     def __init__(
         self,
@@ -59,10 +82,12 @@ class DecodeScratch:
         max_rows: int,
         device: torch.device,
         config: DecodeConfig,
+        queries: int = 1,
     ) -> None:
-        self.config = config
+        assert 1 <= queries <= MOST_QUERIES
+        self.config, self.queries = config, queries
         self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
-        group = triton.next_power_of_2(num_heads // num_kv_heads)
+        group = triton.next_power_of_2(num_heads // num_kv_heads * queries)
         # Each program has two parts: of the row it begins within, and of the row it ends within.
         slots = self.parts * num_kv_heads * 2
         self.partial = torch.empty(
@@ -70,20 +95,6 @@ class DecodeScratch:
         )
         self.stats = torch.empty(slots, 2, group, device=device)
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Operations between projections and attention: the norms of heads and the rotary embedding.
-
-    cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys, None where the
-    model has none.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    norms: tuple[Tensor, Tensor] | None
-    eps: float
 
 
 @triton.jit
@@ -98,89 +109,39 @@ def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def _row_at(row, there, tile_ends, seq_lens, slots, block_tables, table_stride):
-    """Return the end of a row's last tile, its length and table; any values if not `there`."""
+def _row_at(
+    row,
+    there,
+    tile_ends,
+    seq_lens,
+    valid_lens,
+    slots,
+    block_tables,
+    table_stride,
+):
+    """Return the end of a row's last tile, its length, valid length and table.
+
+    They are any values if not `there`.
+    """
     slot = tl.load(slots + row, mask=there, other=0)
     end = tl.load(tile_ends + row, mask=there, other=0)
     length = tl.load(seq_lens + row, mask=there, other=0)
-    return end, length, block_tables + slot.to(tl.int64) * table_stride
+    valid = length
+    if valid_lens is not None:
+        valid = tl.load(valid_lens + row, mask=there, other=0)
+    return end, length, valid, block_tables + slot.to(tl.int64) * table_stride
 
 
 @triton.jit
-def _turned(
-    source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr
-):
-    """Return the heads at `source` [N, 1], normalised and rotated: [N, DIM], 0 outside.
+def _place_of(m, stride, G: tl.constexpr, D: tl.constexpr, Q: tl.constexpr):
+    """Return the places of rows of queries, from a row's first token and KV head.
 
-    They have the type of `source`. It rounds as kernels/triton/qkv_rope_triton.py does.
+    Row m of the products is head m % G of query token m // G.
     """
-    dtype = source.dtype.element_ty
-    # Each dimension needs its partner, half a head away.
-    other = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
-    angle = tl.minimum(dims, other)
-    there = dims < D
-    c = tl.load(cos + position * (D // 2) + angle, mask=there, other=0.0)
-    s = tl.load(sin + position * (D // 2) + angle, mask=there, other=0.0)
-    s = tl.where(dims < D // 2, -s, s)
-    x = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        norm = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        w = tl.load(weight + dims, mask=there, other=0.0).to(tl.float32)
-        v = tl.load(weight + other, mask=there, other=0.0).to(tl.float32)
-        x = ((x * norm).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
-        y = ((y * norm).to(dtype).to(tl.float32) * v).to(dtype).to(tl.float32)
-    return (x * c + y * s).to(dtype)
+    return m * D if Q == 1 else (m // G) * stride + (m % G) * D
 
 
-@triton.jit
-def _begin_with_new(
-    source,
-    query,
-    k_weight,
-    cos,
-    sin,
-    eps,
-    scale,
-    cache,
-    table,
-    block_stride,
-    head,
-    position,
-    owner,
-    KVH: tl.constexpr,
-    D: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Return the softmax's state after the token at `position` alone, if this program is the owner.
-
-    The owner is the program that has the end of the row. It also writes the token's key and value
-    to the cache. For other programs the state is that before any token. source: the token's key of
-    this head; its value lies KVH heads further.
-    """
-    dims = tl.arange(0, DIM)[None, :]
-    there = dims < D
-    key = _turned(
-        source + tl.zeros([1, 1], tl.int32), k_weight, dims, position, cos, sin, eps, there, D, NORM
-    )
-    value = tl.load(source + KVH * D + dims, mask=there, other=0.0)
-    block = tl.load(table + position // PAGE).to(tl.int64)
-    target = cache + block * block_stride + head * (PAGE * D) + (position % PAGE) * D + dims
-    writes = dims < tl.where(owner, D, 0)
-    tl.store(target, key, mask=writes)
-    tl.store(target + KVH * (PAGE * D), value, mask=writes)
-    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
-    top = tl.where(owner, score, float("-inf"))
-    first = tl.arange(0, TILE)[None, :] == tl.where(owner, 0, -1)
-    mass = tl.where(first, 1.0, tl.zeros([query.shape[0], TILE], tl.float32))
-    acc = tl.where(owner, value.to(tl.float32), 0.0) + tl.zeros([query.shape[0], DIM], tl.float32)
-    return top, mass, acc
-
-
-@reads_early("tile_ends", "slots", "seq_lens")
+@reads_early("tile_ends", "slots", "seq_lens", "valid_lens")
 @triton.jit
 def _decode(
     q,
@@ -203,9 +164,12 @@ def _decode(
     out_stride,
     scale,
     eps,
+    valid_lens,
     KVH: tl.constexpr,
     G: tl.constexpr,
+    Q: tl.constexpr,
     GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     DIM: tl.constexpr,
@@ -232,8 +196,8 @@ def _decode(
     last = tl.minimum(tile + quota, total)
     row = tl.sum((ends <= tile).to(tl.int32), 0)
     row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
-    row_end, length, table = _row_at(
-        row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride
+    row_end, length, valid, table = _row_at(
+        row, tile < last, tile_ends, seq_lens, valid_lens, slots, block_tables, table_stride
     )
     # Idle programs return at once. The first one waits in any case, so that no later kernel
     # overtakes the one before.
@@ -247,25 +211,30 @@ def _decode(
         return
     m = tl.arange(0, M)
     dims = tl.arange(0, DIM)
-    group = tl.arange(0, GROUP)
     dtype = cache.dtype.element_ty
     while tile < last:
         # 2. Attend to one row, or to the part of it that lies in this share.
         stop = tl.minimum(row_end, last)
         visible = 0
+        position = length - Q + m // G
         if WINDOW:
-            visible = tl.maximum(length - WINDOW, 0)
+            # These are the first query's, the others' first keys come behind.
+            visible = tl.maximum(length - (Q - 1) - WINDOW, 0)
         shift = visible // TILE - row_begin
-        given = q + row * q_stride + (head * G + m)[:, None] * D
-        inside_head = (m < G)[:, None] & (dims < D)[None, :]
+        if Q == 1:
+            given = q + row * q_stride + (head * G + m)[:, None] * D
+        else:
+            given = q + row * Q * q_stride + head * (G * D)
+            given += _place_of(m, q_stride, G, D, Q)[:, None]
+        inside_head = (m < G * Q)[:, None] & (dims < D)[None, :]
         if ROPE:
             # The new token, whose key and value are not in the cache yet, begins the softmax of the
             # row's last part.
             stored = length - 1
-            query = _turned(
+            query = turned(
                 given, q_weight, dims[None, :], stored, cos, sin, eps, inside_head, D, NORM
             )
-            top, mass, acc = _begin_with_new(
+            top, mass, acc = begin_with_new(
                 q + row * q_stride + (KVH * G + head) * D,
                 query,
                 k_weight,
@@ -287,18 +256,26 @@ def _decode(
                 NORM,
             )
         else:
-            stored = length
+            stored = valid
             query = tl.load(given + dims[None, :], mask=inside_head, other=0.0)
-            top = tl.full([M], float("-inf"), tl.float32)
+            # With several queries, one may see no key of a part. Its top is finite all the same,
+            # since the difference of infinities is not a number.
+            top = tl.full([M], float("-inf") if Q == 1 else LOWEST, tl.float32)
             mass = tl.zeros([M, TILE], tl.float32)
             acc = tl.zeros([M, DIM], tl.float32)
-        blocks = _blocks_of(table, tile + shift, within, length, PAGE, TILE)
+        first_index = tile + shift
+        last_index = stop + shift - 1
+        if valid_lens is not None:
+            # Tables may have no entries for keys that are not valid.
+            last_index = tl.minimum(last_index, (valid - 1) // TILE)
+            first_index = tl.minimum(first_index, last_index)
+        blocks = _blocks_of(table, first_index, within, valid, PAGE, TILE)
         for index in range(tile + shift, stop + shift):
             keys = index * TILE + within
             # The next tile's blocks are loaded one iteration ahead, so that its keys can be loaded
             # without waiting.
             following = _blocks_of(
-                table, tl.minimum(index + 1, stop + shift - 1), within, length, PAGE, TILE
+                table, tl.minimum(index + 1, last_index), within, valid, PAGE, TILE
             )
             place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
             source = cache + place[:, None] + dims[None, :]
@@ -308,8 +285,13 @@ def _decode(
             key = tl.load(source, mask=readable, other=0.0)
             value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            attended = (keys < stored) & (keys >= visible)
-            scores = tl.where(attended[None, :], scores, float("-inf"))
+            if Q == 1:
+                attended = ((keys < stored) & (keys >= visible))[None, :]
+            else:
+                attended = (keys < stored)[None, :] & (keys[None, :] <= position[:, None])
+                if WINDOW:
+                    attended &= keys[None, :] > position[:, None] - WINDOW
+            scores = tl.where(attended, scores, float("-inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - highest[:, None])
             fade = tl.exp2(top - highest)
@@ -318,14 +300,17 @@ def _decode(
             top = highest
             blocks = following
         total_mass = tl.sum(mass, 1)
-        target = out + row * out_stride + head * (G * D)
+        target = out + row * Q * out_stride + head * (G * D)
         begins_here = tile == row_begin
         if begins_here & (stop == row_end):
             # 3. Store the result of a row that was here as a whole.
+            if Q > 1:
+                # A query that is not valid may see no key at all.
+                total_mass = tl.where(total_mass > 0.0, total_mass, 1.0)
             tl.store(
-                target + m[:, None] * D + dims[None, :],
+                target + _place_of(m, out_stride, G, D, Q)[:, None] + dims[None, :],
                 (acc / total_mass[:, None]).to(out.dtype.element_ty),
-                mask=(m < G)[:, None] & (dims < D)[None, :],
+                mask=inside_head,
             )
         else:
             # 4. Store the part, and combine the row if all other programs have stored theirs.
@@ -333,55 +318,69 @@ def _decode(
             tl.store(
                 partial + slot * (GROUP * DIM) + m[:, None] * DIM + dims[None, :],
                 acc,
-                mask=(m < G)[:, None],
+                mask=(m < G * Q)[:, None],
             )
-            tl.store(stats + slot * (2 * GROUP) + m, top, mask=m < G)
-            tl.store(stats + slot * (2 * GROUP) + GROUP + m, total_mass, mask=m < G)
+            tl.store(stats + slot * (2 * GROUP) + m, top, mask=m < G * Q)
+            tl.store(stats + slot * (2 * GROUP) + GROUP + m, total_mass, mask=m < G * Q)
             first_part = row_begin // quota
             last_part = (row_end - 1) // quota
             tl.debug_barrier()
             arrived = tl.atomic_add(counters + row * KVH + head, 1, sem="acq_rel")
             if arrived == last_part - first_part:
                 tl.store(counters + row * KVH + head, 0)
-                top_all = tl.full([GROUP], float("-inf"), tl.float32)
-                mass_all = tl.zeros([GROUP], tl.float32)
-                acc_all = tl.zeros([GROUP, DIM], tl.float32)
-                for start in range(first_part, last_part + 1, COMBINED):
-                    parts = start + tl.arange(0, COMBINED)
-                    there = parts <= last_part
-                    slots_of = (parts * KVH + head) * 2 + (parts == first_part).to(tl.int32)
-                    stat = stats + slots_of[:, None] * (2 * GROUP) + group[None, :]
-                    inside = there[:, None] & (group < G)[None, :]
-                    tops = tl.load(stat, mask=inside, other=float("-inf"), cache_modifier=".cg")
-                    masses = tl.load(stat + GROUP, mask=inside, other=0.0, cache_modifier=".cg")
-                    highest_all = tl.maximum(top_all, tl.max(tops, 0))
-                    # Heads that are padding have no mass anywhere.
-                    safe = tl.where(group < G, highest_all, 0.0)
-                    share = tl.exp2(tops - safe[None, :])
-                    fade_all = tl.exp2(top_all - safe)
-                    values = tl.load(
-                        partial
-                        + slots_of[:, None, None] * (GROUP * DIM)
-                        + group[None, :, None] * DIM
-                        + dims[None, None, :],
-                        mask=inside[:, :, None],
-                        other=0.0,
-                        cache_modifier=".cg",
+                for first in range(0, G * Q, CHUNK):
+                    group = first + tl.arange(0, CHUNK)
+                    top_all = tl.full([CHUNK], float("-inf"), tl.float32)
+                    mass_all = tl.zeros([CHUNK], tl.float32)
+                    acc_all = tl.zeros([CHUNK, DIM], tl.float32)
+                    for start in range(first_part, last_part + 1, COMBINED):
+                        parts = start + tl.arange(0, COMBINED)
+                        there = parts <= last_part
+                        slots_of = (parts * KVH + head) * 2 + (parts == first_part).to(tl.int32)
+                        stat = stats + slots_of[:, None] * (2 * GROUP) + group[None, :]
+                        inside = there[:, None] & (group < G * Q)[None, :]
+                        tops = tl.load(stat, mask=inside, other=float("-inf"), cache_modifier=".cg")
+                        masses = tl.load(stat + GROUP, mask=inside, other=0.0, cache_modifier=".cg")
+                        highest_all = tl.maximum(top_all, tl.max(tops, 0))
+                        # Rows that are padding have no mass anywhere.
+                        safe = tl.where(group < G * Q, highest_all, 0.0)
+                        share = tl.exp2(tops - safe[None, :])
+                        fade_all = tl.exp2(top_all - safe)
+                        values = tl.load(
+                            partial
+                            + slots_of[:, None, None] * (GROUP * DIM)
+                            + group[None, :, None] * DIM
+                            + dims[None, None, :],
+                            mask=inside[:, :, None],
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        mass_all = mass_all * fade_all + tl.sum(masses * share, 0)
+                        acc_all = acc_all * fade_all[:, None] + tl.sum(
+                            values * share[:, :, None], 0
+                        )
+                        top_all = highest_all
+                    if Q == 1:
+                        mass_all = tl.where(group < G, mass_all, 1.0)
+                    else:
+                        mass_all = tl.where(mass_all > 0.0, mass_all, 1.0)
+                    tl.store(
+                        target + _place_of(group, out_stride, G, D, Q)[:, None] + dims[None, :],
+                        (acc_all / mass_all[:, None]).to(target.dtype.element_ty),
+                        mask=(group < G * Q)[:, None] & (dims < D)[None, :],
                     )
-                    mass_all = mass_all * fade_all + tl.sum(masses * share, 0)
-                    acc_all = acc_all * fade_all[:, None] + tl.sum(values * share[:, :, None], 0)
-                    top_all = highest_all
-                mass_all = tl.where(group < G, mass_all, 1.0)
-                tl.store(
-                    target + group[:, None] * D + dims[None, :],
-                    (acc_all / mass_all[:, None]).to(out.dtype.element_ty),
-                    mask=(group < G)[:, None] & (dims < D)[None, :],
-                )
         tile = stop
         row_begin = row_end
         row += 1
-        row_end, length, table = _row_at(
-            row, tile < last, tile_ends, seq_lens, slots, block_tables, table_stride
+        row_end, length, valid, table = _row_at(
+            row,
+            tile < last,
+            tile_ends,
+            seq_lens,
+            valid_lens,
+            slots,
+            block_tables,
+            table_stride,
         )
 
 
@@ -399,20 +398,38 @@ def decode_attention(
     window: int,
     scale: float,
     rope: Rope | None = None,
+    queries: int = 1,
+    valid_lens: Tensor | None = None,
 ) -> None:
     """Compute each decode row's attention over all its keys, or the last `window` of them (0: all).
 
+    Decode row r has `queries` consecutive tokens, those from r * queries on. They are the last ones
+    of its seq_lens[r] tokens; each attends to the tokens up to itself, and `window` counts from
+    there. valid_lens int32 [R]: the lengths up to the last valid token, of which each row has at
+    least one; without it, all tokens are valid. Memory of the cache behind that length is not read.
+    The results of other tokens are of no use, and their queries may have any value.
+
     q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
     block_tables int32 [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention
-    with the scratch's tile; out [R.., H * D], written for decode rows only. With `rope`, q is [R..,
-    (H + 2 KVH) * D], the projections, and each row's new key and value are written to the cache;
-    without, they are there already.
+    with the scratch's tile and the same `queries`; out [R.., H * D], written for decode rows only.
+    With `rope`, which takes one query a row, q is [R.., (H + 2 KVH) * D], the projections, and each
+    row's new key and value are written to the cache; without, they are there already.
     """
+    assert 1 <= queries <= scratch.queries
+    assert rope is None or (queries == 1 and valid_lens is None), "rope takes one valid query a row"
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads, config = twice_kv_heads // 2, scratch.config
     group = num_heads // kv_heads
-    padded = triton.next_power_of_2(group)
-    combined = max(2, min(32, config.combined // (padded * triton.next_power_of_2(dim))))
+    padded, wide = triton.next_power_of_2(group * queries), max(16, triton.next_power_of_2(dim))
+    warps, min_tiles, chunk = config.num_warps, config.min_tiles, padded
+    elements = config.combined
+    if queries > 1:
+        warps = config.num_warps_of(max(16, padded), wide)
+        min_tiles = config.min_tiles_of_several
+        # A thread combines as many elements as with one query.
+        elements = elements * warps // config.num_warps
+        chunk = min(padded, elements // (2 * wide))
+    combined = max(2, min(32, elements // (chunk * triton.next_power_of_2(dim))))
     cos, sin, norms, eps = (
         (rope.cos, rope.sin, rope.norms, rope.eps) if rope is not None else (q, q, None, 0.0)
     )
@@ -438,23 +455,26 @@ def decode_attention(
         out.stride(0),
         scale * 1.4426950408889634,
         eps,
+        valid_lens,
         kv_heads,
         group,
+        queries,
         padded,
+        chunk,
         max(16, padded),
         dim,
-        max(16, triton.next_power_of_2(dim)),
+        wide,
         page,
         config.tile,
         window,
         tile_ends.shape[0],
         scratch.parts,
-        config.min_tiles,
+        min_tiles,
         combined,
         rope is not None,
         norms is not None,
         "ieee",
-        num_warps=config.num_warps,
+        num_warps=warps,
         num_stages=config.num_stages,
         **pdl(q),
     )

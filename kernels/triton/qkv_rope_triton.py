@@ -1,11 +1,13 @@
-"""Operations between the QKV projection and attention, in one kernel.
+"""Operations between the QKV projection and attention, in one kernel or as parts of another.
 
 They are the norm of each head's query and key (where a model has it), the rotary embedding, and the
-write of keys and values into the paged cache. The references are kernels/ops/rms_norm.py,
-kernels/ops/rotary.py and kernels/ops/kv_write.py.
+write of keys and values into the paged cache. Decode attention can begin with them. The references
+are kernels/ops/rms_norm.py, kernels/ops/rotary.py and kernels/ops/kv_write.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -13,6 +15,94 @@ from torch import Tensor
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import reads_early
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Operations between projections and attention: the norms of heads and the rotary embedding.
+
+    cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys, None where the
+    model has none.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+
+
+@triton.jit
+def turned(
+    source, weight, dims, position, cos, sin, eps, inside, D: tl.constexpr, NORM: tl.constexpr
+):
+    """Return the heads at `source` [N, 1], normalised and rotated: [N, DIM], 0 outside.
+
+    They have the type of `source`. It rounds as `_qkv_rope` does.
+    """
+    dtype = source.dtype.element_ty
+    # Each dimension needs its partner, half a head away.
+    other = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
+    angle = tl.minimum(dims, other)
+    there = dims < D
+    c = tl.load(cos + position * (D // 2) + angle, mask=there, other=0.0)
+    s = tl.load(sin + position * (D // 2) + angle, mask=there, other=0.0)
+    s = tl.where(dims < D // 2, -s, s)
+    x = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        norm = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        w = tl.load(weight + dims, mask=there, other=0.0).to(tl.float32)
+        v = tl.load(weight + other, mask=there, other=0.0).to(tl.float32)
+        x = ((x * norm).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+        y = ((y * norm).to(dtype).to(tl.float32) * v).to(dtype).to(tl.float32)
+    return (x * c + y * s).to(dtype)
+
+
+@triton.jit
+def begin_with_new(
+    source,
+    query,
+    k_weight,
+    cos,
+    sin,
+    eps,
+    scale,
+    cache,
+    table,
+    block_stride,
+    head,
+    position,
+    owner,
+    KVH: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Return the softmax's state after the token at `position` alone, if this program is the owner.
+
+    The owner is the program that has the end of the row. It also writes the token's key and value
+    to the cache. For other programs the state is that before any token. source: the token's key of
+    this head; its value lies KVH heads further.
+    """
+    dims = tl.arange(0, DIM)[None, :]
+    there = dims < D
+    key = turned(
+        source + tl.zeros([1, 1], tl.int32), k_weight, dims, position, cos, sin, eps, there, D, NORM
+    )
+    value = tl.load(source + KVH * D + dims, mask=there, other=0.0)
+    block = tl.load(table + position // PAGE).to(tl.int64)
+    target = cache + block * block_stride + head * (PAGE * D) + (position % PAGE) * D + dims
+    writes = dims < tl.where(owner, D, 0)
+    tl.store(target, key, mask=writes)
+    tl.store(target + KVH * (PAGE * D), value, mask=writes)
+    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    top = tl.where(owner, score, float("-inf"))
+    first = tl.arange(0, TILE)[None, :] == tl.where(owner, 0, -1)
+    mass = tl.where(first, 1.0, tl.zeros([query.shape[0], TILE], tl.float32))
+    acc = tl.where(owner, value.to(tl.float32), 0.0) + tl.zeros([query.shape[0], DIM], tl.float32)
+    return top, mass, acc
 
 
 @reads_early("positions", "slot_mapping")

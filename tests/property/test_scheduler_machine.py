@@ -3,7 +3,7 @@
 Nothing leaks, nothing is lost, and no token changes.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sidestep.engine_core.requests.request import Request
 from sidestep.executor.runner.fake import expected_tokens
+from sidestep.ipc.common.registry import POLICIES
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.structured_outputs_params import Grammar
 from sidestep.ipc.transport.messages import unpack_ids
@@ -28,6 +29,19 @@ FORMS = [
     small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
 ]
 LENGTHS = st.integers(1, 9)
+SPECULATIVE = st.one_of(
+    st.none(),
+    st.fixed_dictionaries(
+        {
+            "method": st.sampled_from(["ngram", "synthetic"]),
+            "num_speculative_tokens": st.integers(1, 5),
+            "prompt_lookup_min": st.integers(1, 3),
+            "synthetic_acceptance_rate": st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+            "adaptive": st.booleans(),
+        }
+    ),
+)
+"""No drafts, looked up ones, and scripted ones: wrong ones, right ones and both."""
 pytestmark = pytest.mark.timeout(600)
 """Seconds for a test, which takes half a minute where nothing else runs."""
 
@@ -35,19 +49,21 @@ pytestmark = pytest.mark.timeout(600)
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, deadlines and steps over a small cache.
 
-    The cache is so small that preemption is common. The pipelines have one to three stages.
+    The cache is so small that preemption is common. The pipelines have one to three stages. The
+    requests come from three frontends, which any policy may treat as it likes.
     """
 
     @initialize(
         num_blocks=st.integers(7, 14),
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(5, 24),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(sorted(POLICIES)),
         overlap=st.booleans(),
         num_stages=st.integers(1, 3),
         caching=st.sampled_from([True, True, False]),
         late_share=st.sampled_from([0.0, 0.3, 0.7]),
         mask_seconds=st.sampled_from([(0.0,), (1e-4, 0.015)]),
+        speculative=SPECULATIVE,
     )
     def start(
         self,
@@ -60,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         late_share: float,
         mask_seconds: tuple[float, ...],
+        speculative: dict[str, Any] | None,
     ) -> None:
         self.clock = Clock()
         self.grammars = SmallGrammars(self.clock)
@@ -76,11 +93,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 overlap=overlap,
                 grammars=self.grammars,
                 num_stages=num_stages,
+                speculative=speculative,
             ),
             num_stages + overlap,
         )
         self.requests: dict[int, tuple[list[int], int]] = {}
         """Requests by handle; each choice of a group has its own."""
+        self.clients: dict[int, int] = {}
         self.seeds: dict[int, int] = {}
         self.searches: dict[int, BeamSearchParams] = {}
         self.forms: dict[int, Grammar] = {}
@@ -178,10 +197,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             beam_width=width, max_tokens=max_tokens, early_stopping=stopping, ignore_eos=ignore_eos
         )
         self.requests[handle] = (prompt, max_tokens)
+        self.clients[handle] = rest % 3
         self.searches[handle] = params
         self.engine.scheduler.add(
             make_beam_request(
-                prompt, params, handle=handle, priority=priority, arrival=self.clock.now
+                prompt,
+                params,
+                handle=handle,
+                client=rest % 3,
+                priority=priority,
+                arrival=self.clock.now,
             )
         )
 
@@ -202,6 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt,
             max_tokens,
             handle=handle,
+            client=rest % 3,
             priority=priority,
             cache_salt=salt,
             arrival=self.clock.now,
@@ -213,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if form is not None:
                 self.forms[handle + index] = form
             self.requests[handle + index] = (prompt, max_tokens)
+            self.clients[handle + index] = message.client
             self.seeds[handle + index] = message.sampling.for_choice(index).seed or 0
         if n == 1:
             self.alone.add(handle)
@@ -227,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 4))
     def abort(self, back: int) -> None:
         handle = max(0, len(self.requests) - 1 - back)
-        self.engine.scheduler.abort(0, [handle])
+        self.engine.scheduler.abort(self.clients[handle], [handle])
         if handle not in self.engine.finished:
             self.aborted.add(handle)
 
@@ -345,8 +372,9 @@ TestSchedulerMachine = SchedulerMachine.TestCase
     num_stages=st.integers(1, 3),
     caching=st.booleans(),
     stagger=st.integers(0, 3),
+    speculative=SPECULATIVE,
 )
-def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_stages(
+def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_stages_or_drafts(
     requests: list[tuple[list[int], list[int], int]],
     budget: int,
     block_size: int,
@@ -355,6 +383,7 @@ def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_
     num_stages: int,
     caching: bool,
     stagger: int,
+    speculative: dict[str, Any] | None,
 ) -> None:
     num_blocks = -(-num_tokens // block_size)
     assume(all(len(a) + len(b) + n <= num_blocks * block_size for a, b, n in requests))
@@ -366,6 +395,7 @@ def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_or_
             prefix_caching=caching,
             overlap=overlap,
             num_stages=num_stages,
+            speculative=speculative,
         ),
         num_stages + overlap,
     )

@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass
 class Batch:
-    """One step: rows that decode one token each, then rows that compute chunks of prompts."""
+    """One step: decode rows, all of as many tokens, then rows that compute chunks of prompts."""
 
     shape: Shape
     lengths: list[int]
@@ -95,7 +95,7 @@ class Batch:
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hnl,lhd->nhd", weights, value).reshape(count, -1)
 
-    def plan(self, tile: int, tokens: int, window: int) -> tuple[Tensor, Tensor]:
+    def plan(self, tile: int, tokens: int, window: int, queries: int = 1) -> tuple[Tensor, Tensor]:
         """Return the two lists of tile ends, and check that the rest is not written."""
         padded = 1 << (len(self.seq_lens) - 1).bit_length()
         ends = poisoned(padded, dtype=torch.int32), poisoned(padded, dtype=torch.int32)
@@ -107,6 +107,7 @@ class Batch:
             tile=tile,
             tokens=tokens,
             window=window,
+            queries=queries,
         )
         assert_margins_untouched(*ends)
         return ends

@@ -17,10 +17,10 @@ from sidestep.kernels.triton import decode_attention_triton
 from sidestep.kernels.triton.decode_attention_triton import (
     DecodeConfig,
     DecodeScratch,
-    Rope,
     decode_attention,
     decode_config,
 )
+from sidestep.kernels.triton.qkv_rope_triton import Rope
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
 from tests.triton.support import (

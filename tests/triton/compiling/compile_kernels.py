@@ -56,6 +56,8 @@ from sidestep.kernels.triton import (
 
 PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
+QUERIES = 5
+"""Query tokens of a decode row that verifies drafts."""
 SKINNY_ROWS = (1, 8, 16)
 STREAMED_ROWS = (64,)
 GATED_ROWS = (64, 256)
@@ -252,15 +254,13 @@ def launch_attention(model: Model, page: int, window: int) -> None:
         model.heads,
     )
     q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
-    cache, out = (
-        bf16(BLOCKS, 2 * model.kv_heads, page, model.dim),
-        bf16(TOKENS, model.heads * model.dim),
-    )
+    cache = bf16(BLOCKS, 2 * model.kv_heads, page, model.dim)
+    out = bf16(TOKENS, model.heads * model.dim)
     tables, rows, starts = i32(SLOTS, 600), i32(ROWS), i32(ROWS + 1)
     decode = decode_attention_triton.decode_config(model.dim, 2, model.heads)
     prefill = prefill_attention_triton.prefill_config(model.dim, 2)
     scratch = decode_attention_triton.DecodeScratch(
-        model.heads, model.kv_heads, model.dim, ROWS, q.device, decode
+        model.heads, model.kv_heads, model.dim, ROWS, q.device, decode, QUERIES
     )
     attention_plan_triton.plan_attention(
         rows,
@@ -271,11 +271,12 @@ def launch_attention(model: Model, page: int, window: int) -> None:
         tile=decode.tile,
         tokens=prefill.tokens(model.heads // model.kv_heads),
         window=window,
+        queries=QUERIES,
     )
-    rope = decode_attention_triton.Rope(
+    rope = qkv_rope_triton.Rope(
         f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6
     )
-    for given in (rope, None):
+    for given, queries, valid_lens in ((rope, 1, None), (None, 1, None), (None, QUERIES, rows)):
         decode_attention_triton.decode_attention(
             q,
             cache,
@@ -289,6 +290,8 @@ def launch_attention(model: Model, page: int, window: int) -> None:
             window=window,
             scale=0.1,
             rope=given,
+            queries=queries,
+            valid_lens=valid_lens,
         )
     prefill_attention_triton.prefill_attention(
         q,

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from llguidance import LLExecutor, LLMatcher
 
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.structured_outputs.grammars import Grammars
@@ -35,6 +36,7 @@ from sidestep.ipc.params.logits_controls import GRAMMAR_ALONE, Controls, encode_
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.transport.messages import AddRequest, FinishReason
 from tests.fakes import Clock, Engine, make_request, make_scheduler
+from tests.small_grammars import matcher_of
 
 VOCAB, EOS = 4096, (0, 2)
 WORDS = [StructuredOutputsParams(regex=f"({first}[a-z]{{1,3}} ){{200}}") for first in "abcdefgh"]
@@ -121,12 +123,6 @@ def gate_of(grammars: Grammars, seconds: float | None = None) -> Gated:
     return gate
 
 
-def matcher_of(run: Engine, handle: int) -> LLMatcher:
-    matcher = run.scheduler._requests[0, handle].matcher
-    assert matcher is not None
-    return matcher
-
-
 def serve(run: Engine, lengths: dict[int, int]) -> None:
     """Serve requests with the grammars of these numbers, until each has sampled."""
     for handle, length in lengths.items():
@@ -143,7 +139,7 @@ def test_one_that_takes_long_holds_nobody_up(overlap: bool, grammars: Grammars) 
         run.scheduler.add(make_request([1, 2], 90, handle=9, ignore_eos=True))
         if run is runs[0]:
             before = len(run.tokens[2])
-            gate.shut([matcher_of(run, 2)])
+            gate.shut([matcher_of(run.scheduler._requests[0, 2])])
             while len(run.finished) < 4:  # the step would never end if it waited for them
                 run.turn()
             assert (
@@ -168,7 +164,7 @@ def test_no_more_than_a_quarter_of_a_step_is_left_behind(
     monkeypatch.setattr("sidestep.engine_core.scheduling.scheduler._LONGEST_S", 60.0)
     gate, run = gate_of(grammars, 0.02), engine(grammars)
     serve(run, dict.fromkeys(range(4), 40))
-    gate.shut(matcher_of(run, handle) for handle in range(4))
+    gate.shut(matcher_of(run.scheduler._requests[0, handle]) for handle in range(4))
     first = len(run.steps)
     run.run()
     assert 0 < max(len(step.entering["slot"]) for step in run.steps[first:]) <= 1
@@ -180,7 +176,7 @@ def test_in_the_end_a_step_waits_for_nobody(grammars: Grammars) -> None:
     gate, run = gate_of(grammars), engine(grammars)
     serve(run, dict.fromkeys(range(4), 40))
     run.scheduler.add(make_request([1, 2], 40, handle=9, ignore_eos=True))
-    gate.shut(matcher_of(run, handle) for handle in range(1, 4))
+    gate.shut(matcher_of(run.scheduler._requests[0, handle]) for handle in range(1, 4))
     while 0 not in run.finished or 9 not in run.finished:
         run.turn()
     assert run.finished.keys() == {0, 9}
@@ -207,17 +203,16 @@ def test_the_core_itself_stops_computing_when_the_time_is_over() -> None:
     Rows that were not begun are computed later, and none twice.
     """
     slow, jobs = Slow(), MaskJobs(4, None)
-    requests = [Request.from_message(make_request([1]), 100, frozenset()) for _ in range(200)]
-    for request in requests:
-        request.matcher = slow  # type: ignore[assignment]  # has what is called
-    found = jobs.compute(requests, 0, 0.0, 20e-3)
-    rest = [request for request, mask in zip(requests, found, strict=True) if mask is None]
-    assert 0 < len(rest) < len(requests) == len(rest) + slow.num_computed
+    # It has what is called.
+    grammars = [GrammarState("", matcher=slow) for _ in range(200)]  # type: ignore[arg-type]
+    found = jobs.compute(grammars, 0, 0.0, 20e-3)
+    rest = [grammar for grammar, mask in zip(grammars, found, strict=True) if mask is None]
+    assert 0 < len(rest) < len(grammars) == len(rest) + slow.num_computed
     assert all(
-        request.mask_s >= 2e-3 for request in requests
+        grammar.mask_s >= 2e-3 for grammar in grammars
     )  # rows not begun get the time of others
     found = jobs.compute(rest, 0, 0.0, FOREVER)
-    assert all(mask is not None for mask in found) and slow.num_computed == len(requests)
+    assert all(mask is not None for mask in found) and slow.num_computed == len(grammars)
 
 
 def test_what_a_thread_raises_is_raised_where_its_masks_are_asked_for(grammars: Grammars) -> None:
@@ -251,13 +246,11 @@ def test_late_ones_may_be_aborted_preempted_and_over(grammars: Grammars) -> None
     add_all(run)
     while run.turn():
         running = [
-            r for r in run.scheduler._roster.running if r.handle != 3 and r.matcher is not None
+            r for r in run.scheduler._roster.running if r.handle != 3 and r.grammar is not None
         ]
         gate.open()
         if running:
-            matcher = rng.choice(running).matcher
-            assert matcher is not None
-            gate.shut([matcher])
+            gate.shut([matcher_of(rng.choice(running))])
         if len(run.tokens[3]) > 5 and 3 not in run.finished and (0, 3) in run.scheduler._requests:
             run.scheduler.abort(0, [3])
     gate.open()
@@ -312,7 +305,9 @@ def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> 
             run.scheduler.add(held(handle, 24, controls, temperature=1.0 - handle % 2))
         while run.turn():
             gate.open()
-            running = [r.matcher for r in run.scheduler._roster.running if r.matcher is not None]
+            running = [
+                matcher_of(r) for r in run.scheduler._roster.running if r.grammar is not None
+            ]
             if run is runs[0] and len(running) >= 4:
                 gate.shut(rng.sample(running, 2))
         gate.open()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from sidestep.engine_core.requests import mask_account
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.mask_account import TOKEN_S, MaskAccount
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.structured_outputs.grammar_costs import share_masks
@@ -17,8 +16,7 @@ from tests.small_grammars import SmallGrammars, small_grammar
 
 def held(seconds: float) -> Request:
     request = Request.from_message(make_request([1]), 100, frozenset())
-    matcher: Any = object()
-    request.matcher, request.mask_s = matcher, seconds
+    request.grammar = GrammarState("", mask_s=seconds)
     return request
 
 
@@ -30,7 +28,7 @@ def test_nobody_is_left_out_while_the_masks_fit() -> None:
 
 def test_cheap_masks_come_first_and_dear_ones_take_turns() -> None:
     cheap, dear, plain = [held(1e-5) for _ in range(50)], [held(0.03) for _ in range(4)], held(0.0)
-    plain.matcher = None
+    plain.grammar = None
     served = list[Request]()
     for _ in range(8):
         out = share_masks([*dear, *cheap, plain], 0.02)

@@ -28,6 +28,7 @@ from sidestep.ipc.transport.messages import FinishReason
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from tests.fakes import Clock, Engine, make_request, make_scheduler
 from tests.random_schemas import REGEXES, random_schema
+from tests.small_grammars import matcher_of
 from tests.unit.engine_core.test_core import HandExecutor
 
 VOCAB, EOS = 4096, (0, 2)
@@ -160,8 +161,7 @@ def test_structural_tags_constrain_what_is_inside(grammars: Grammars, tokenizer:
     run.run()
     request = make_request([1], 8, handle=1, grammar=form)
     scheduler.add(request)
-    matcher = scheduler._requests[0, 1].matcher
-    assert matcher is not None
+    matcher = matcher_of(scheduler._requests[0, 1])
     for text, fits in [("free text ", True), ('<f=get>{"n":', True), ('"x"', False)]:
         ids = tokenizer.encode(text)
         assert (matcher.validate_tokens(ids) == len(ids)) == fits, text
@@ -181,8 +181,7 @@ def test_the_form_holds_after_the_reasoning(
     run.scheduler.add(make_request([1], 9, grammar=grammar(params)))
     run.run()
     run.scheduler.add(make_request([1], 9, handle=1, grammar=grammar(params)))
-    matcher = run.scheduler._requests[0, 1].matcher
-    assert matcher is not None
+    matcher = matcher_of(run.scheduler._requests[0, 1])
     reasoning = "so {what}? \n</think>\n\n{}"
     fits = [
         ((begin or "") + reasoning, True),

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
 from sidestep.ipc.transport.step import StepMasks
@@ -31,9 +32,12 @@ class Worker:
 
 
 def requests(count: int) -> list[Request]:
-    return [
+    made = [
         Request.from_message(make_request([1], handle=i), 99, frozenset()) for i in range(count)
     ]
+    for request in made:
+        request.grammar = GrammarState("")
+    return made
 
 
 def mask(number: int) -> list[int]:

@@ -122,6 +122,7 @@ class Sequences:
                 rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, DEVICE),
                 norm_eps=EPS,
                 max_rows=rows,
+                max_queries=5,
             )
         )
         self.windows, self.longest = windows, longest
@@ -133,10 +134,11 @@ class Sequences:
             for _ in range(rows)
         ]
 
-    def step(self, counts: dict[int, int]) -> None:
+    def step(self, counts: dict[int, int], queries: int = 1) -> None:
         """Compute `counts[row]` more tokens of each row.
 
-        Compare every layer with the exact result.
+        With several queries, each row is a decode row of that many tokens. Compare every layer with
+        the exact result.
         """
         order = sorted(counts, key=lambda row: counts[row] > 1)
         rows, entering = [], {}
@@ -150,7 +152,7 @@ class Sequences:
         step = make_step(rows, entering)
         self.state.apply(step)
         batch = make_batch(self.state, step, self.block_size)
-        self.backend.begin_step(self.on_device(batch))
+        self.backend.begin_step(self.on_device(batch, queries))
         for layer, window in enumerate(self.windows):
             norms = (
                 None
@@ -189,11 +191,12 @@ class Sequences:
         own = self.kv[row][layer] = torch.cat([self.kv[row][layer], torch.cat([k, v], 1)])
         return exact(q, own[:, : self.kv_heads], own[:, self.kv_heads :], window).flatten(1)
 
-    def on_device(self, batch: HostBatch) -> StepBatch:
+    def on_device(self, batch: HostBatch, queries: int) -> StepBatch:
         def tensor(values: object) -> Tensor:
             return torch.from_numpy(np.asarray(values).astype(np.int32)).to(DEVICE)
 
-        rows, decodes = len(batch.slots), batch.num_decode_rows
+        rows = len(batch.slots)
+        decodes = batch.num_decode_rows if queries == 1 else rows
         return StepBatch(
             positions=tensor(batch.positions),
             slot_mapping=tensor(batch.slot_mapping),
@@ -206,6 +209,7 @@ class Sequences:
                 block_tables=tensor(self.state.block_table),
                 max_decode_rows=decodes,
                 max_prompt_rows=rows - decodes,
+                queries=queries,
             ),
         )
 
@@ -248,6 +252,16 @@ def test_many_random_steps_across_block_borders(backend: type[AttentionBackend])
             }
             or {0: 1}
         )
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+def test_decode_rows_of_several_queries(backend: type[AttentionBackend], queries: int) -> None:
+    """Cover steps of few tokens and of few rows, with a window smaller than the queries too."""
+    sequences = Sequences(backend, 6, 8, 2, 24, 16, (0, 3, 9), seed=queries)
+    sequences.step({0: 14, 1: 1, 2: 30, 3: 2, 4: 16, 5: 7})
+    for rows in (range(6), range(3), [5]):
+        sequences.step(dict.fromkeys(rows, queries), queries)
+        sequences.step(dict.fromkeys(rows, 1))
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
