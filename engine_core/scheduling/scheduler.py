@@ -40,6 +40,7 @@ from sidestep.engine_core.scheduling.prompt_budget import PromptBudget
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepBuilder, StepPlan
 from sidestep.engine_core.scheduling.step_results import StepResults
+from sidestep.engine_core.structured_outputs.draft_masks import forced_tokens
 from sidestep.engine_core.structured_outputs.grammar_costs import share_masks
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
@@ -341,13 +342,13 @@ class Scheduler:
         masks = self._masks_in_time(plan, requests)
         rows = [row for row, request in plan.masked if request in masks]
         there = [request for _, request in plan.masked if request in masks]
-        behind = (
-            self.grammars.masks_behind_drafts(there, list(map(plan.drafts_of, there)))
-            if plan.num_drafts
-            else ()
-        )
-        found = [masks[request] for request in there]
-        return self._masks.message(plan.step_id, rows, there, found, behind)
+        found, most = [masks[request] for request in there], self._limits.num_drafts
+        if not most:
+            return self._masks.message(plan.step_id, rows, there, found)
+        behind = self.grammars.masks_behind_drafts(there, list(map(plan.drafts_of, there)))
+        # The step may accept all of its drafts, and the next one has as many again.
+        forced = forced_tokens(there, found, 2 * most + 1)
+        return self._masks.message(plan.step_id, rows, there, found, behind, forced)
 
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
         """Return the masks of the newest step that are in time; other requests do not sample."""

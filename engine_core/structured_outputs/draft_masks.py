@@ -4,6 +4,8 @@ The drafts of a row with a grammar come to the core with the output before the s
 them. A row verifies only the drafts that have a mask behind them. So a draft that the grammar
 refuses has none, and masks that would take long are left out: they cost the row a few tokens, not
 every row its time.
+
+Where a grammar forces the next tokens, they are drafts themselves (jump-ahead decoding).
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from sidestep.ipc.transport.step import Int32
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
+_FEW = 32
+"""Most tokens that a mask allows where the grammar may force the text: each of them is a beginning
+of that text."""
 MOST_S = 2e-3
 """Seconds of a processor that the masks behind a step's drafts may take, for each thread."""
 
@@ -78,4 +83,20 @@ def masks_behind(
         while number + 1 < size and known[start + number + 1]:
             number += 1
         found.append(list(masks[start + 1 : start + 1 + number]))
+    return found
+
+
+def forced_tokens(requests: Sequence[Request], masks: Sequence[Int32], most: int) -> list[Int32]:
+    """Return, for each request, the next tokens that its grammar alone decides, at most `most`.
+
+    They are good drafts: the text is certain, and only its division into tokens is not.
+    masks: of the next token of each request.
+    """
+    found = []
+    for request, mask in zip(requests, masks, strict=True):
+        tokens: list[int] = []
+        matcher = None if request.grammar is None else request.grammar.matcher
+        if matcher is not None and np.bitwise_count(mask.view(np.uint32)).sum() <= _FEW:
+            tokens = matcher.compute_ff_tokens()
+        found.append(np.array(tokens[:most], np.int32))
     return found

@@ -14,6 +14,8 @@ import numpy as np
 from sidestep.engine_core.requests.request import Request
 from sidestep.ipc.transport.step import Int32, StepMasks
 
+_NONE = np.empty(0, np.int32)
+
 
 class MaskTable:
     """The core's copy of the workers' tables, which are all alike.
@@ -38,10 +40,12 @@ class MaskTable:
         requests: Sequence[Request],
         masks: Sequence[Int32],
         behind: Sequence[Sequence[Int32]] = (),
+        forced: Sequence[Int32] = (),
     ) -> StepMasks:
         """Return the message with a step's masks, [words] each, of the requests in these rows.
 
-        behind: each request's masks behind its drafts; empty if none has any.
+        behind: each request's masks behind its drafts; empty if none has any. forced: each
+        request's forced tokens; empty if none has any.
         """
         drafts = behind or [()] * len(requests)
         # Nothing that this step needs may be overwritten.
@@ -62,6 +66,8 @@ class MaskTable:
             np.array(indices, np.int32),
             np.frombuffer(b"".join(self._masks[first_new:]), np.int32),
             np.array([1 + len(more) for more in behind], np.int32),
+            np.array(list(map(len, forced)), np.int32),
+            np.concatenate(forced) if forced else _NONE,
         )
 
     def _index_of(self, mask: bytes, guess: int) -> int:

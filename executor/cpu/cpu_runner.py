@@ -173,8 +173,11 @@ class ModelRunner(Runner):
         is_plain = np.ones(len(rows), np.bool_) if apart is None else ~np.isin(rows, apart.all)
         self._sample_tokens(logits, batch, np.flatnonzero(is_plain), sampled)
         # 2. Rows with masks, which verify only the drafts that have a mask behind them.
+        forced = dict[int, Int32]()
         if step.awaits_masks and receive_masks is not None:
-            self._special.masks.take(step, receive_masks())
+            masks = receive_masks()
+            self._special.masks.take(step, masks)
+            forced = {int(step.slots[row]): ids for row, ids in masks.forced_by_row().items()}
         slots, logprobs = batch.slots[batch.sampling_rows], list[Logprobs]()
         held = self._special.has_grammar(slots)
         if held.any() and batch.num_drafts is not None:
@@ -186,7 +189,7 @@ class ModelRunner(Runner):
             logprobs = self._sample_special(logits, batch, apart.special, valid, sampled)
         # 3. Accept drafts, and make the next ones.
         accepted = self._drafted.accept(batch, sampled, valid)
-        self._drafted.propose(batch, accepted)
+        self._drafted.propose(batch, accepted, forced)
         output.token_ids = accepted.token_ids
         self._drafted.describe(output, step, accepted, slots if held.any() else None)
         return logprobs

@@ -15,7 +15,7 @@ import numpy as np
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.slot_state import SlotState
-from sidestep.executor.speculation.proposer import Proposer
+from sidestep.executor.speculation.proposer import Proposer, drafts_of_forced
 from sidestep.ipc.transport.step import Int32, Int64, StepInput, StepOutput
 
 
@@ -118,8 +118,11 @@ class DraftedRows:
             num_right=int(right.sum()),
         )
 
-    def propose(self, batch: HostBatch, accepted: Accepted) -> None:
-        """Draft the next tokens of the rows that sampled."""
+    def propose(self, batch: HostBatch, accepted: Accepted, forced: dict[int, Int32]) -> None:
+        """Draft the next tokens of the rows that sampled.
+
+        forced: by slot, the tokens that a grammar alone decides, from the row's first one on.
+        """
         if self._proposer is None:
             return
         state, begin = self._state, 0
@@ -130,7 +133,9 @@ class DraftedRows:
             kept = state.token_ids[slot, end - size : end]
             kept[:] = new[: len(kept)]  # the last token of the longest request has no place
             room = int(min(state.max_drafts[slot], state.max_total[slot] - end))
-            drafts = self._proposer.propose(slot, state.token_ids[slot, :end], max(0, room))
+            drafts = drafts_of_forced(forced.get(slot, new[:0]), new)[: max(0, room)]
+            if not len(drafts):
+                drafts = self._proposer.propose(slot, state.token_ids[slot, :end], max(0, room))
             self._slots.set_drafts(slot, drafts)
 
     def describe(

@@ -20,7 +20,7 @@ import numpy as np
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
-from sidestep.executor.speculation.proposer import make_proposer
+from sidestep.executor.speculation.proposer import drafts_of_forced, make_proposer
 from sidestep.ipc.params.logits_controls import Controls, decode_controls
 from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import (
@@ -33,6 +33,7 @@ from sidestep.ipc.transport.step import (
     UInt8,
 )
 
+_NO_IDS = np.empty(0, np.int32)
 _MASK = (1 << 61) - 1
 """The bits that a hash keeps."""
 DEFAULT_BLOCKS = 8192
@@ -81,6 +82,8 @@ class FakeMasks:
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
         self._table: dict[int, Int64] = {}
+        self.forced: dict[int, Int32] = {}
+        """By slot, the tokens that a grammar alone decides."""
 
     def take(self, step: StepInput, masks: StepMasks) -> dict[int, list[Int64]]:
         """Store new masks, and return them for each slot that has some.
@@ -95,6 +98,8 @@ class FakeMasks:
             self._table[index] = np.flatnonzero(
                 np.unpackbits(words.view(np.uint8), bitorder="little")
             )
+        forced = masks.forced_by_row()
+        self.forced = {int(step.slots[row]): tokens.copy() for row, tokens in forced.items()}
         indices = iter(masks.mask_indices.tolist())
         sizes = masks.sizes.tolist() or [1] * len(masks.rows)
         return {
@@ -333,7 +338,7 @@ class FakeRunner(Runner):
         del tokens[first + count :]
         tokens += new
         self._known_from[slot] = step.beat + self._num_stages
-        self._propose(slot)
+        self._propose(slot, new)
         return _Sampled(slot, new, states[: len(new)], num, guess)
 
     def _sample(self, slot: int, state: int, allowed: Int64 | None) -> int:
@@ -341,11 +346,17 @@ class FakeRunner(Runner):
         token = next_token(state, seed, self._vocab_size if allowed is None else len(allowed))
         return token if allowed is None else int(allowed[token])
 
-    def _propose(self, slot: int) -> None:
+    def _propose(self, slot: int, new: list[int]) -> None:
+        """Draft what follows the tokens that a slot has just sampled."""
         most = int(self._records["max_drafts"][slot])
-        if self._proposer is not None and most:
+        if self._proposer is None or not most:
+            return
+        forced = self._masks.forced.pop(slot, _NO_IDS)
+        drafts = drafts_of_forced(forced, np.array(new, np.int32))[:most]
+        if not len(drafts):
             tokens = np.array(self._tokens[slot], np.int32)
-            self._drafts[slot] = self._proposer.propose(slot, tokens, most).tolist()
+            drafts = self._proposer.propose(slot, tokens, most)
+        self._drafts[slot] = drafts.tolist()
 
     def _next_tokens(self, slot: int, count: int) -> Int32:
         """Return the tokens that the device will sample for a slot without masks."""

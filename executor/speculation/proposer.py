@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.speculative_config import SpeculativeConfig
@@ -58,6 +60,16 @@ def make_proposer(
     except ValueError as error:
         raise EngineStartError(f"speculative_config: {error}") from None
     return proposer
+
+
+def drafts_of_forced(forced: Int32, told: Int32) -> Int32:
+    """Return the forced tokens behind those that a row has given; none if it gave others.
+
+    forced: the tokens that a grammar alone decides, from the row's first one on.
+    """
+    if np.array_equal(forced[: len(told)], told):
+        return forced[len(told) :]
+    return forced[:0]
 
 
 class Proposer(ABC):

@@ -239,6 +239,19 @@ class StepMasks(Columns):
     """
     sizes: Int32 = field(default_factory=_no_ids)
     """[M] Masks of each row; empty if each row has one."""
+    forced_sizes: Int32 = field(default_factory=_no_ids)
+    """[M] How many of `forced_ids` belong to each row; empty if none has any."""
+    forced_ids: Int32 = field(default_factory=_no_ids)
+    """[sum(forced_sizes)] The tokens that the grammar alone decides, from the sampled one on.
+
+    A row that samples the first of them has the next ones as its drafts, in place of others.
+    """
+
+    def forced_by_row(self) -> dict[int, Int32]:
+        """Return the forced tokens of each row that has any, by the row's index."""
+        ends = accumulate(self.forced_sizes.tolist(), initial=0)
+        parts = zip(self.rows.tolist(), pairwise(ends), strict=False)
+        return {row: self.forced_ids[begin:end] for row, (begin, end) in parts if begin < end}
 
 
 @dataclass(slots=True)

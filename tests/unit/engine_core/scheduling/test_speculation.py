@@ -119,6 +119,24 @@ def test_a_grammar_verifies_drafts_behind_masks_of_their_own() -> None:
     assert engine.scheduler.stats()["spec_decode_num_accepted_tokens"] > 40
 
 
+def test_tokens_that_a_grammar_forces_are_drafts() -> None:
+    """The proposer is always wrong, so the accepted drafts are the grammar's own."""
+    clock = Clock()
+    grammars, form = SmallGrammars(clock), small_grammar("[x-z]{3}(abcd){5}[x-z]{3}")
+    engine = Engine(
+        make_scheduler(
+            eos=(0,),
+            clock=clock,
+            grammars=grammars,
+            speculative=fixed(3, method="synthetic", synthetic_acceptance_rate=0.0),
+        )
+    )
+    engine.scheduler.add(make_request([1, 2], 40, grammar=form))
+    engine.run()
+    assert engine.tokens[0] == grammars.expected_tokens(form, [1, 2], 40, 0)
+    assert engine.scheduler.stats()["spec_decode_num_accepted_tokens"] >= 12
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.7, 1.0])
 def test_the_reported_acceptance_is_the_one_that_was_built_in(rate: float) -> None:
     engine = Engine(
