@@ -27,6 +27,7 @@ from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.torch_profile import TakesProfiles
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_prompt_tokens
 from sidestep.executor.sampling.sampler import Sampler
@@ -39,7 +40,7 @@ from sidestep.kernels.ops.rms_norm import Stream
 _CPU = torch.device("cpu")
 
 
-class ModelRunner(Runner):
+class ModelRunner(TakesProfiles, Runner):
     """A torch model on a CPU."""
 
     def __init__(self, args: WorkerArgs) -> None:

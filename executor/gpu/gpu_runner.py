@@ -49,6 +49,7 @@ from sidestep.executor.runner.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.runner.largest_step import ALL_CONTROLS, largest_step
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.torch_profile import TakesProfiles
 from sidestep.executor.runner.transfer import to_device
 from sidestep.executor.sampling.prompt_logprobs import (
     PromptTokens,
@@ -72,7 +73,7 @@ _PAD = 128
 _NO_IDS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
 
 
-class GpuRunner(StepKernels, Runner):
+class GpuRunner(StepKernels, TakesProfiles, Runner):
     """A torch model on one NVIDIA GPU."""
 
     def __init__(self, args: WorkerArgs) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sidestep.executor.base import WorkerReady
+from sidestep.executor.runner.fake_profile import FakeProfile
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.params.logits_controls import decode_controls
 from sidestep.ipc.transport.step import (
@@ -27,6 +28,7 @@ from sidestep.ipc.transport.step import (
     StepOutput,
     UInt8,
 )
+from sidestep.ipc.transport.worker_calls import CallResult, StartProfile, StopProfile
 
 _MASK = (1 << 61) - 1
 """The bits that a hash keeps."""
@@ -173,6 +175,7 @@ class FakeRunner(Runner):
         self._seed = [0] * slots
         self._num_logprobs = [0] * slots
         self._masks = FakeMasks(self._vocab_size)
+        self._profile = FakeProfile(args)
 
     def load(self) -> WorkerReady:
         """Return the sizes that were asked for, or the defaults."""
@@ -203,12 +206,21 @@ class FakeRunner(Runner):
             assert receive_masks is not None, "nobody gives the masks"
             allowed = self._masks.take(step, receive_masks())
             end = self._device.sample_late()
+        self._profile.note(step, start, end)
         states = self._run_rows(step, allowed)
         tokens = np.array([self._last_sampled[slot] for slot in states], np.int32)
         output = StepOutput(step.step_id, int(start * 1e9), int(end * 1e9), tokens)
         if any(self._num_logprobs[slot] for slot in states):
             output.logprobs = self._logprobs(states)
         return DoneOutput(output) if self._instant else TimedOutput(output)
+
+    def start_profile(self, call: StartProfile) -> CallResult:
+        """Begin to record the times of steps."""
+        return self._profile.start(call)
+
+    def stop_profile(self, call: StopProfile) -> CallResult:
+        """Write the times of the steps since then."""
+        return self._profile.stop(call)
 
     def _enter(self, step: StepInput) -> None:
         computed, seeds = step.new_num_computed.tolist(), step.new_seed.tolist()

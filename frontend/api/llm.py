@@ -151,6 +151,16 @@ class LLM(RefusesVllmMethods):
         """Remove all cached prefixes; running requests continue."""
         return self._call(self._llm.reset_prefix_cache())
 
+    @takes_vllm_arguments
+    def start_profile(self, path: str | None = None) -> None:
+        """Begin to record what each worker does; see AsyncLLM.start_profile."""
+        self._call(self._llm.start_profile(path))
+
+    @takes_vllm_arguments
+    def stop_profile(self) -> list[str]:
+        """End the recording, and return the paths of its files; see AsyncLLM.stop_profile."""
+        return self._call(self._llm.stop_profile())
+
     def get_stats(self) -> dict[str, float]:
         """Return the engine's statistics; see AsyncLLM.get_stats."""
         return self._call(self._llm.get_stats())

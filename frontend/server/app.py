@@ -17,6 +17,7 @@ from sidestep.frontend.server.openai.chat import ChatRoute
 from sidestep.frontend.server.openai.completions import CompletionRoute
 from sidestep.frontend.server.openai.tokens import DetokenizeRoute, TokenizeRoute
 from sidestep.frontend.server.openapi import OpenApiRoute
+from sidestep.frontend.server.operation.control import ControlRoutes
 from sidestep.frontend.server.operation.flight import FlightRoute
 from sidestep.frontend.server.operation.status import StatusRoutes
 from sidestep.frontend.server.responses.route import ResponsesRoute
@@ -60,7 +61,15 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
         "/tokenize": TokenizeRoute(service),
         "/detokenize": DetokenizeRoute(service),
     }
+    control = ControlRoutes(service)
+    commands: dict[str, Get] = {
+        "/start_profile": control.start_profile,
+        "/stop_profile": control.stop_profile,
+    }
     routes = [Route(path, _get(path, handler), methods=["GET"]) for path, handler in gets.items()]
+    routes += [
+        Route(path, _get(path, handler), methods=["POST"]) for path, handler in commands.items()
+    ]
     routes += [
         Route(path, _post(path, service, handler), methods=["POST"])
         for path, handler in posts.items()

@@ -13,7 +13,7 @@ from typing import ClassVar, get_args
 import msgspec
 
 CallResult = dict[str, str | int | float]
-"""What one rank answers, by name."""
+"""The values that one rank answers, by name."""
 
 
 def _tag(name: str) -> str:

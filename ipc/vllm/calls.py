@@ -14,10 +14,6 @@ _NO_UPDATE = (
     "weights cannot be changed while the engine runs; shut it down and start it with the new model"
 )
 _NO_PAUSE = "an engine is not paused; stop sending requests, and `abort` those that run"
-_PROFILES = (
-    "steps are always recorded: get_step_records() tells of each, `sidestep trace` writes them for "
-    "Perfetto"
-)
 _GIVEN = (
     "options are those given to EngineArgs; max_model_len, block_size and device tell what they "
     "came to"
@@ -68,6 +64,10 @@ ARGUMENTS: dict[str, Foreign] = {
     "stat_loggers": Foreign("get_stats gives the figures, `sidestep serve` has /metrics", ([],)),
     "reset_running_requests": Foreign("requests that run keep their blocks", (False,)),
     "reset_connector": Foreign("there is no cache outside the engine", (False,)),
+    "profile_prefix": Foreign("files are named by rank and time; path is their folder"),
+    "delay_iterations": Foreign("a profile begins with the next step and ends at stop_profile()"),
+    "max_iterations": Foreign("a profile begins with the next step and ends at stop_profile()"),
+    "profiler_kwargs": Foreign("profiles record operators and kernels, and nothing more", ({},)),
     "internal": Foreign("requests have the ids that callers give them", (False,)),
     "truncation": Foreign("texts are never cut; slice the token ids", (False,)),
     "max_length": Foreign("texts are never cut; slice the token ids"),
@@ -96,8 +96,6 @@ METHODS: dict[str, str] = {
     "remove_lora": NO_LORA,
     "list_loras": NO_LORA,
     "pin_lora": NO_LORA,
-    "start_profile": _PROFILES,
-    "stop_profile": _PROFILES,
     "init_weight_transfer_engine": _NO_UPDATE,
     "start_weight_update": _NO_UPDATE,
     "update_weights": _NO_UPDATE,

@@ -300,7 +300,8 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "the cache's figures are always kept; leave it out", (False, True), form="switch"
     ),
     "profiler_config": Foreign(
-        "`sidestep trace` and get_step_records tell of each step; leave it out"
+        "profiler_dir names the folder that start_profile writes to; it takes the place of "
+        "torch_profiler_dir"
     ),
     "additional_config": Foreign(
         "there is no platform with options of its own; leave it out", ({},)

@@ -12,8 +12,6 @@ for name, arguments in [
     ("score", ["a", "b"]),
     ("collective_rpc", ["reload"]),
     ("apply_model", [print]),
-    ("start_profile", []),
-    ("stop_profile", []),
     ("wake_up", []),
     ("get_metrics", []),
 ]:
