@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionSetup, StepBatch
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, StepBatch
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import (
@@ -26,13 +26,16 @@ from sidestep.executor.parallel.pipeline import Pipeline
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
-from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.runner import DoneOutput, PendingOutput, WorkerArgs
+from sidestep.executor.runner.sleep import SleepingRunner, resident_bytes, return_freed_memory
 from sidestep.executor.runner.torch_profile import TakesProfiles
+from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_prompt_tokens
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.sampling.token_logprobs import Logprobs, encode_logprobs
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
 from sidestep.ipc.transport.step import Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.ops.rms_norm import Stream
@@ -40,7 +43,7 @@ from sidestep.kernels.ops.rms_norm import Stream
 _CPU = torch.device("cpu")
 
 
-class ModelRunner(TakesProfiles, Runner):
+class ModelRunner(TakesProfiles, SleepingRunner):
     """A torch model on a CPU."""
 
     def __init__(self, args: WorkerArgs) -> None:
@@ -64,13 +67,30 @@ class ModelRunner(TakesProfiles, Runner):
         self._model = load_model(args, self._parallel, self._dtype, _CPU)
         shape = attention_shape(args.spec, self._parallel, self._stage)
         # Block ids are common to all ranks, so the rank with the least room decides.
-        num_blocks = self._parallel.minimum(
+        self._num_blocks = self._parallel.minimum(
             cpu_kv_blocks(args, self._limits, shape.bytes_per_token(self._dtype), self._block_size)
         )
-        self._attention = pick_attention(args, _CPU)(
+        self._attention = self._make_attention()
+        self._state = HostTables(self._limits.num_slots, args.max_model_len, self._block_size)
+        self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
+        self._pipeline = Pipeline(args, self._last_sampled, self._limits.max_steps_in_flight)
+        if self._stage.is_last:
+            self._sampler = Sampler(self._state)
+            self._special = make_special_rows(args, self._limits, _CPU)
+        return WorkerReady(
+            num_kv_blocks=self._num_blocks,
+            block_size=self._block_size,
+            device_type="cpu",
+            device=self._describe(),
+        )
+
+    def _make_attention(self) -> AttentionBackend:
+        """Make the attention backend with an empty cache."""
+        args = self._args
+        return pick_attention(args, _CPU)(
             AttentionSetup(
-                shape=shape,
-                num_blocks=num_blocks,
+                shape=attention_shape(args.spec, self._parallel, self._stage),
+                num_blocks=self._num_blocks,
                 block_size=self._block_size,
                 dtype=self._dtype,
                 device=_CPU,
@@ -79,18 +99,28 @@ class ModelRunner(TakesProfiles, Runner):
                 max_rows=self._limits.max_num_seqs,
             )
         )
-        self._state = HostTables(self._limits.num_slots, args.max_model_len, self._block_size)
-        self._last_sampled = torch.zeros(self._limits.num_slots, dtype=torch.int64)
-        self._pipeline = Pipeline(args, self._last_sampled, self._limits.max_steps_in_flight)
-        if self._stage.is_last:
-            self._sampler = Sampler(self._state)
-            self._special = make_special_rows(args, self._limits, _CPU)
-        return WorkerReady(
-            num_kv_blocks=num_blocks,
-            block_size=self._block_size,
-            device_type="cpu",
-            device=self._describe(),
-        )
+
+    def _free(self, level: int) -> int:
+        """Free the KV cache, and at level 2 the weights.
+
+        Level 1 keeps the weights in the host's memory, where they are already.
+        """
+        before = resident_bytes()
+        del self._attention
+        if level == 2:
+            del self._model
+        return_freed_memory()
+        return max(0, before - resident_bytes())
+
+    @torch.inference_mode()
+    def _restore(self, level: int) -> None:
+        """Read the weights again after level 2, and allocate the cache."""
+        if level == 2:
+            try:
+                self._model = load_model(self._args, self._parallel, self._dtype, _CPU)
+            except EngineStartError as error:
+                raise CallRefusedError(str(error)) from None
+        self._attention = self._make_attention()
 
     @torch.inference_mode()
     def execute(

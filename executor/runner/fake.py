@@ -28,7 +28,13 @@ from sidestep.ipc.transport.step import (
     StepOutput,
     UInt8,
 )
-from sidestep.ipc.transport.worker_calls import CallResult, StartProfile, StopProfile
+from sidestep.ipc.transport.worker_calls import (
+    CallResult,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 
 _MASK = (1 << 61) - 1
 """The bits that a hash keeps."""
@@ -165,7 +171,7 @@ class FakeRunner(Runner):
         self._device = FakeDevice(args.parallel.fake_step_ms / 1e3, self._num_stages)
         self._instant = args.parallel.fake_step_ms == 0
         slots = args.scheduler.limits("fake", self._num_stages).num_slots
-        self._cache = [[0] * self._block_size for _ in range(self._num_blocks)]
+        self._cache, self._is_asleep = self._empty_cache(), False
         self._known: list[list[int]] = [[] for _ in range(slots)]
         self._blocks: list[list[int]] = [[] for _ in range(slots)]
         self._num_computed = [0] * slots
@@ -221,6 +227,21 @@ class FakeRunner(Runner):
     def stop_profile(self, call: StopProfile) -> CallResult:
         """Write the times of the steps since then."""
         return self._profile.stop(call)
+
+    def sleep(self, call: Sleep) -> CallResult:
+        """Drop the content of the cache. There are no weights."""
+        self._is_asleep = True
+        self._cache = []
+        return {"freed_bytes": 0}
+
+    def wake_up(self, call: WakeUp) -> CallResult:
+        """Make the cache again, if the device sleeps."""
+        if self._is_asleep:
+            self._is_asleep, self._cache = False, self._empty_cache()
+        return {}
+
+    def _empty_cache(self) -> list[list[int]]:
+        return [[0] * self._block_size for _ in range(self._num_blocks)]
 
     def _enter(self, step: StepInput) -> None:
         computed, seeds = step.new_num_computed.tolist(), step.new_seed.tolist()

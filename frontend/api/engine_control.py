@@ -1,4 +1,4 @@
-"""The calls of an application to the workers of a running engine: profiles."""
+"""The calls of an application to the workers of a running engine: profiles and sleep."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
-from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.errors import ValidationError, WorkerCallError
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.transport.worker_calls import StartProfile, StopProfile
+from sidestep.ipc.transport.worker_calls import Sleep, StartProfile, StopProfile, WakeUp
+
+_ANSWER_S = 5.0
+"""Seconds that a core may take to answer a question."""
 
 
 class EngineControl:
@@ -42,3 +45,37 @@ class EngineControl:
         """
         answers = await self._replicas.call_workers(StopProfile())
         return [str(result["file"]) for results in answers.values() for result in results]
+
+    @takes_vllm_arguments
+    async def sleep(self, level: int = 1, *, timeout_s: float = 60.0) -> None:
+        """Free the memory of the KV cache and of the weights until `wake_up`.
+
+        level: 1 keeps the weights in the host's memory, 2 drops them; they are read again then. The
+        sleep begins when all requests have ended. Requests that come later wait until the engine is
+        awake. Raises WorkerCallError if requests still run after `timeout_s` seconds; then the
+        engine goes on.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise ValidationError("level", f"must be 1 or 2, not {level!r}")
+        if not timeout_s >= 0:
+            raise ValidationError("timeout_s", f"must be 0 or more, not {timeout_s!r}")
+        try:
+            await self._replicas.call_workers(Sleep(level=level), wait_s=timeout_s)
+        except WorkerCallError:
+            # Others than those that have refused may sleep.
+            await self._replicas.call_workers(WakeUp())
+            raise
+
+    @takes_vllm_arguments
+    async def wake_up(self) -> None:
+        """End a sleep: take the memory again, and let the requests run that have waited.
+
+        The KV cache is empty. If this raises WorkerCallError, for want of memory for example, the
+        engine sleeps on, and it can be tried again.
+        """
+        await self._replicas.call_workers(WakeUp())
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps, or one of its replicas that answer does."""
+        answers = await self._replicas.ask_responsive("sleep_level", timeout_s=_ANSWER_S)
+        return any((answer.result or {})["level"] for answer in answers.values())

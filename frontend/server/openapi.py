@@ -16,7 +16,7 @@ from starlette.responses import Response
 from sidestep.frontend.server.openai.chat_protocol import ChatRequest
 from sidestep.frontend.server.openai.completions import CompletionRequest
 from sidestep.frontend.server.openai.tokens import DetokenizeRequest, TokenizeRequest
-from sidestep.frontend.server.operation.control import Profile
+from sidestep.frontend.server.operation.control import Profile, Sleeping
 from sidestep.frontend.server.operation.flight import Flight
 from sidestep.frontend.server.responses.protocol import (
     RESPONSES_NOT_YET,
@@ -107,6 +107,16 @@ OPERATIONS = (
         is_command=True,
         more_statuses=_OF_COMMANDS,
     ),
+    Operation(
+        "/sleep",
+        "Free the memory of the KV cache and of the weights.",
+        dict,
+        is_command=True,
+        more_statuses=_OF_COMMANDS,
+        query={"level": {"type": "integer", "minimum": 1, "maximum": 2}},
+    ),
+    Operation("/wake_up", "End a sleep.", dict, is_command=True, more_statuses=_OF_COMMANDS),
+    Operation("/is_sleeping", "Whether the engine sleeps.", Sleeping, more_statuses=("400",)),
     Operation("/health", "Whether the engine makes progress.", Status, open=True),
     Operation("/ready", "Whether new requests are taken.", Status, open=True),
     Operation("/version", "The server's version.", Version),

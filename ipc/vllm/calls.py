@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign
 
-_NO_SLEEP = (
-    "an engine cannot give its memory back and keep running; shut it down and start it again"
-)
 _NO_RPC = (
     "workers take no calls from users; what changes logits is named by the option logits_processors"
 )
@@ -68,6 +65,11 @@ ARGUMENTS: dict[str, Foreign] = {
     "delay_iterations": Foreign("a profile begins with the next step and ends at stop_profile()"),
     "max_iterations": Foreign("a profile begins with the next step and ends at stop_profile()"),
     "profiler_kwargs": Foreign("profiles record operators and kernels, and nothing more", ({},)),
+    "mode": Foreign(
+        "sleep() waits until all requests have ended; abort them before it to begin at once",
+        ("wait",),
+    ),
+    "tags": Foreign("wake_up() restores the weights and the cache together"),
     "internal": Foreign("requests have the ids that callers give them", (False,)),
     "truncation": Foreign("texts are never cut; slice the token ids", (False,)),
     "max_length": Foreign("texts are never cut; slice the token ids"),
@@ -83,10 +85,7 @@ METHODS: dict[str, str] = {
     "classify": NO_POOLING,
     "reward": NO_POOLING,
     "score": NO_POOLING,
-    "sleep": _NO_SLEEP,
-    "wake_up": _NO_SLEEP,
-    "is_sleeping": _NO_SLEEP,
-    "release_kv_cache_memory": _NO_SLEEP,
+    "release_kv_cache_memory": "sleep() frees the cache together with the weights",
     "pause_generation": _NO_PAUSE,
     "resume_generation": _NO_PAUSE,
     "is_paused": _NO_PAUSE,

@@ -141,8 +141,8 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     ),
     "ec_transfer_config": Foreign(_NO_TRANSFER),
     "enable_sleep_mode": Foreign(
-        "an engine cannot give its memory back and keep running; shut it down and start it again",
-        (False,),
+        "sleep() and wake_up() need no option; leave it out",
+        (False, True),
         form="switch",
     ),
     # Steps.

@@ -1,4 +1,4 @@
-"""Routes that change the engine: POST without a body, for operators with a key alone.
+"""Routes that change the engine: most are POST without a body, all for operators with a key.
 
 The paths and parameters are vLLM's. A server without operators' keys refuses these routes to all,
 since whoever reaches it could stop it from serving.
@@ -24,6 +24,12 @@ class Profile(msgspec.Struct):
     """Paths of the files on the server's machine, one a worker."""
 
 
+class Sleeping(msgspec.Struct):
+    """Answer to /is_sleeping."""
+
+    is_sleeping: bool
+
+
 class ControlRoutes:
     """Handlers of these routes, one method for each route."""
 
@@ -40,6 +46,26 @@ class ControlRoutes:
         """End the recording, and answer with the files that it was written to."""
         _check(http)
         return _json(Profile(await self._service.llm.stop_profile()))
+
+    async def sleep(self, http: Request) -> Response:
+        """Free memory when all requests have ended; the parameter `level` is 1 or 2."""
+        _check(http, ("level",))
+        levels = http.query_params.getlist("level") or ["1"]
+        if levels not in (["1"], ["2"]):
+            raise refused("level", f"must be 1 or 2, not {', '.join(levels)[:40]!r}")
+        await self._service.llm.sleep(int(levels[0]))
+        return _json({})
+
+    async def wake_up(self, http: Request) -> Response:
+        """End the sleep."""
+        _check(http)
+        await self._service.llm.wake_up()
+        return _json({})
+
+    async def is_sleeping(self, http: Request) -> Response:
+        """Answer whether the engine sleeps."""
+        _check(http)
+        return _json(Sleeping(await self._service.llm.is_sleeping()))
 
 
 def _check(http: Request, parameters: Collection[str] = ()) -> None:

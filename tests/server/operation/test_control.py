@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.live import LiveServer
 
-COMMANDS = ("/start_profile", "/stop_profile")
+COMMANDS = ("/start_profile", "/stop_profile", "/sleep", "/wake_up")
 ENVIRONMENT = {"SIDESTEP_API_KEYS": "ann", "SIDESTEP_OPERATOR_KEYS": "boss"}
 
 
@@ -62,3 +62,30 @@ def test_what_the_workers_refuse_is_a_conflict(keyed: LiveServer) -> None:
 def test_unknown_parameters_are_refused_by_name(keyed: LiveServer) -> None:
     answer = keyed.http.post("/start_profile?folder=/etc")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "folder"
+
+
+def test_a_server_sleeps_and_wakes_up(keyed: LiveServer) -> None:
+    def is_sleeping() -> object:
+        return keyed.http.get("/is_sleeping").raise_for_status().json()["is_sleeping"]
+
+    for query in ("", "?level=1", "?level=2"):
+        assert keyed.http.post(f"/sleep{query}").raise_for_status().json() == {}
+        assert is_sleeping() is True
+        answer = keyed.http.get("/ready")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "sleeping"
+        assert keyed.http.get("/health").status_code == 200
+        keyed.http.post("/wake_up").raise_for_status()
+        assert is_sleeping() is False and keyed.http.get("/ready").status_code == 200
+    keyed.post("/v1/completions", {"prompt": "hi", "max_tokens": 4}).raise_for_status()
+
+
+@pytest.mark.parametrize("query", ["level=0", "level=3", "level=", "level=1&level=2", "mode=abort"])
+def test_a_wrong_sleep_is_refused(query: str, keyed: LiveServer) -> None:
+    answer = keyed.http.post(f"/sleep?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == query.partition("=")[0]
+
+
+def test_users_cannot_ask_whether_it_sleeps(keyed: LiveServer, fake: LiveServer) -> None:
+    users = keyed.http.get("/is_sleeping", headers={"authorization": "Bearer ann"})
+    assert users.status_code == 403 and fake.http.get("/is_sleeping").status_code == 403

@@ -1,4 +1,4 @@
-# Expected: UnsupportedError: LLM.sleep: an engine cannot give its memory back
+# Expected: UnsupportedError: LLM.update_weights: weights cannot be changed
 import sys
 
 from vllm import LLM, SamplingParams
@@ -12,7 +12,7 @@ for name, arguments in [
     ("score", ["a", "b"]),
     ("collective_rpc", ["reload"]),
     ("apply_model", [print]),
-    ("wake_up", []),
+    ("pause_generation", []),
     ("get_metrics", []),
 ]:
     assert not hasattr(llm, name)
@@ -25,3 +25,6 @@ for name, arguments in [
         raise AssertionError(name)
 llm.generate("warm up", SamplingParams(max_tokens=1))
 llm.sleep(level=1)
+assert llm.is_sleeping()
+llm.wake_up()
+llm.update_weights(None)
