@@ -65,9 +65,11 @@ def like_gpu(gpu: Gpu, device_type: str) -> Iterator[None]:
 
     Layers that are built there keep their weights as they do on a GPU. No kernel may be launched.
     """
+    before = _stand_ins.copy()
     stand_for(gpu, device_type)
     try:
         yield
     finally:
-        del _stand_ins[device_type]
+        _stand_ins.clear()
+        _stand_ins.update(before)
         gpu_of.cache_clear()

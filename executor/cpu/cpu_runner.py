@@ -14,13 +14,14 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, StepBatch
 from sidestep.executor.base import WorkerReady
-from sidestep.executor.models.decoder import attention_shape
+from sidestep.executor.models.decoder import DecoderForCausalLM, attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,
     load_rotary,
     pick_attention,
     pick_dtype,
 )
+from sidestep.executor.models.new_weights import TakesWeights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
 from sidestep.executor.runner.host_tables import HostTables
@@ -43,7 +44,7 @@ from sidestep.kernels.ops.rms_norm import Stream
 _CPU = torch.device("cpu")
 
 
-class ModelRunner(TakesProfiles, SleepingRunner):
+class ModelRunner(TakesProfiles, TakesWeights, SleepingRunner):
     """A torch model on a CPU."""
 
     def __init__(self, args: WorkerArgs) -> None:
@@ -64,7 +65,7 @@ class ModelRunner(TakesProfiles, SleepingRunner):
     def load(self) -> WorkerReady:
         """Load the weights, and allocate the KV cache and the tables."""
         args = self._args
-        self._model = load_model(args, self._parallel, self._dtype, _CPU)
+        self._model = self._read_weights(args)
         shape = attention_shape(args.spec, self._parallel, self._stage)
         # Block ids are common to all ranks, so the rank with the least room decides.
         self._num_blocks = self._parallel.minimum(
@@ -117,10 +118,20 @@ class ModelRunner(TakesProfiles, SleepingRunner):
         """Read the weights again after level 2, and allocate the cache."""
         if level == 2:
             try:
-                self._model = load_model(self._args, self._parallel, self._dtype, _CPU)
+                self._model = self._read_weights(self._args)
             except EngineStartError as error:
                 raise CallRefusedError(str(error)) from None
         self._attention = self._make_attention()
+
+    @torch.inference_mode()
+    def _read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
+        """Return a model with its weights laid out for this CPU."""
+        return load_model(args, self._parallel, self._dtype, _CPU)
+
+    def _use_weights(self, model: DecoderForCausalLM) -> None:
+        """Put the model in the place of the old one."""
+        self._model = model
+        return_freed_memory()
 
     @torch.inference_mode()
     def execute(

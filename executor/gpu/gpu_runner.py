@@ -34,8 +34,8 @@ from sidestep.executor.gpu.cuda_graphs import (
     worthwhile_tokens,
 )
 from sidestep.executor.gpu.device_clock import DeviceClock
+from sidestep.executor.gpu.gpu_memory_calls import GpuMemoryCalls
 from sidestep.executor.gpu.gpu_output import GpuOutput, SpecialOutput
-from sidestep.executor.gpu.gpu_sleep import GpuSleepingRunner
 from sidestep.executor.gpu.step_packer import StepPacker, masked_logits
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import (
@@ -73,7 +73,7 @@ _PAD = 128
 _NO_IDS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
 
 
-class GpuRunner(TakesProfiles, GpuSleepingRunner):
+class GpuRunner(TakesProfiles, GpuMemoryCalls):
     """A torch model on one NVIDIA GPU."""
 
     def __init__(self, args: WorkerArgs) -> None:

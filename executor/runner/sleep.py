@@ -1,7 +1,7 @@
 """Sleep: a rank frees the memory of its KV cache and its weights, and takes it again.
 
-What is freed depends on the device: see `_free` of the runners. Core and frontends see to it that
-no request runs meanwhile, and that nobody expects cached prefixes afterwards.
+The device decides what is freed: see `_free` of the runners. The core sees to it that no request
+runs meanwhile, and that no request expects cached prefixes afterwards.
 """
 
 from __future__ import annotations

@@ -1,17 +1,33 @@
-"""The calls of an application to the workers of a running engine: profiles and sleep."""
+"""The calls of an application to the workers of a running engine: profiles, sleep, weights."""
 
 from __future__ import annotations
 
 import os
 
+import msgspec
+
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
-from sidestep.ipc.common.errors import ValidationError, WorkerCallError
+from sidestep.ipc.common.errors import EngineStartError, ValidationError, WorkerCallError
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.transport.worker_calls import Sleep, StartProfile, StopProfile, WakeUp
+from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.ipc.transport.worker_calls import (
+    ApplyWeights,
+    DropWeights,
+    PrepareWeights,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 
 _ANSWER_S = 5.0
 """Seconds that a core may take to answer a question."""
+_MAY_DIFFER = frozenset(("path", "dtype", "eos_token_ids"))
+"""Fields of a model's spec in which the folder of new weights may differ.
+
+The weights are converted to the type of the run, and ends of sequence stay as they are.
+"""
 
 
 class EngineControl:
@@ -79,3 +95,36 @@ class EngineControl:
         """Return whether the engine sleeps, or one of its replicas that answer does."""
         answers = await self._replicas.ask_responsive("sleep_level", timeout_s=_ANSWER_S)
         return any((answer.result or {})["level"] for answer in answers.values())
+
+    async def update_weights(self, path: str) -> None:
+        """Replace the weights by those of a folder, which has the same names and shapes.
+
+        All workers read and check them first, so an error leaves the old weights in use. Then they
+        take the place of the old ones between two steps. Requests that run go on with the new
+        weights and with the keys and values of the old ones; cached prefixes are dropped. Raises
+        ValidationError for a folder of another model, WorkerCallError.
+        """
+        folder = os.path.abspath(path)
+        self._check_spec(folder)
+        try:
+            await self._replicas.call_workers(PrepareWeights(folder=folder))
+            await self._replicas.call_workers(ApplyWeights(folder=folder))
+        except BaseException:
+            self._replicas.tell_workers(DropWeights())
+            raise
+
+    def _check_spec(self, folder: str) -> None:
+        """Raise ValidationError if a folder's config.json, if any, describes another model."""
+        if not os.path.isdir(folder):
+            raise ValidationError("path", f"{folder!r} is not a folder")
+        if not os.path.exists(os.path.join(folder, "config.json")):
+            return
+        try:
+            new = load_model_spec(folder, self._config.model.hf_overrides)
+        except EngineStartError as error:
+            raise ValidationError("path", str(error)) from None
+        for name, value in msgspec.structs.asdict(self._config.spec).items():
+            if name not in _MAY_DIFFER and value != getattr(new, name):
+                raise ValidationError(
+                    "path", f"{folder} has {name} {getattr(new, name)!r}, not {value!r}"
+                )

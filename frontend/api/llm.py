@@ -182,6 +182,10 @@ class LLM(RefusesVllmMethods):
         """Return whether the engine sleeps; see AsyncLLM.is_sleeping."""
         return self._call(self._llm.is_sleeping())
 
+    def update_weights(self, path: str) -> None:
+        """Replace the weights by those of a folder; see AsyncLLM.update_weights."""
+        self._call(self._llm.update_weights(path))
+
     def get_stats(self) -> dict[str, float]:
         """Return the engine's statistics; see AsyncLLM.get_stats."""
         return self._call(self._llm.get_stats())

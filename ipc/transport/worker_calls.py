@@ -75,7 +75,32 @@ class WakeUp(WorkerCall, frozen=True, kw_only=True):
     timeout_s = 1800.0
 
 
-AnyCall = StartProfile | StopProfile | Sleep | WakeUp
+class PrepareWeights(WorkerCall, frozen=True, kw_only=True):
+    """Read weights from a folder into the host's memory, and check their names and shapes."""
+
+    timeout_s = 1800.0
+    works_asleep = False
+
+    folder: str
+    """Absolute path of the folder with safetensors files."""
+
+
+class ApplyWeights(WorkerCall, frozen=True, kw_only=True):
+    """Use the weights that `PrepareWeights` has read, from the next step on."""
+
+    timeout_s = 600.0
+    drops_prefix_cache = True
+    works_asleep = False
+
+    folder: str
+    """The folder that they were read from."""
+
+
+class DropWeights(WorkerCall, frozen=True, kw_only=True):
+    """Forget the weights that `PrepareWeights` has read."""
+
+
+AnyCall = StartProfile | StopProfile | Sleep | WakeUp | PrepareWeights | ApplyWeights | DropWeights
 ALL_CALLS: tuple[type[WorkerCall], ...] = get_args(AnyCall)
 
 

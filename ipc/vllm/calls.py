@@ -7,9 +7,8 @@ from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign
 _NO_RPC = (
     "workers take no calls from users; what changes logits is named by the option logits_processors"
 )
-_NO_UPDATE = (
-    "weights cannot be changed while the engine runs; shut it down and start it with the new model"
-)
+_ONE_UPDATE = "update_weights(folder) reads new weights from a folder, in one call"
+_NO_CHECKPOINT = "sleep() gives the memory back, and wake_up() takes it again"
 _NO_PAUSE = "an engine is not paused; stop sending requests, and `abort` those that run"
 _GIVEN = (
     "options are those given to EngineArgs; max_model_len, block_size and device tell what they "
@@ -95,12 +94,11 @@ METHODS: dict[str, str] = {
     "remove_lora": NO_LORA,
     "list_loras": NO_LORA,
     "pin_lora": NO_LORA,
-    "init_weight_transfer_engine": _NO_UPDATE,
-    "start_weight_update": _NO_UPDATE,
-    "update_weights": _NO_UPDATE,
-    "finish_weight_update": _NO_UPDATE,
-    "checkpoint_prepare": _NO_UPDATE,
-    "checkpoint_restore": _NO_UPDATE,
+    "init_weight_transfer_engine": _ONE_UPDATE,
+    "start_weight_update": _ONE_UPDATE,
+    "finish_weight_update": _ONE_UPDATE,
+    "checkpoint_prepare": _NO_CHECKPOINT,
+    "checkpoint_restore": _NO_CHECKPOINT,
     "scale_elastic_ep": _ONE_SIZE,
     "reset_mm_cache": NO_IMAGES,
     "reset_encoder_cache": NO_IMAGES,

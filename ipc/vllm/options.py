@@ -137,7 +137,7 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "kv_offloading_backend": Foreign(_NO_TRANSFER),
     "offload_backend": Foreign("all weights are kept on the device; leave it out", ("auto",)),
     "weight_transfer_config": Foreign(
-        "weights cannot be changed while the engine runs; leave it out"
+        "update_weights(folder) reads new weights from a folder without options; leave it out"
     ),
     "ec_transfer_config": Foreign(_NO_TRANSFER),
     "enable_sleep_mode": Foreign(

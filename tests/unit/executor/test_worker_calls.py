@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from sidestep.executor.processes.worker import Order, Reply, run_steps
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import PendingOutput
 from sidestep.executor.runner.worker_calls import CallRefusedError, TakesCalls
+from sidestep.ipc.common import registry
 from sidestep.ipc.transport.shm_ring import RingClosed, RingReader, RingWriter, create_ring
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import (
@@ -27,6 +28,7 @@ from sidestep.ipc.transport.worker_calls import (
     StartProfile,
     StopProfile,
     WakeUp,
+    WorkerCall,
     decode_answer,
     decode_call,
     encode,
@@ -193,3 +195,21 @@ def test_a_call_is_answered_when_the_last_rank_has_answered() -> None:
     for rank in (0, 1):
         answers.take(rank, CallAnswer(number=second, error="no room"))
     assert answers.take_answered() == [Answered(second, [{}, {}], "no room", 2)]
+
+
+@pytest.mark.parametrize("device", registry.RUNNERS)
+def test_the_methods_of_every_runner_take_the_calls_of_their_names(device: str) -> None:
+    """A call without a method is refused by `TakesCalls.answer`; the fake device has no weights."""
+    runner: Any = registry.load(registry.RUNNERS[device])
+    missing = {name(call) for call in ALL_CALLS if not hasattr(runner, name(call))}
+    assert missing == (
+        {"prepare_weights", "apply_weights", "drop_weights"} if device == "fake" else set()
+    )
+    for call in ALL_CALLS:
+        if name(call) not in missing:
+            types = get_type_hints(getattr(runner, name(call)))
+            assert types == {"call": call, "return": CallResult}
+
+
+def name(call: type[WorkerCall]) -> str:
+    return str(call.__struct_config__.tag)

@@ -1,4 +1,4 @@
-# Expected: UnsupportedError: LLM.update_weights: weights cannot be changed
+# Expected: UnsupportedError: LLM.start_weight_update: update_weights(folder) reads new weights
 import sys
 
 from vllm import LLM, SamplingParams
@@ -27,4 +27,4 @@ llm.generate("warm up", SamplingParams(max_tokens=1))
 llm.sleep(level=1)
 assert llm.is_sleeping()
 llm.wake_up()
-llm.update_weights(None)
+llm.start_weight_update()

@@ -1,7 +1,9 @@
-"""Sleep on a GPU: weights, KV cache and captured graphs leave the device's memory.
+"""The calls that change what a GPU's memory holds: sleep, and new weights.
 
-Graphs keep addresses, so they are captured again at the end. All ranks do the same or none does:
-each step and each capture is a matter of all of them.
+In a sleep, weights, KV cache and captured graphs leave the device's memory. Graphs keep addresses,
+so they are captured again at the end. All ranks do the same or none does: each step and each
+capture is a matter of all of them. New weights are written over the old ones, at the addresses that
+the graphs have.
 """
 
 from __future__ import annotations
@@ -14,18 +16,23 @@ import torch
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.gpu.cuda_graphs import CudaGraphs
 from sidestep.executor.gpu.step_kernels import StepKernels
+from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.executor.models.model_loading import load_model
+from sidestep.executor.models.new_weights import TakesWeights, check_same_weights, copy_weights
 from sidestep.executor.models.weight_memory import HostCopy, weights_of
+from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.runner.sleep import SleepingRunner
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.kernels.gpu import gpu_of, like_gpu
 
 _GIB = 1 << 30
 _OTHERS = "another rank cannot"
 """A refusal of ranks that could do what another rank cannot."""
 
 
-class GpuSleepingRunner(StepKernels, SleepingRunner):
-    """The part of a GPU's runner that can sleep."""
+class GpuMemoryCalls(StepKernels, TakesWeights, SleepingRunner):
+    """The part of a GPU's runner that sleeps, and takes new weights."""
 
     _graphs: CudaGraphs | None
     _host_copy: HostCopy | None = None
@@ -103,3 +110,18 @@ class GpuSleepingRunner(StepKernels, SleepingRunner):
         """Raise CallRefusedError on all ranks if any rank has a problem."""
         if not self._parallel.minimum(problem is None):
             raise CallRefusedError(problem or _OTHERS)
+
+    @torch.inference_mode()
+    def _read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
+        """Return a model in the host's memory, whose weights are those of the one on the GPU."""
+        gpu = gpu_of(self._device)
+        assert gpu is not None
+        with like_gpu(gpu, "cpu"):
+            model = load_model(args, self._parallel, self._dtype, torch.device("cpu"))
+        check_same_weights(self._model, model)
+        return model
+
+    @torch.inference_mode()
+    def _use_weights(self, model: DecoderForCausalLM) -> None:
+        """Copy the weights, behind the steps that are queued."""
+        copy_weights(self._model, model)
