@@ -138,12 +138,12 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "kv_offloading_backend": Foreign(_NO_TRANSFER),
     "offload_backend": Foreign("all weights are kept on the device; leave it out", ("auto",)),
     "weight_transfer_config": Foreign(
-        "weights cannot be changed while the engine runs; leave it out"
+        "update_weights(folder) reads new weights from a folder without options; leave it out"
     ),
     "ec_transfer_config": Foreign(_NO_TRANSFER),
     "enable_sleep_mode": Foreign(
-        "an engine cannot give its memory back and keep running; shut it down and start it again",
-        (False,),
+        "sleep() and wake_up() need no option; leave it out",
+        (False, True),
         form="switch",
     ),
     # Steps.
@@ -311,7 +311,8 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "the cache's figures are always kept; leave it out", (False, True), form="switch"
     ),
     "profiler_config": Foreign(
-        "`sidestep trace` and get_step_records tell of each step; leave it out"
+        "profiler_dir names the folder that start_profile writes to; it takes the place of "
+        "torch_profiler_dir"
     ),
     "additional_config": Foreign(
         "there is no platform with options of its own; leave it out", ({},)
